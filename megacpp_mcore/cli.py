@@ -1,0 +1,39 @@
+"""The `megacpp` command: argument parsing and printing only."""
+
+import argparse
+import importlib
+import os
+import sys
+
+from megacpp_mcore import __version__
+from megacpp_mcore.errors import MegacppError
+
+COMMANDS = ("translate",)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with every command registered. Imports no torch."""
+    parser = argparse.ArgumentParser(prog="megacpp", description=__doc__.split(":")[0])
+    parser.add_argument("--version", action="version", version=f"megacpp {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        importlib.import_module(f"megacpp_mcore.commands.{name}").register(subparsers)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. Returns its exit status: 0 done, 2 refused (the reason is on stderr)."""
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except MegacppError as error:
+        print(f"megacpp: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader (head, less) has gone: say nothing more, and keep Python from trying to flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
