@@ -105,7 +105,7 @@ def _read(text: str, what: str) -> str:
     if not text:
         raise PatternError(f"the {what} is empty: it needs at least one of {', '.join(LETTERS)}")
     for position, char in enumerate(text, 1):
-        if not (char == "|" or (char.isascii() and char.upper() in LETTERS)):
+        if char != "|" and char.upper() not in LETTERS:
             raise PatternError(_unknown(char, position, what))
         if char == "|" and what == _MTP:
             raise PatternError(
