@@ -8,7 +8,7 @@ import sys
 from megacpp_mcore import __version__
 from megacpp_mcore.errors import MegacppError
 
-COMMANDS = ("translate",)
+COMMANDS = ("translate", "patch")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,0 +1,257 @@
+"""`megacpp patch`: the patch lane on the pinned packages of an environment."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from megacpp_mcore.errors import MegacppError
+
+_EPILOG = """\
+exit status: 0 done (status: everything is applied; verify: proved; port: nothing conflicts),
+1 not so, 2 refused, with the reason on stderr and nothing changed.
+
+  megacpp patch status
+  megacpp patch apply
+  megacpp patch revert --only mla-yarn-rope-head-mask
+  megacpp patch verify
+  megacpp patch new my-fix --from edited/ --test reproduce.py --reason '...' --drop-when '...'
+"""
+
+_EDITED = "edited files, under their paths in site-packages"
+_TEST = "script: exit 1 shows the defect, 0 is right behaviour, 77 cannot run here"
+
+
+def register(subparsers: Any) -> None:
+    """Add `patch` with its subcommands."""
+    parser = subparsers.add_parser(
+        "patch",
+        help="the patch lane: list, status, apply, revert, verify, new, export, port",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def add(name: str, run: Any, text: str, site: bool = True, only: bool = False) -> Any:
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument(
+            "--lane", metavar="DIR", type=Path, help="folder of manifest.toml (default: ours)"
+        )
+        if site:
+            command.add_argument(
+                "--site", metavar="DIR", type=Path, help="site-packages (default: this Python's)"
+            )
+        if only:
+            command.add_argument(
+                "--only", metavar="ID", action="append", default=[], help="may be repeated"
+            )
+        command.set_defaults(run=run)
+        return command
+
+    add("list", run_list, "what the lane carries, and why", site=False).add_argument(
+        "--json", action="store_true"
+    )
+    add("status", run_status, "what is applied here").add_argument("--json", action="store_true")
+    for name, text in (
+        ("apply", "put the lane on the installed packages"),
+        ("revert", "restore the original files, byte for byte"),
+    ):
+        command = add(name, run_change, text, only=True)
+        command.set_defaults(operation=name)
+        command.add_argument(
+            "--wait",
+            metavar="SECONDS",
+            type=float,
+            default=30.0,
+            help="for another run (%(default)s)",
+        )
+        command.add_argument("--json", action="store_true")
+    command = add(
+        "verify", run_verify, "run the reproducing tests without and with the lane", only=True
+    )
+    command.add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=600.0, help="of one run"
+    )
+    command.add_argument("--json", action="store_true")
+    _register_new(add)
+    command = add("export", run_export, "print a patch as a mail for `git am`")
+    command.add_argument("id", metavar="ID")
+    command.add_argument("--author", metavar="'NAME <ADDRESS>'", help="default: git's user")
+    command = add(
+        "port",
+        run_port,
+        "how the lane fares on another version; changes nothing",
+        site=False,
+        only=True,
+    )
+    command.add_argument("--to", metavar="VERSION", required=True, help="installed in --site")
+    command.add_argument("--site", metavar="DIR", type=Path, required=True)
+    command.add_argument("--json", action="store_true")
+
+
+def _register_new(add: Any) -> None:
+    command = add("new", run_new, "make a patch from an edited copy of installed files")
+    command.add_argument("id", metavar="ID")
+    argument = command.add_argument
+    argument("--from", dest="edited", metavar="DIR", type=Path, required=True, help=_EDITED)
+    argument("--reason", metavar="TEXT", required=True)
+    argument("--test", metavar="FILE", type=Path, required=True, help=_TEST)
+    argument("--drop-when", metavar="TEXT", required=True)
+    argument("--needs", choices=("cpu", "gpu"), default="cpu", help="what the test needs")
+    argument("--upstream", choices=("not-reported", "open", "merged"), default="not-reported")
+    argument("--link", metavar="LINK", help="of the upstream issue or pull request")
+    argument("--merged-in", metavar="VERSION")
+    argument("--defect", metavar="N", type=int, help="number on the facts page")
+
+
+def run_list(args: argparse.Namespace) -> int:
+    """Print every patch of the lane."""
+    from megacpp_mcore.patching import manifest
+
+    lane = manifest.load(args.lane).check_diffs()
+    if args.json:
+        rows = [dataclasses.asdict(patch) for patch in lane.patches]
+        for row in rows:
+            row["lane"] = str(row["lane"])
+        _print_json(rows)
+        return 0
+    for package, version in lane.packages.items():
+        print(f"{package} {version}")
+        for patch in lane.of(package):
+            upstream = " ".join(patch.upstream.values())
+            print(f"  {patch.id}  (test needs {patch.needs}; upstream: {upstream})")
+            print(f"    {' '.join(patch.reason.split())}")
+            for file in patch.files:
+                print(f"    {file.path}")
+    return 0
+
+
+def run_status(args: argparse.Namespace) -> int:
+    """Print the state of every package and patch."""
+    from megacpp_mcore.patching import manifest, state
+
+    rows = state.status(manifest.load(args.lane).check_diffs(), args.site)
+    if args.json:
+        _print_json(rows)
+    else:
+        for row in rows:
+            _print_status(row)
+    return 0 if all(row["complete"] for row in rows) else 1
+
+
+def _print_status(row: dict[str, Any]) -> None:
+    if row["installed"] is None and not row["problem"]:
+        print(f"{row['package']} {row['pinned']}: not installed")
+    else:
+        where = f" in {row['site']}" if row["site"] else ""
+        print(f"{row['package']} {row['installed'] or row['pinned']}{where}")
+    for key in ("problem", "interrupted"):
+        if row[key]:
+            print(f"  {key}: {row[key]}")
+    for patch in row["patches"]:
+        files = f": {', '.join(patch['files'])}" if patch["files"] else ""
+        print(f"  {patch['state']:<12}  {patch['id']}{files}")
+    for path in row["leftovers"]:
+        print(f"  left by another release of the lane: {path}")
+
+
+def run_change(args: argparse.Namespace) -> int:
+    """Apply or revert, then print which files changed."""
+    from megacpp_mcore.patching import manifest, operations
+
+    change = {"apply": operations.apply, "revert": operations.revert}[args.operation]
+    outcome = change(manifest.load(args.lane), args.site, args.only, args.wait)
+    if args.json:
+        _print_json(dataclasses.asdict(outcome))
+        return 0
+    for note in outcome.notes:
+        print(note)
+    for path in outcome.changed:
+        print(f"changed {path}")
+    for package, ids in outcome.applied.items():
+        print(f"{package}: {len(ids)} patches are applied{': ' if ids else ''}{', '.join(ids)}")
+    if not outcome.changed:
+        print(f"nothing to {args.operation}: it is so already")
+    return 0
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """Print each proof as it comes. 0 only when none failed and at least one was proved."""
+    from megacpp_mcore.patching import manifest, verify
+
+    proofs = []
+    for proof in verify.verify(manifest.load(args.lane), args.site, args.only, args.timeout):
+        proofs.append(proof)
+        if not args.json:
+            _print_proof(proof)
+    count = {
+        verdict: sum(proof.verdict == verdict for proof in proofs)
+        for verdict in (verify.PROVED, verify.NOT_RUN, verify.FAILED)
+    }
+    if args.json:
+        _print_json([dataclasses.asdict(proof) for proof in proofs])
+    else:
+        print(", ".join(f"{number} {verdict}" for verdict, number in count.items()))
+    return 0 if count[verify.PROVED] and not count[verify.FAILED] else 1
+
+
+def _print_proof(proof: Any) -> None:
+    print(f"{proof.verdict:<12}  {proof.patch}: {proof.reason}", flush=True)
+    for name, run in (("without", proof.pristine), ("with", proof.patched)):
+        for line in run.output.splitlines() if proof.verdict != "not run here" else ():
+            print(f"    {name}: {line}")
+
+
+def run_new(args: argparse.Namespace) -> int:
+    """Write the patch, its test and its manifest entry."""
+    from megacpp_mcore.patching import manifest, new
+
+    lane = args.lane or manifest.shipped_lane()
+    if args.lane is None and not (lane.parent / "pyproject.toml").is_file():
+        raise MegacppError(f"{lane} belongs to an installed package: name a checkout's with --lane")
+    upstream = (("state", args.upstream), ("link", args.link), ("merged_in", args.merged_in))
+    draft = new.Draft(
+        args.id,
+        args.reason,
+        args.drop_when,
+        args.needs,
+        tuple((key, value) for key, value in upstream if value is not None),
+        args.defect,
+    )
+    written, proof = new.new(lane, draft, args.edited, args.test, args.site)
+    _print_proof(proof)
+    for path in written:
+        print(f"wrote {path}")
+    return 0
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """Print the mail."""
+    from megacpp_mcore.patching import export, manifest
+
+    mail = export.export(manifest.load(args.lane), args.id, args.site, args.author)
+    sys.stdout.flush()
+    sys.stdout.buffer.write(mail)
+    sys.stdout.buffer.flush()
+    return 0
+
+
+def run_port(args: argparse.Namespace) -> int:
+    """Print what each patch meets. 0 when none conflicts."""
+    from megacpp_mcore.patching import manifest, port
+
+    reports = port.port(manifest.load(args.lane), args.to, args.site, args.only)
+    if args.json:
+        _print_json([dataclasses.asdict(report) for report in reports])
+    else:
+        for report in reports:
+            print(f"{report.result:<16}  {report.patch}")
+            for detail in report.details:
+                print(f"    {detail}")
+    return 1 if any(report.result == port.CONFLICT for report in reports) else 0
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))

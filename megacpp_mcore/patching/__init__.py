@@ -1,0 +1,44 @@
+"""The patch lane: a small, tracked, verified set of patches on the pinned packages.
+
+The lane itself is data (`patches/`). `megacpp patch` is its command; the two functions here are for
+layers that drop a bridge when a patch makes it needless, and for `train` and `doctor`, which name
+the patches that a plan needs. Importing this module reads no file and imports nothing heavy.
+"""
+
+import functools
+from collections.abc import Iterable
+
+from megacpp_mcore.patching.errors import PatchError
+
+__all__ = ["PatchError", "applied", "missing"]
+
+
+@functools.cache
+def applied(package: str) -> frozenset[str]:
+    """The ids of the shipped lane that are applied to `package` as this interpreter imports it.
+
+    Read from the files' digests, once per process. Empty when the package is absent, of another
+    version, editable, or hidden behind a checkout on the path; a patch with a drifted file is not
+    applied. Raises PatchError for a package that the lane does not know, and while a run on it is
+    unfinished.
+    """
+    from megacpp_mcore.patching import manifest, state
+
+    lane = manifest.load()
+    if package not in lane.packages:
+        raise PatchError(
+            f"the lane has no package {package!r}; it has {', '.join(lane.packages) or 'none'}"
+        )
+    found = state.read(lane, package)
+    if found.interrupted:
+        raise PatchError(f"{package}: {found.interrupted}")
+    return found.applied(lane)
+
+
+def missing(ids: Iterable[str]) -> tuple[str, ...]:
+    """Those of `ids` that are not applied here, in the lane's order. Refuses an unknown id."""
+    from megacpp_mcore.patching import manifest
+
+    ids = tuple(ids)
+    patches = manifest.load().select(ids) if ids else ()
+    return tuple(patch.id for patch in patches if patch.id not in applied(patch.package))

@@ -1,0 +1,274 @@
+"""The lane as data: `manifest.toml`, its schema, and the patches it lists.
+
+Every key is known and every entry is complete, or loading raises PatchError with the entry and the
+key. A patch without a reproducing test cannot be in the manifest.
+"""
+
+import functools
+import hashlib
+import importlib.resources
+import itertools
+import re
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megacpp_mcore.patching.errors import PatchError
+
+MANIFEST = "manifest.toml"
+REPRODUCERS = "reproducers"
+ABSENT = "absent"  # stands for the sha256 of a file that does not exist
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+NAME = re.compile(r"[a-z0-9]+([._-][a-z0-9]+)*")  # of a patch and of a package
+
+
+def sha256(data: bytes | None) -> str:
+    """The hex digest of `data`, or "absent" for None."""
+    return ABSENT if data is None else hashlib.sha256(data).hexdigest()
+
+
+@dataclass(frozen=True)
+class PatchedFile:
+    """One file of a patch: its path in site-packages and its digest before and after."""
+
+    path: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One entry of the manifest; the fields are the keys of `[[patch]]`."""
+
+    id: str
+    package: str
+    file: str
+    reason: str
+    drop_when: str
+    test: str
+    needs: str  # "cpu" or "gpu": where the reproducing test can run
+    upstream: Mapping[str, str]
+    files: tuple[PatchedFile, ...]
+    defect: int | None
+    lane: Path
+
+    @property
+    def text(self) -> bytes:
+        """The patch file's bytes."""
+        return (self.lane / self.file).read_bytes()
+
+    @property
+    def reproducer(self) -> Path:
+        """The reproducing test's script."""
+        return self.lane / REPRODUCERS / self.test
+
+    @functools.cached_property
+    def diffs(self) -> Mapping[str, Any]:
+        """path -> FileDiff. Raises PatchError when the diff does not touch exactly `files`."""
+        from megacpp_mcore.patching import diffs  # unidiff is not needed to read a manifest
+
+        if not diffs.header_of(self.text):
+            raise PatchError(f"{self.file}: the reason is missing above the first `diff --git`")
+        parsed = {diff.path: diff for diff in diffs.parse(self.text, self.file)}
+        listed = {file.path: file for file in self.files}
+        if parsed.keys() != listed.keys():
+            raise PatchError(
+                f"patch {self.id!r}: files: the manifest lists {_names(listed)}, "
+                f"{self.file} changes {_names(parsed)}"
+            )
+        for path, diff in parsed.items():
+            if diff.creates != (listed[path].before == ABSENT):
+                raise PatchError(
+                    f"patch {self.id!r}: {path}: sha256_before is {listed[path].before!r}, but "
+                    f"{self.file} {'creates' if diff.creates else 'changes'} the file"
+                )
+        return parsed
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A lane that passed its schema. `packages`: name -> pinned version; `patches`: in order."""
+
+    lane: Path
+    packages: Mapping[str, str]
+    patches: tuple[Patch, ...]
+
+    def of(self, package: str) -> tuple[Patch, ...]:
+        """The patches of one package, in order."""
+        return tuple(patch for patch in self.patches if patch.package == package)
+
+    def touching(self, package: str) -> dict[str, list[tuple[Patch, PatchedFile]]]:
+        """path -> the patches that touch it, in order, each with its digests of that file."""
+        result: dict[str, list[tuple[Patch, PatchedFile]]] = {}
+        for patch in self.of(package):
+            for file in patch.files:
+                result.setdefault(file.path, []).append((patch, file))
+        return result
+
+    def chain(self, package: str, path: str) -> list[tuple[str, Any]]:
+        """(patch id, FileDiff) of every patch that touches the file, in order."""
+        return [(patch.id, patch.diffs[path]) for patch, _ in self.touching(package)[path]]
+
+    def select(self, ids: Collection[str]) -> tuple[Patch, ...]:
+        """The patches named, in the lane's order; all when none is named. Refuses an unknown id."""
+        known = [patch.id for patch in self.patches]
+        for name in ids:
+            if name not in known:
+                raise PatchError(f"unknown patch {name!r}; the lane has {_names(known)}")
+        return tuple(patch for patch in self.patches if not ids or patch.id in ids)
+
+    def check_diffs(self) -> "Manifest":
+        """Parse every patch file. Raises PatchError for the first one that is not as it should."""
+        for patch in self.patches:
+            _ = patch.diffs
+        return self
+
+
+def shipped_lane() -> Path:
+    """The folder of the lane that comes with this package."""
+    return Path(str(importlib.resources.files("megacpp_mcore.patches")))
+
+
+def load(lane: Path | str | None = None) -> Manifest:
+    """Read `manifest.toml` of the folder `lane` (default: the shipped one), checked.
+
+    Raises PatchError naming the entry and the key that is unknown, missing or wrong.
+    """
+    lane = shipped_lane() if lane is None else Path(lane)
+    path = lane / MANIFEST
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise PatchError(f"{path}: cannot be read: {error}") from error
+    _keys(table, {"schema": int, "package": list}, {"patch": list}, MANIFEST)
+    if table["schema"] != 1:
+        raise PatchError(f"{MANIFEST}: schema: {table['schema']} is not known; this reads 1")
+    packages = _packages(table["package"])
+    patches = tuple(
+        _patch(entry, number, packages, lane)
+        for number, entry in enumerate(table.get("patch", ()), 1)
+    )
+    _unique([patch.id for patch in patches], "[[patch]]", "id")
+    _unique([patch.file for patch in patches], "[[patch]]", "file")
+    manifest = Manifest(lane, packages, patches)
+    for package in packages:
+        _check_chains(manifest, package)
+    return manifest
+
+
+def _packages(entries: list) -> dict[str, str]:
+    packages = {}
+    for number, entry in enumerate(entries, 1):
+        where = f"[[package]] {number}"
+        _keys(entry, {"name": str, "version": str}, {}, where)
+        _matches(entry["name"], NAME, where, "name", "a normalized package name")
+        if entry["name"] in packages:
+            raise PatchError(f"{where}: name: {entry['name']!r} is given twice")
+        packages[entry["name"]] = entry["version"]
+    return packages
+
+
+def _patch(entry: Any, number: int, packages: Mapping[str, str], lane: Path) -> Patch:
+    where = f"[[patch]] {number}"
+    if isinstance(entry, dict) and isinstance(entry.get("id"), str):
+        where = f"patch {entry['id']!r}"
+    texts = dict.fromkeys(("id", "package", "file", "reason", "drop_when", "test", "needs"), str)
+    _keys(entry, {**texts, "upstream": dict, "files": list}, {"defect": int}, where)
+    _matches(entry["id"], NAME, where, "id", "words of a-z and 0-9 joined by '-'")
+    _one_of(entry["package"], packages, where, "package")
+    _one_of(entry["needs"], ("cpu", "gpu"), where, "needs")
+    _upstream(entry["upstream"], where)
+    for key, folder, suffix in (("file", lane, ".patch"), ("test", lane / REPRODUCERS, ".py")):
+        name = entry[key]
+        if PurePosixPath(name).name != name or not name.endswith(suffix):
+            raise PatchError(f"{where}: {key}: {name!r} is not the name of a {suffix} file")
+        if not (folder / name).is_file():
+            raise PatchError(f"{where}: {key}: {folder / name} does not exist")
+    if not entry["files"]:
+        raise PatchError(f"{where}: files: at least one is needed")
+    files = tuple(_file(file, where) for file in entry["files"])
+    _unique([file.path for file in files], where, "files.path")
+    fields = {key: entry[key] for key in (*texts, "upstream")}
+    return Patch(**fields, files=files, defect=entry.get("defect"), lane=lane)
+
+
+def _file(entry: Any, where: str) -> PatchedFile:
+    where = f"{where}: files"
+    _keys(entry, dict.fromkeys(("path", "sha256_before", "sha256_after"), str), {}, where)
+    path, before, after = entry["path"], entry["sha256_before"], entry["sha256_after"]
+    parts = path.split("/")
+    unsafe = {"", ".", ".."}.intersection(parts) or "\\" in path or re.search(r"\s", path)
+    if unsafe or len(parts) < 2 or parts[0].endswith((".dist-info", ".egg-info")):
+        raise PatchError(
+            f"{where}: path: {path!r} is not a plain path of a package's file below site-packages"
+        )
+    where = f"{where}: {path}"
+    if before != ABSENT:
+        _matches(before, _SHA256, where, "sha256_before", "64 hex digits or 'absent'")
+    _matches(after, _SHA256, where, "sha256_after", "64 hex digits")
+    if before == after:
+        raise PatchError(f"{where}: sha256_after is equal to sha256_before")
+    return PatchedFile(path, before, after)
+
+
+def _upstream(upstream: Mapping[str, Any], where: str) -> None:
+    where = f"{where}: upstream"
+    _keys(upstream, {"state": str}, {"link": str, "merged_in": str}, where)
+    state = upstream["state"]
+    _one_of(state, ("open", "merged", "not-reported"), where, "state")
+    for key, states in (("link", ("open", "merged")), ("merged_in", ("merged",))):
+        if (key in upstream) != (state in states):
+            verb = "is missing" if state in states else "has no place"
+            raise PatchError(f"{where}: {key}: {verb} when state is {state!r}")
+
+
+def _check_chains(manifest: Manifest, package: str) -> None:
+    """Several patches on one file: each starts from what the one before it leaves."""
+    for path, entries in manifest.touching(package).items():
+        for (earlier, left), (later, right) in itertools.pairwise(entries):
+            if right.before != left.after:
+                raise PatchError(
+                    f"patch {later.id!r}: files: {path}: sha256_before is {right.before}, but "
+                    f"patch {earlier.id!r} before it leaves {left.after}"
+                )
+
+
+def _keys(table: Any, required: Mapping[str, type], optional: Mapping[str, type], where: str):
+    if not isinstance(table, dict):
+        raise PatchError(f"{where}: is {table!r}, not a table")
+    for key in table:
+        if key not in required and key not in optional:
+            raise PatchError(
+                f"{where}: unknown key {key!r}; known: {_names({**required, **optional})}"
+            )
+    for key, kind in {**required, **optional}.items():
+        if key not in table:
+            if key in required:
+                raise PatchError(f"{where}: key {key!r} is missing")
+        elif type(table[key]) is not kind:
+            raise PatchError(f"{where}: {key}: {table[key]!r} is not of type {kind.__name__}")
+        elif kind is str and not table[key].strip():
+            raise PatchError(f"{where}: {key}: is empty")
+
+
+def _matches(value: str, pattern: re.Pattern, where: str, key: str, expected: str) -> None:
+    if not pattern.fullmatch(value):
+        raise PatchError(f"{where}: {key}: {value!r} is not {expected}")
+
+
+def _one_of(value: str, known: Collection[str], where: str, key: str) -> None:
+    if value not in known:
+        raise PatchError(f"{where}: {key}: {value!r} is not one of {_names(known)}")
+
+
+def _unique(names: list[str], where: str, key: str) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise PatchError(f"{where}: {key}: {name!r} is given twice")
+
+
+def _names(names: Collection[str]) -> str:
+    return ", ".join(names) or "none"

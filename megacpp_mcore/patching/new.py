@@ -1,0 +1,190 @@
+"""Make a patch of the lane from an edited copy of installed files."""
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+
+from megacpp_mcore.patching import diffs, site, state, verify
+from megacpp_mcore.patching.errors import PatchError
+from megacpp_mcore.patching.manifest import MANIFEST, NAME, REPRODUCERS, Manifest, load, sha256
+from megacpp_mcore.patching.verify import Proof
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What the developer says about a new patch: the manifest's fields of the same names."""
+
+    id: str
+    reason: str
+    drop_when: str
+    needs: str = "cpu"
+    upstream: tuple[tuple[str, str], ...] = (("state", "not-reported"),)
+    defect: int | None = None
+
+
+def new(
+    lane: Path,
+    draft: Draft,
+    edited: Path,
+    test: Path,
+    folder: Path | None = None,
+    timeout: float = 600.0,
+) -> tuple[list[Path], Proof]:
+    """Add a patch to the end of `lane`: the differences of `edited` from the installed files.
+
+    edited: a folder with changed (or added) files under their site-packages paths; files in it that
+    are equal to the installed ones are no part of the patch. test: the reproducing script. It is
+    run (`verify`), and must show the defect without the patch and none with it, or be unable to run
+    here when draft.needs is "gpu". folder: site-packages with the whole lane applied.
+    Returns the files written and the proof. Raises PatchError, with nothing written, otherwise.
+    """
+    manifest = load(lane).check_diffs()
+    if not edited.is_dir():
+        raise PatchError(f"--from {edited}: is not a folder")
+    if not test.is_file():
+        raise PatchError(f"--test {test}: does not exist; a patch needs a test that reproduces it")
+    if not NAME.fullmatch(draft.id):
+        raise PatchError(f"{draft.id!r}: a patch's id is words of a-z and 0-9 joined by '-'")
+    if any(patch.id == draft.id for patch in manifest.patches):
+        raise PatchError(f"the lane has a patch {draft.id!r} already")
+    package, changes = _changes(manifest, edited, folder)
+    body = b"".join(diffs.make(path, *change) for path, change in changes.items())
+    inside = test.resolve().parent == (lane / REPRODUCERS).resolve()
+    test_name = test.name if inside else f"{draft.id.replace('-', '_').replace('.', '_')}.py"
+    if not inside and (lane / REPRODUCERS / test_name).exists():
+        raise PatchError(f"{lane / REPRODUCERS / test_name}: exists already; give it as --test")
+    entry = _entry(draft, package, test_name, changes)
+    files = {
+        f"{draft.id}.patch": draft.reason.strip().encode() + b"\n\n" + body,
+        f"{REPRODUCERS}/{test_name}": test.read_bytes(),
+        MANIFEST: (lane / MANIFEST).read_bytes().rstrip(b"\n") + b"\n\n" + entry,
+    }
+    with tempfile.TemporaryDirectory(prefix="megacpp-lane-") as scratch:
+        trial = Path(scratch, "lane")
+        shutil.copytree(lane, trial, ignore=shutil.ignore_patterns("__pycache__"))
+        _write(trial, files)
+        (proof,) = verify.verify(load(trial), folder, [draft.id], timeout)
+    if proof.verdict == verify.FAILED:
+        raise PatchError(
+            f"--test {test} does not prove the patch: {proof.reason}. "
+            f"Without it: {proof.pristine.output or 'no output'}. "
+            f"With it: {proof.patched.output or 'no output'}"
+        )
+    return _write(lane, files), proof
+
+
+def _changes(
+    manifest: Manifest, edited: Path, folder: Path | None
+) -> tuple[str, dict[str, tuple[bytes | None, bytes]]]:
+    """(package, path -> (bytes with the whole lane, edited bytes)) of every file that differs."""
+    files = {
+        path.relative_to(edited).as_posix(): path
+        for path in sorted(edited.rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    found = _owner(manifest, files, folder)
+    rows = site.record_rows((found.installed.site / found.installed.record).read_bytes())
+    changes: dict[str, tuple[bytes | None, bytes]] = {}
+    for path, file in files.items():
+        live = found.installed.site / path
+        before = live.read_bytes() if live.is_file() else None
+        after = file.read_bytes()
+        if before == after:
+            continue
+        if b"\0" in after:
+            raise PatchError(f"{file}: is not a text file")
+        _check_base(manifest, found, path, before, rows)
+        changes[path] = (before, after)
+    if not changes:
+        raise PatchError(f"{edited}: no file in it differs from {found.installed.site}")
+    return found.package, changes
+
+
+def _owner(manifest: Manifest, files: Any, folder: Path | None) -> state.PackageState:
+    """The package below whose folders every edited file lies."""
+    tops = {path.split("/")[0] for path in files}
+    for package in manifest.packages:
+        found = state.read(manifest, package, folder)
+        if found.installed is None:
+            continue
+        record = (found.installed.site / found.installed.record).read_bytes()
+        if tops and tops <= {path.split("/")[0] for path in site.record_rows(record)}:
+            if found.problem or found.interrupted:
+                raise PatchError(found.problem or found.interrupted)
+            return found
+    raise PatchError(
+        f"the edited files are below {', '.join(sorted(tops)) or 'nothing'}: no installed package "
+        f"of the lane ({', '.join(manifest.packages)}) has all of these folders"
+    )
+
+
+def _check_base(
+    manifest: Manifest,
+    found: state.PackageState,
+    path: str,
+    before: bytes | None,
+    rows: dict[str, str],
+) -> None:
+    """The installed file must be what the lane, or the wheel, puts there."""
+    entries = manifest.touching(found.package).get(path)
+    live = found.installed.site / path
+    if entries:
+        if found.files[path].found != entries[-1][1].after:
+            raise PatchError(
+                f"{live} does not have the whole lane: run `megacpp patch apply` first, and edit a "
+                f"copy of the patched file"
+            )
+    elif before is not None and rows.get(path, "").rstrip("\r\n") != site.record_row(
+        path, before, ""
+    ):
+        raise PatchError(
+            f"{live} is not the file that {found.package}'s RECORD lists: edit a copy, not the "
+            f"installed file"
+        )
+
+
+def _entry(
+    draft: Draft, package: str, test: str, changes: dict[str, tuple[bytes | None, bytes]]
+) -> bytes:
+    patch = tomlkit.table()
+    patch["id"] = draft.id
+    patch["package"] = package
+    patch["file"] = f"{draft.id}.patch"
+    if draft.defect is not None:
+        patch["defect"] = draft.defect
+    for key in ("reason", "drop_when"):
+        text = getattr(draft, key).strip()
+        patch[key] = tomlkit.string(text, multiline="\n" in text)
+    patch["test"] = test
+    patch["needs"] = draft.needs
+    patch["upstream"] = tomlkit.inline_table()
+    patch["upstream"].update(dict(draft.upstream))
+    patch["files"] = tomlkit.aot()
+    for path, (before, after) in changes.items():
+        file = tomlkit.table()
+        file["path"] = path
+        file["sha256_before"] = sha256(before)
+        file["sha256_after"] = sha256(after)
+        patch["files"].append(file)
+    document = tomlkit.document()
+    document["patch"] = tomlkit.aot()
+    document["patch"].append(patch)
+    return tomlkit.dumps(document).encode()
+
+
+def _write(lane: Path, files: dict[str, bytes]) -> list[Path]:
+    """Write the files, the manifest last, each in one step."""
+    written = []
+    for name, data in files.items():
+        path = lane / name
+        path.parent.mkdir(exist_ok=True)
+        temporary = path.with_name(f"{path.name}.tmp")
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+        written.append(path)
+    return written

@@ -1,0 +1,168 @@
+"""What the lane would meet on another version of a package. Reads only."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megacpp_mcore.patching import diffs, site
+from megacpp_mcore.patching.diffs import FileDiff, Hunk
+from megacpp_mcore.patching.errors import PatchError
+from megacpp_mcore.patching.manifest import Manifest, Patch
+
+AS_IS = "applies as is"
+MOVED = "applies, moved"
+UPSTREAM = "already upstream"
+CONFLICT = "conflicts"
+
+
+@dataclass(frozen=True)
+class Report:
+    """One patch on the new version. details: a sentence per hunk that is not as stated."""
+
+    patch: str
+    result: str  # AS_IS, MOVED, UPSTREAM or CONFLICT
+    details: tuple[str, ...]
+
+
+def port(
+    manifest: Manifest, version: str, folder: Path, only: Collection[str] = ()
+) -> list[Report]:
+    """Report per patch how it fares on `version`, installed in `folder`.
+
+    "already upstream" needs every hunk's lines after the change to be there and those before it
+    not. "applies, moved" needs every hunk's lines to be there exactly once; the diff must be made
+    again at the new lines before the lane can take it. Each patch is tried with the earlier ones
+    applied, as far as they apply. Raises PatchError when no package of the lane has that version.
+    """
+    manifest.check_diffs()
+    selected = manifest.select(only)
+    found = {package: site.find(package, folder) for package in manifest.packages}
+    there = {name: each for name, each in found.items() if each and each.version == version}
+    if not there or any(only and patch.package not in there for patch in selected):
+        seen = [f"{each.package} {each.version}" for each in found.values() if each]
+        raise PatchError(
+            f"no package of the lane in {folder} has version {version}; found "
+            f"{', '.join(seen) or 'none of ' + ', '.join(manifest.packages)}"
+        )
+    contents: dict[str, list[bytes] | None] = {}
+    reports = []
+    for patch in manifest.patches:
+        if patch.package in there:
+            report = _one(patch, there[patch.package].site, contents)
+            if patch in selected:
+                reports.append(report)
+    return reports
+
+
+def _one(patch: Patch, folder: Path, contents: dict[str, list[bytes] | None]) -> Report:
+    """Try one patch; when all of it applies, `contents` has it afterwards."""
+    results: list[str] = []
+    details: list[str] = []
+    after: dict[str, list[bytes] | None] = {}
+    for path, diff in patch.diffs.items():
+        if path not in contents:
+            file = folder / path
+            contents[path] = diffs.split_lines(file.read_bytes()) if file.is_file() else None
+        after[path] = _file(diff, contents[path], results, details)
+    kinds = set(results)
+    if kinds == {UPSTREAM}:
+        return Report(patch.id, UPSTREAM, ())
+    if UPSTREAM in kinds:
+        kinds.add(CONFLICT)
+        details.append("part of the patch is already there")
+    if CONFLICT in kinds:
+        return Report(patch.id, CONFLICT, tuple(details))
+    contents.update(after)
+    return Report(patch.id, MOVED if MOVED in kinds else AS_IS, tuple(details))
+
+
+def _file(
+    diff: FileDiff, lines: list[bytes] | None, results: list[str], details: list[str]
+) -> list[bytes] | None:
+    """Judge each hunk of a file. Returns the lines with those applied that apply."""
+    if diff.creates:
+        (hunk,) = diff.hunks
+        same = lines == list(hunk.target)
+        results.append(AS_IS if lines is None else UPSTREAM if same else CONFLICT)
+        if results[-1] == CONFLICT:
+            details.append(f"{diff.path}: the file exists already, with other content")
+        return list(hunk.target) if lines is None else lines
+    if lines is None:
+        results.append(CONFLICT)
+        details.append(f"{diff.path}: the file is not in this version")
+        return None
+    result = list(lines)
+    shift = done = 0
+    for hunk in diff.hunks:
+        at = _place(hunk, lines, results, details, diff.path)
+        if at is None:
+            continue
+        if at < done:
+            results.append(CONFLICT)
+            details.append(
+                f"{diff.path}: hunk {hunk.number}: its lines stand before the last one's"
+            )
+            continue
+        done = at + len(hunk.source)
+        result[at + shift : done + shift] = hunk.target
+        shift += len(hunk.target) - len(hunk.source)
+    return result
+
+
+def _place(
+    hunk: Hunk, lines: list[bytes], results: list[str], details: list[str], path: str
+) -> int | None:
+    """The index where the hunk applies, or None; its result and details are added."""
+    stated = max(hunk.start - 1, 0)
+    places = _places(hunk.source, lines)
+    if _is_upstream(hunk, lines, places):
+        results.append(UPSTREAM)
+        return None
+    if stated in places:
+        results.append(AS_IS)
+        return stated
+    if len(places) == 1:
+        results.append(MOVED)
+        details.append(f"{path}: hunk {hunk.number}: from line {stated + 1} to {places[0] + 1}")
+        return places[0]
+    results.append(CONFLICT)
+    if places:
+        several = ", ".join(str(place + 1) for place in places)
+        details.append(f"{path}: hunk {hunk.number}: its lines stand more than once: at {several}")
+        return None
+    try:
+        diffs.check_hunk(replace(hunk, start=_closest(hunk, lines) + 1), lines, path)
+    except PatchError as error:
+        details.append(f"{error} (made for line {hunk.start})")
+    return None
+
+
+def _places(block: tuple[bytes, ...], lines: list[bytes]) -> list[int]:
+    """Every index at which `block` stands in `lines`; an empty one only in an empty file."""
+    if not block:
+        return [] if lines else [0]
+    starts = (index for index, line in enumerate(lines) if line == block[0])
+    return [index for index in starts if tuple(lines[index : index + len(block)]) == block]
+
+
+def _is_upstream(hunk: Hunk, lines: list[bytes], places: list[int]) -> bool:
+    """Whether the lines after the change are there, and those before it are not.
+
+    Lines added at a file's start or end leave the lines before the change in place, next to them.
+    """
+    source, target = len(hunk.source), len(hunk.target)
+    there = _places(hunk.target, lines)
+    if not places or target <= source:
+        return bool(there) and not places
+    return any(at < place + source and place < at + target for at in there for place in places)
+
+
+def _closest(hunk: Hunk, lines: list[bytes]) -> int:
+    """The index where most of the hunk's lines match; the nearest to its own when several do."""
+
+    def rank(index: int) -> tuple[int, int]:
+        block = lines[index : index + len(hunk.source)]
+        same = sum(a == b for a, b in zip(block, hunk.source, strict=False))
+        return same, -abs(index - hunk.start + 1)
+
+    return max(range(len(lines)), key=rank, default=0)

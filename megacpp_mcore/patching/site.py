@@ -1,0 +1,159 @@
+"""Where a pinned package is installed, and whether its files may be patched there.
+
+Nothing here imports the package: its version comes from its metadata, its files from the folder.
+"""
+
+import base64
+import csv
+import hashlib
+import importlib.metadata
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megacpp_mcore.patching.errors import PatchError
+
+
+@dataclass(frozen=True)
+class Installed:
+    """One package found in one site-packages folder."""
+
+    package: str
+    version: str
+    site: Path
+    info: Path  # the .dist-info folder
+
+    @property
+    def record(self) -> str:
+        """RECORD's path below the site."""
+        return f"{self.info.name}/RECORD"
+
+
+def search_path() -> list[Path]:
+    """The folders this interpreter imports from, in order."""
+    return [Path(entry or os.getcwd()).resolve() for entry in sys.path]
+
+
+def find(package: str, site: Path | None = None) -> Installed | None:
+    """The package in the folder `site`; without one, in the first folder of this interpreter that
+    has it. None when it is not installed.
+
+    Raises PatchError when it is there in a form the lane does not patch: a development checkout
+    (egg-info), an editable install, two versions recorded side by side, no RECORD.
+    """
+    folders = search_path() if site is None else [site.resolve()]
+    for folder in folders:
+        infos = _infos(folder, package)
+        if infos:
+            return _installed(package, folder, infos)
+    return None
+
+
+def _infos(folder: Path, package: str) -> list[Path]:
+    """Metadata folders of the package directly below `folder`."""
+    if not folder.is_dir():
+        return []
+    return sorted(
+        folder / name
+        for name in os.listdir(folder)
+        if name.endswith((".dist-info", ".egg-info"))
+        and re.sub(r"[-_.]+", "-", re.split(r"-|\.egg-info$", name)[0]).lower() == package
+    )
+
+
+def _installed(package: str, site: Path, infos: list[Path]) -> Installed:
+    if len(infos) > 1:
+        names = ", ".join(info.name for info in infos)
+        raise PatchError(
+            f"{package}: {site} records it {len(infos)} times ({names}): an install was broken "
+            f"off; reinstall it first"
+        )
+    info = infos[0]
+    if info.suffix == ".egg-info":
+        raise PatchError(
+            f"{package}: {info} is a development checkout; the lane patches installed wheels only. "
+            f"Change the checkout itself, or install the wheel"
+        )
+    distribution = importlib.metadata.Distribution.at(info)
+    direct_url = json.loads(distribution.read_text("direct_url.json") or "{}")
+    if direct_url.get("dir_info", {}).get("editable"):
+        raise PatchError(
+            f"{package}: is an editable install of {direct_url.get('url')}; the lane patches "
+            f"installed wheels only. Change the checkout itself, or install the wheel"
+        )
+    if not (info / "RECORD").is_file():
+        raise PatchError(
+            f"{package}: {info} has no RECORD, so neither pip nor uv installed it and nothing says "
+            f"which files are its own; install the wheel"
+        )
+    return Installed(package, distribution.version, site, info)
+
+
+def check_inside(installed: Installed, paths: Iterable[str]) -> None:
+    """Refuse a file that is a link, or that stands outside the site behind a linked folder."""
+    for path in paths:
+        file = installed.site / path
+        if file.resolve() != file:
+            raise PatchError(
+                f"{installed.package}: {file} is a link to {file.resolve()}: patching it would "
+                f"change a file outside {installed.site}. Reinstall with real files "
+                f"(uv: --link-mode=copy)"
+            )
+
+
+def shadowed_by(installed: Installed, path: str) -> Path | None:
+    """The folder from which this interpreter would import `path` instead of the installed file.
+
+    Looks for the outermost regular package around the file, as the import system does: a checkout
+    earlier on the path hides the whole package, even a file it does not have.
+    """
+    parents = [parent for parent in reversed(Path(path).parents) if str(parent) != "."]
+    marker = next(
+        (p / "__init__.py" for p in parents if (installed.site / p / "__init__.py").is_file()),
+        Path(path),
+    )
+    for folder in search_path():
+        if folder == installed.site:
+            return None
+        if (folder / marker).is_file():
+            return folder
+    return None
+
+
+def record_rows(data: bytes) -> dict[str, str]:
+    """RECORD: path -> its whole line, with the line's end."""
+    return {_row_path(line): line for line in io.StringIO(data.decode("utf-8")) if line.strip()}
+
+
+def _row_path(line: str) -> str:
+    return next(csv.reader([line]))[0]
+
+
+def record_row(path: str, data: bytes, end: str) -> str:
+    """The line that RECORD has for a file with these bytes (PEP 376, urlsafe base64)."""
+    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+    text = io.StringIO()
+    csv.writer(text, lineterminator=end).writerow((path, f"sha256={digest}", len(data)))
+    return text.getvalue()
+
+
+def record_with(data: bytes, rows: dict[str, str | None]) -> bytes:
+    """RECORD with some rows replaced, every other byte as it was.
+
+    rows: path -> its new line, or None to take it out. A path without a row is added first, so that
+    taking it out again restores the bytes even of a RECORD whose last line has no end.
+    """
+    rest = dict(rows)
+    lines = []
+    for line in io.StringIO(data.decode("utf-8")):
+        path = _row_path(line) if line.strip() else None
+        replaced = rest.pop(path) if path in rest else line
+        if replaced is not None:
+            lines.append(replaced)
+    added = [line for line in rest.values() if line is not None]
+    return "".join(added + lines).encode("utf-8")

@@ -1,0 +1,175 @@
+"""Prove a patch: its reproducing test shows the defect without the lane, and none with it.
+
+The test runs in a fresh process, twice: with copies of the installed packages as their wheels came,
+and with copies that have the whole lane. The environment itself is never changed.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megacpp_mcore.patching import chain, state
+from megacpp_mcore.patching.errors import PatchError
+from megacpp_mcore.patching.manifest import Manifest, Patch
+from megacpp_mcore.patching.state import PackageState
+from megacpp_mcore.patching.store import Store
+
+PROVED = "proved"
+NOT_RUN = "not run here"
+FAILED = "failed"
+
+# the reproducer's contract
+RIGHT, DEFECT, CANNOT_RUN = 0, 1, 77
+_MEANING = {RIGHT: "right behaviour", DEFECT: "defect shown", CANNOT_RUN: "cannot run here"}
+_SHOWN_LINES = 15
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a reproducer. status: its exit status, negative for a signal, None for a timeout.
+
+    output: its last lines, stdout and stderr together.
+    """
+
+    status: int | None
+    output: str
+
+    @property
+    def meaning(self) -> str:
+        if self.status is None:
+            return "broken (timed out)"
+        return _MEANING.get(self.status, f"broken (exit {self.status})")
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The two runs of one patch's reproducer, and what follows from them."""
+
+    patch: str
+    verdict: str  # PROVED, NOT_RUN or FAILED
+    reason: str
+    pristine: Run
+    patched: Run
+
+
+def verify(
+    manifest: Manifest,
+    folder: Path | None = None,
+    only: Collection[str] = (),
+    timeout: float = 600.0,
+) -> Iterator[Proof]:
+    """Prove every patch of the lane, or those in `only`, one after the other.
+
+    folder: site-packages whose packages are copied (patched or not); None for this interpreter's.
+    timeout: seconds for one run. A selected patch of an absent package is left out unless named.
+    Raises PatchError when a package cannot be used (another version, drifted, ...) or nothing is
+    left to prove.
+    """
+    manifest.check_diffs()
+    selected = manifest.select(only)
+    found = [_usable(manifest, package, folder) for package in manifest.packages]
+    present = {each.package for each in found if each.installed is not None}
+    for patch in selected:
+        if only and patch.package not in present:
+            raise PatchError(f"patch {patch.id!r}: {patch.package} is not installed")
+    selected = tuple(patch for patch in selected if patch.package in present)
+    if not selected:
+        raise PatchError(f"none of {', '.join(manifest.packages)} is installed: nothing to verify")
+    return _prove(manifest, [each for each in found if each.installed], selected, timeout)
+
+
+def _usable(manifest: Manifest, package: str, folder: Path | None) -> PackageState:
+    found = state.read(manifest, package, folder)
+    reason = found.problem or found.interrupted
+    for path, file in found.files.items():
+        if file.applied is None:
+            reason = reason or f"{found.installed.site / path} was changed outside this lane"
+    if reason:
+        raise PatchError(f"{package}: cannot verify on it: {reason}")
+    return found
+
+
+def _prove(
+    manifest: Manifest, found: Sequence[PackageState], selected: Sequence[Patch], timeout: float
+) -> Iterator[Proof]:
+    with tempfile.TemporaryDirectory(prefix="megacpp-verify-") as scratch:
+        pristine, patched = Path(scratch, "pristine"), Path(scratch, "patched")
+        for each in found:
+            ids = [patch.id for patch in manifest.of(each.package)]
+            copy_package(manifest, each, pristine, ())
+            copy_package(manifest, each, patched, ids)
+        sites = [each.installed.site for each in found]
+        for patch in selected:
+            runs = [_run(patch.reproducer, tree, sites, timeout) for tree in (pristine, patched)]
+            yield Proof(patch.id, *_judge(patch, *runs), *runs)
+
+
+def copy_package(
+    manifest: Manifest, found: PackageState, target: Path, ids: Collection[str]
+) -> None:
+    """Copy an installed package, without caches, to `target` with exactly the patches `ids`."""
+    site = found.installed.site
+    folders = {path.split("/")[0] for path in found.files} | {found.installed.info.name}
+    for name in sorted(folders):
+        shutil.copytree(
+            site / name,
+            target / name,
+            ignore=shutil.ignore_patterns("__pycache__"),
+            dirs_exist_ok=True,
+        )
+    for path in found.files:
+        original = state.original(manifest, found, path, Store(site))
+        data = chain.compose(original, manifest.chain(found.package, path), ids)
+        (target / path).unlink(missing_ok=True)
+        if data is not None:
+            (target / path).write_bytes(data)
+
+
+def _run(script: Path, tree: Path, sites: Sequence[Path], timeout: float) -> Run:
+    """Run a reproducer with `tree` first on the path."""
+    known = {os.path.realpath(entry) for entry in sys.path}
+    others = [str(site) for site in sites if str(site) not in known]
+    path = [str(tree), *others, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    with tempfile.TemporaryDirectory(prefix="megacpp-reproducer-") as folder:
+        process = subprocess.Popen(
+            [sys.executable, str(script.resolve())],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that what it starts ends with it
+        )
+        try:
+            output, _ = process.communicate(timeout=timeout)
+            status = process.returncode
+        except subprocess.TimeoutExpired:
+            status = None
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    lines = output.decode("utf-8", "replace").strip().splitlines()
+    return Run(status, "\n".join(lines[-_SHOWN_LINES:]))
+
+
+def _judge(patch: Patch, pristine: Run, patched: Run) -> tuple[str, str]:
+    both = f"without the patch: {pristine.meaning}; with it: {patched.meaning}"
+    statuses = (pristine.status, patched.status)
+    if statuses == (DEFECT, RIGHT):
+        return PROVED, both
+    if statuses == (CANNOT_RUN, CANNOT_RUN) and patch.needs == "gpu":
+        return NOT_RUN, f"needs a GPU: {pristine.output or 'the reproducer gave no reason'}"
+    if statuses == (CANNOT_RUN, CANNOT_RUN):
+        return FAILED, f"{both}, although the manifest says needs = {patch.needs!r}"
+    return FAILED, both
