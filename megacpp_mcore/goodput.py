@@ -1,0 +1,127 @@
+"""Where the wall time of a run goes: a stopwatch ledger.
+
+Goodput is the share of the wall time spent in useful training steps. The ledger charges every
+nanosecond to exactly one category: the innermost open span, or `idle` when none is open. So the
+parts add up to the wall time by construction, and a span inside another is never counted twice.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+from megacpp_mcore.errors import MegacppError
+
+# What a span may be charged to. `compile` is compilation and autotuning: a cold first step.
+SPANS = ("step", "compile", "data", "checkpoint", "evaluation", "idle")
+# `lost` is no span: it is step time whose result a resume threw away.
+CATEGORIES = (*SPANS[:-1], "lost", "idle")
+
+
+class GoodputError(MegacppError):
+    """An unknown category, or spans that do not nest."""
+
+
+def utc_now() -> str:
+    """The time as a receipt writes it: UTC, ISO 8601, whole seconds, `Z`."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class Goodput:
+    """The ledger of one process; the wall time starts when it is made.
+
+    It measures the thread that made it. Work on a GPU is asynchronous: a span covers it only if
+    the caller synchronises before the span ends, as Megatron's timers do.
+
+    clock: nanoseconds, never going back. started: the start as `utc_now` writes it.
+    """
+
+    def __init__(
+        self, *, clock: Callable[[], int] = time.monotonic_ns, started: str | None = None
+    ) -> None:
+        self._clock = clock
+        self._started = started or utc_now()
+        self._thread = threading.get_ident()
+        self._ns = dict.fromkeys(CATEGORIES, 0)
+        self._open: list[str] = []
+        self._mark = clock()
+        self._earlier: list[dict[str, Any]] = []
+
+    @contextmanager
+    def span(self, category: str) -> Iterator[None]:
+        """Charge the time inside to `category`, except what spans inside it take.
+
+        Raises GoodputError for an unknown category, a span opened on another thread, or a span that
+        ends before one inside it (a generator suspended inside a span does that).
+        """
+        if category not in SPANS:
+            raise GoodputError(f"unknown category {category!r}; a span is {', '.join(SPANS)}")
+        if threading.get_ident() != self._thread:
+            raise GoodputError(
+                f"a {category!r} span was opened on another thread; the ledger measures the thread "
+                "that made it"
+            )
+        self._charge()
+        self._open.append(category)
+        depth = len(self._open)
+        try:
+            yield
+        finally:
+            self._charge()
+            if len(self._open) != depth:
+                raise GoodputError(
+                    f"spans must nest: {category!r} ends while the open spans are {self._open}"
+                )
+            self._open.pop()
+
+    def _charge(self) -> None:
+        now = self._clock()
+        self._ns[self._open[-1] if self._open else "idle"] += now - self._mark
+        self._mark = now
+
+    def resume(self, earlier: Mapping[str, Any], lost_s: float = 0.0) -> None:
+        """Put the segments of the processes before this one in front of its own.
+
+        earlier: the `goodput` of the receipt the run resumes from. lost_s: seconds of steps in it
+        that this process does again, because they came after the checkpoint; they move from
+        `step` to `lost`, last segment first, as far as there is step time to move.
+        """
+        segments = [
+            {**segment, "seconds": dict(segment["seconds"])} for segment in earlier["segments"]
+        ]
+        for segment in reversed(segments):
+            moved = min(lost_s, segment["seconds"]["step"])
+            segment["seconds"]["step"] = round(segment["seconds"]["step"] - moved, 6)
+            segment["seconds"]["lost"] = round(segment["seconds"]["lost"] + moved, 6)
+            lost_s -= moved
+        self._earlier = segments
+
+    def record(self) -> dict[str, Any]:
+        """The ledger up to now, earlier segments included, as the receipt holds it.
+
+        Seconds throughout. `useful` is the share of `step` in the wall time. Time between two
+        segments is in none of them: no process was there to measure it.
+        """
+        self._charge()
+        own = {name: round(ns / 1e9, 6) for name, ns in self._ns.items()}
+        segments = [
+            *self._earlier,
+            {
+                "started": self._started,
+                "wall_s": round(sum(self._ns.values()) / 1e9, 6),
+                "seconds": own,
+            },
+        ]
+        wall = sum(segment["wall_s"] for segment in segments)
+        seconds = {
+            name: round(sum(segment["seconds"][name] for segment in segments), 6)
+            for name in CATEGORIES
+        }
+        return {
+            "wall_s": round(wall, 6),
+            "seconds": seconds,
+            "useful": round(seconds["step"] / wall, 6) if wall else 0.0,
+            "segments": segments,
+        }

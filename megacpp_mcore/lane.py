@@ -1,0 +1,127 @@
+"""What a run or a bench ran on: the device, the driver and the versions that decide its figures."""
+
+import os
+import platform
+import re
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from megacpp_mcore import __version__
+
+# Every package whose version can change a loss or a step time; absent ones are recorded as null.
+PACKAGES = (
+    "torch",
+    "triton",
+    "megatron-core",
+    "numpy",
+    "transformer-engine",
+    "mamba-ssm",
+    "causal-conv1d",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "deep-ep",
+    "flash-attn",
+)
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def lane(device: str | None = None) -> dict[str, Any]:
+    """The `lane` of a receipt. What is not there is null; nothing raises.
+
+    device: "cuda" or "cpu", the one the work runs on; by default cuda where torch can use it.
+    """
+    found = _from_torch(device)
+    return {
+        "device": found["device"],
+        "driver": _driver() if found["device"]["type"] == "cuda" else None,
+        "cuda": found["cuda"],
+        "cudnn": found["cudnn"],
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "os": platform.platform(),
+        "cpu": {"name": _cpu_name(), "count": _cpu_count(), "threads": found["threads"]},
+    }
+
+
+def code() -> dict[str, Any]:
+    """The version of this package, and the commit when it runs from a checkout of it.
+
+    commit and dirty are null for an installed wheel, and where git is not there to ask.
+    """
+    checkout = Path(__file__).resolve().parent.parent
+    commit = dirty = None
+    if (checkout / ".git").exists():
+        commit = _git(checkout, "rev-parse", "HEAD")
+        status = _git(checkout, "status", "--porcelain")
+        dirty = None if status is None else bool(status)
+    return {"version": __version__, "commit": commit, "dirty": dirty}
+
+
+def _from_torch(device: str | None) -> dict[str, Any]:
+    cpu = {"type": "cpu", "name": _cpu_name(), "count": 1, "memory_bytes": None, "capability": None}
+    found = {"device": cpu, "cuda": None, "cudnn": None, "threads": None}
+    try:
+        import torch
+    except (ImportError, OSError):  # OSError: a CUDA library the build wants is not on the machine
+        return found
+    found["threads"] = torch.get_num_threads()
+    if device == "cpu" or not torch.cuda.is_available():
+        return found
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return found | {
+        "device": {
+            "type": "cuda",
+            "name": properties.name,
+            "count": torch.cuda.device_count(),
+            "memory_bytes": properties.total_memory,
+            "capability": f"{properties.major}.{properties.minor}",
+        },
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def _driver() -> str | None:
+    try:
+        text = _DRIVER.read_text()
+    except OSError:
+        return None
+    found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return found.group(1) if found else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def _cpu_count() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _git(checkout: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(checkout), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,254 @@
+"""The receipt of a run, gathered while it runs: series, goodput and result."""
+
+import bisect
+import copy
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megacpp_mcore.goodput import Goodput
+from megacpp_mcore.receipts import ReceiptError, receipt_head, validate, write
+
+# A longer series is thinned to every 2nd, 4th, ... step, so that a run of a million steps still
+# writes its receipt within a second.
+MAX_ROWS = 8192
+FINAL_WINDOW = 20  # kept steps that final_loss is the mean of
+_REQUIRED = ("step", "tokens", "ms", "tokens_per_s", "peak_memory_bytes", "loss")
+_OPTIONAL = ("grad_norm", "lr")
+
+
+def warm_rows(receipt: Mapping[str, Any]) -> list[int]:
+    """The rows of a run's series that are evidence of speed: every one not marked cold."""
+    cold = set(receipt["series_info"]["cold_steps"])
+    return [row for row, step in enumerate(receipt["series"]["step"]) if step not in cold]
+
+
+class RunReceipt:
+    """The receipt of a run in progress; one process (rank 0) holds it.
+
+    recipe: from `recipe_entry`. topology, plan, backends, environment, lane: as in the schema
+    (`lane.lane()`, `[asdict(decision) for decision in dispatch.decisions()]`, which is complete
+    once the model is built). goodput: the ledger of this process. Nothing is written until `write`.
+    Raises ReceiptError at once when one of them is not as the schema says.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        recipe: dict[str, Any],
+        topology: dict[str, int],
+        plan: dict[str, Any],
+        backends: Sequence[dict[str, Any]],
+        environment: dict[str, dict[str, str]],
+        lane: dict[str, Any],
+        goodput: Goodput,
+    ) -> None:
+        self.path = Path(path)
+        self._goodput = goodput
+        self._head = receipt_head("run", recipe, topology, backends, environment, lane, [])
+        self._head["plan"] = plan
+        self._columns: dict[str, list] = {name: [] for name in (*_REQUIRED, *_OPTIONAL)}
+        self._evaluations: dict[str, list] = {"step": [], "loss": []}
+        self._stride = 1
+        self._cold_steps: list[int] = []
+        self._gaps: list[dict[str, Any]] = []
+        self._skip = 0  # steps to leave out before the next kept one
+        self._last_step = self._tokens = self._peak = 0
+        self._warm = False
+        # now, not at the first checkpoint an hour from here
+        validate(self._document("running", None, {}), f"the receipt for {self.path}")
+
+    def resume(self, earlier: dict[str, Any], step: int, tokens: int) -> None:
+        """Go on from `earlier`, the receipt of the run so far, at the checkpoint of `step`.
+
+        tokens: trained on up to that checkpoint. What `earlier` recorded after the checkpoint is
+        dropped, and its step time becomes `lost`. Raises ReceiptError when `earlier` is no run
+        or another recipe's, or when this process has recorded steps already.
+        """
+        if earlier["kind"] != "run":
+            raise ReceiptError(f"a run cannot resume from a {earlier['kind']} receipt")
+        if earlier["recipe"]["sha256"] != self._head["recipe"]["sha256"]:
+            raise ReceiptError(
+                f"the earlier receipt is of recipe {_recipe_text(earlier['recipe'])}, this run "
+                f"of {_recipe_text(self._head['recipe'])}; resume with the same recipe, or write "
+                "to another path"
+            )
+        if self._last_step:
+            raise ReceiptError(f"resume comes before the first step; step {self._last_step} is in")
+        series, info = earlier["series"], earlier["series_info"]
+        keep = bisect.bisect_right(series["step"], step)
+        for name, column in self._columns.items():
+            column.extend(series.get(name, [None] * keep)[:keep])
+        evaluated = bisect.bisect_right(earlier["evaluations"]["step"], step)
+        for name, column in self._evaluations.items():
+            column.extend(earlier["evaluations"][name][:evaluated])
+        self._stride = info["stride"]
+        self._cold_steps = [cold for cold in info["cold_steps"] if cold <= step]
+        self._gaps = [gap for gap in info["gaps"] if gap["step"] <= step]
+        self._goodput.resume(earlier["goodput"], sum(series["ms"][keep:]) * self._stride / 1000)
+        self._last_step, self._tokens = step, tokens
+        self._peak = earlier["result"]["peak_memory_bytes"] or 0
+        self._head["created"] = earlier["created"]
+        self._head["notes"] = [*earlier["notes"], f"resumed from the checkpoint of step {step}"]
+        if (known := earlier["result"]["steps"]) < step:
+            self.note(
+                f"steps {known + 1} to {step} are not in the series: the process that did them "
+                "ended before it wrote its receipt"
+            )
+        fields = ("lane", "topology", "backends", "environment", "code")
+        if changed := [name for name in fields if earlier[name] != self._head[name]]:
+            # what the receipt says of them is true from here on only
+            self._cold_steps = list(self._columns["step"])
+            self.note(
+                f"from step {step + 1} on with another {', '.join(changed)}; the steps before "
+                "count as cold"
+            )
+
+    def step(
+        self,
+        step: int,
+        *,
+        tokens: int,
+        ms: float,
+        loss: float,
+        peak_memory_bytes: int | None = None,
+        grad_norm: float | None = None,
+        lr: float | None = None,
+        cold: bool = False,
+    ) -> None:
+        """Record one training step; costs a few microseconds whatever the length of the run.
+
+        step: counted from 1. tokens: in this step, over all ranks. ms: wall time of the step. loss:
+        nats per token. cold: this step compiled or autotuned; the first one of a process always
+        counts as cold. A loss or grad_norm that is not finite is stored as null with its reason.
+        Raises ReceiptError when step does not grow, or tokens or ms is not positive and finite.
+        """
+        if step <= self._last_step:
+            raise ReceiptError(f"step {step} comes after step {self._last_step}; steps must grow")
+        if not (tokens > 0 and 0 < ms < math.inf):
+            raise ReceiptError(f"step {step}: tokens {tokens} and ms {ms} must be positive, finite")
+        self._last_step = int(step)
+        self._tokens += int(tokens)
+        self._peak = max(self._peak, int(peak_memory_bytes or 0))
+        cold = cold or not self._warm
+        self._warm = True
+        if self._skip:
+            self._skip -= 1
+            return
+        if cold:
+            self._cold_steps.append(self._last_step)
+        values = (
+            int(step),
+            self._tokens,
+            round(float(ms), 6),
+            round(float(tokens * 1000 / ms), 4),
+            None if peak_memory_bytes is None else int(peak_memory_bytes),
+            self._finite(step, "loss", loss),
+            self._finite(step, "grad_norm", grad_norm),
+            self._finite(step, "lr", lr),
+        )
+        for column, value in zip(self._columns.values(), values, strict=True):
+            column.append(value)
+        self._skip = self._stride - 1
+        if len(self._columns["step"]) >= MAX_ROWS:
+            self._thin()
+
+    def _thin(self) -> None:
+        for column in self._columns.values():
+            del column[1::2]
+        kept = set(self._columns["step"])
+        self._cold_steps = [step for step in self._cold_steps if step in kept]
+        self._gaps = [
+            gap for gap in self._gaps if gap["step"] in kept or gap["column"] == "evaluation"
+        ]
+        self._skip = self._stride - 1  # the row just dropped was half a new stride away
+        self._stride *= 2
+
+    def _finite(self, step: int, column: str, value: float | None) -> float | None:
+        if value is None:
+            return None
+        value = float(value)  # a numpy or torch scalar is no JSON number
+        if math.isfinite(value):
+            return value
+        gap = {"step": int(step), "column": column, "value": str(value), "reason": "not finite"}
+        self._gaps.append(gap)
+        return None
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """Record the held-out loss (nats per token) after `step` steps; 0 is before training.
+
+        Evaluating a step again replaces its loss. Raises ReceiptError for a step before the last.
+        """
+        steps, losses = self._evaluations["step"], self._evaluations["loss"]
+        if steps and step < steps[-1]:
+            raise ReceiptError(f"an evaluation of step {step} comes after one of {steps[-1]}")
+        if steps and step == steps[-1]:
+            steps.pop()
+            losses.pop()
+        steps.append(int(step))
+        losses.append(self._finite(step, "evaluation", loss))
+
+    def note(self, sentence: str) -> None:
+        """Add what a reader of the receipt must know."""
+        self._head["notes"].append(sentence)
+
+    def write(
+        self, status: str = "running", reason: str | None = None, **result: Any
+    ) -> dict[str, Any]:
+        """Write the receipt as it stands, at a checkpoint and at the end, and return it.
+
+        status: running, complete, interrupted or failed; the last two need a reason. result: more
+        figures for the receipt's `result` (`unigram_entropy=...`), numbers, strings, booleans.
+        Raises ReceiptError as `receipts.write` does, and for a result that is computed here.
+        """
+        document = self._document(status, reason, result)
+        write(self.path, document)
+        return document
+
+    def _document(self, status: str, reason: str | None, result: dict[str, Any]) -> dict[str, Any]:
+        own = self._result(status, reason)
+        if taken := own.keys() & result.keys():
+            raise ReceiptError(f"result {', '.join(sorted(taken))} is computed by the receipt")
+        filled = {
+            name: column
+            for name, column in self._columns.items()
+            if name in _REQUIRED or any(value is not None for value in column)
+        }
+        info = {"stride": self._stride, "cold_steps": self._cold_steps, "gaps": self._gaps}
+        document = self._head | {
+            "goodput": self._goodput.record(),
+            "series": filled,
+            "series_info": info,
+            "evaluations": self._evaluations,
+            "result": own | result,
+        }
+        return copy.deepcopy(document)  # the caller's copy does not change with the next step
+
+    def _result(self, status: str, reason: str | None) -> dict[str, Any]:
+        cold = set(self._cold_steps)
+        speeds = [
+            speed
+            for step, speed in zip(
+                self._columns["step"], self._columns["tokens_per_s"], strict=True
+            )
+            if step not in cold
+        ]
+        losses = self._columns["loss"][-FINAL_WINDOW:]
+        evaluated = self._evaluations["loss"]
+        return {
+            "status": status,
+            "reason": reason,
+            "steps": self._last_step,
+            "tokens": self._tokens,
+            "final_loss": statistics.fmean(losses) if losses and None not in losses else None,
+            "final_eval_loss": evaluated[-1] if evaluated else None,
+            "tokens_per_s_median": statistics.median(speeds) if speeds else None,
+            "peak_memory_bytes": self._peak or None,
+        }
+
+
+def _recipe_text(recipe: dict[str, Any]) -> str:
+    return f"{recipe['name']} ({recipe['sha256'][:12]})"
