@@ -1,0 +1,63 @@
+"""`megacpp report`: read receipts."""
+
+import argparse
+from pathlib import Path
+
+
+def register(subparsers: argparse._SubParsersAction) -> None:
+    """Add `report show`, `report compare` and `report plot`."""
+    parser = subparsers.add_parser("report", help="show, compare and plot receipts")
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+
+    show = actions.add_parser("show", help="print a receipt as one page")
+    show.add_argument("receipt", type=Path)
+    show.set_defaults(run=_show)
+
+    compare = actions.add_parser(
+        "compare", help="print what B changes against A, and keep, drop or undecided"
+    )
+    compare.add_argument("a", type=Path, metavar="A")
+    compare.add_argument("b", type=Path, metavar="B")
+    compare.add_argument(
+        "--margin",
+        type=float,
+        metavar="SHARE",
+        help="a time must differ by more than this share to count (default 0.01)",
+    )
+    compare.add_argument(
+        "--allow-unlike",
+        action="store_true",
+        help="compare although lane, recipe, topology or problem differ",
+    )
+    compare.set_defaults(run=_compare)
+
+    plot = actions.add_parser("plot", help="draw a receipt as a PNG")
+    plot.add_argument("receipt", type=Path)
+    plot.add_argument("--out", type=Path, required=True, metavar="FILE.png")
+    plot.set_defaults(run=_plot)
+
+
+def _show(args: argparse.Namespace) -> int:
+    from megacpp_mcore import receipts, report
+
+    print(report.show(receipts.read(args.receipt), str(args.receipt)))
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from megacpp_mcore import receipts, report
+    from megacpp_mcore.comparison import MARGIN
+
+    print(f"A  {args.a}\nB  {args.b}\n")
+    a, b = receipts.read(args.a), receipts.read(args.b)
+    margin = MARGIN if args.margin is None else args.margin
+    print(report.compare(a, b, margin=margin, allow_unlike=args.allow_unlike))
+    return 0
+
+
+def _plot(args: argparse.Namespace) -> int:
+    from megacpp_mcore import plotting, receipts
+
+    plotting.plot(receipts.read(args.receipt), args.out)
+    print(args.out)
+    return 0

@@ -1,0 +1,280 @@
+"""Is B better than A: like with like, intervals, and a verdict by a stated rule.
+
+The rule of `judge_runs` (RUN_RULE) and `judge_rows` (ROW_RULE), which the report prints:
+
+- Samples in the order taken fall into 8 blocks of neighbours; a block counts as its median. So slow
+  drift (clocks, a busy neighbour) widens an interval instead of narrowing it.
+- B's time over A's is the Hodges-Lehmann estimate: the median of the ratios of each block of B to
+  each block of A. Its interval is a pair of order statistics of those ratios, chosen from the exact
+  Mann-Whitney distribution to hold with at least 99 %, whatever the shape of the noise (Hollander,
+  Wolfe, Chicken, Nonparametric Statistical Methods, 4.2 and 4.3). 5 samples a side are enough.
+- Faster: that whole interval is below 1 - margin; slower: above 1 + margin. The margin is there
+  because the interval knows the noise within a run and not the one between two runs.
+- Losses are paired: same step, same number of tokens; the last quarter of the pairs, 8 at least.
+  Worse: the median difference B - A of each of the 8 blocks is above the tolerance; not worse: none
+  is. (From the lowest to the highest of 8 is a 99.2 % interval of the median: 1 - 2^-7.) The
+  tolerance is what chance would show between two runs on other batches: two standard errors,
+  2 s sqrt(2 / n), of the difference of two means of n losses, s the scatter from step to step.
+"""
+
+import functools
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megacpp_mcore.receipts import ReceiptError
+from megacpp_mcore.run_receipt import warm_rows
+
+MARGIN = 0.01
+BLOCKS = 8
+RUN_RULE = (
+    "drop: the loss is worse, or a step slower. keep: both runs are complete, a step is faster and "
+    "the loss is not worse. undecided: anything else. Faster or slower: the whole 99 % interval of "
+    "the ratio of times per token, over warm steps, lies beyond the margin. Loss: paired step by "
+    "step over the last quarter; worse when all 8 blocks' median differences are above the "
+    "tolerance (2 standard errors of batch-to-batch scatter), not worse when none is. Memory, "
+    "compile time and goodput are shown, not judged; one run a side says nothing of other seeds "
+    "or machines"
+)
+ROW_RULE = (
+    "drop: its error is beyond its tolerance, or it is slower. keep: its error is within the "
+    "tolerance and it is faster. undecided: anything else. Faster or slower: the whole 99 % "
+    "interval of the ratio of times lies beyond the margin. Memory is shown, not judged"
+)
+
+Verdict = Literal["keep", "drop", "undecided"]
+Speed = Literal["faster", "slower", "undecided"]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A ratio or a difference with its interval; `low` and `high` are None without enough data."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class LossEffect:
+    """The paired difference of losses, B - A, over `pairs` steps from `first_step` on."""
+
+    effect: Effect
+    tolerance: float
+    pairs: int
+    first_step: int
+    judgement: Literal["worse", "not worse", "undecided"]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict and the sentences that explain it."""
+
+    verdict: Verdict
+    reasons: tuple[str, ...]
+    time: Effect
+    loss: LossEffect | None = None
+
+
+def time_ratio(a: Sequence[float], b: Sequence[float]) -> Effect:
+    """How long b takes in units of a: Hodges-Lehmann ratio of positive times, 99 % interval."""
+    blocks_a, blocks_b = _block_medians(a), _block_medians(b)
+    ratios = sorted(after / before for before in blocks_a for after in blocks_b)
+    rank = _mann_whitney_rank(len(blocks_a), len(blocks_b))
+    if rank == 0:
+        return Effect(statistics.median(ratios), None, None)
+    return Effect(statistics.median(ratios), ratios[rank - 1], ratios[-rank])
+
+
+def _block_medians(values: Sequence[float]) -> list[float]:
+    """The medians of BLOCKS runs of neighbours; fewer values than that are their own blocks."""
+    blocks = min(BLOCKS, len(values))
+    edges = [len(values) * block // blocks for block in range(blocks + 1)]
+    return [statistics.median(values[start:end]) for start, end in itertools.pairwise(edges)]
+
+
+@functools.cache
+def _mann_whitney_rank(m: int, n: int) -> int:
+    """The largest k with P(U < k) <= 0.5 %, U the Mann-Whitney statistic of m and n samples."""
+    size = m * n + 1
+    # coefficients of the Gaussian binomial: in how many of the C(m + n, m) orders U takes a value
+    counts = [1] + [0] * (size - 1)
+    for i in range(1, m + 1):
+        for u in range(size - 1, n + i - 1, -1):
+            counts[u] -= counts[u - n - i]
+        for u in range(i, size):
+            counts[u] += counts[u - i]
+    rank, below = 0, counts[0]
+    while below <= 0.005 * math.comb(m + n, m):
+        rank += 1
+        below += counts[rank]
+    return rank
+
+
+def speed(ratio: Effect, margin: float) -> Speed:
+    """What a ratio of times says, given a margin (0.01 is one percent)."""
+    if ratio.high is not None and ratio.high < 1 - margin:
+        return "faster"
+    if ratio.low is not None and ratio.low > 1 + margin:
+        return "slower"
+    return "undecided"
+
+
+def unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Every reason why two receipts are not alike: lane, recipe, topology, problem of a bench.
+
+    A recipe's `[backends]` are what a comparison is about, so they may differ. Raises ReceiptError
+    for a run and a bench, which have no figure in common.
+    """
+    if a["kind"] != b["kind"]:
+        raise ReceiptError(f"A is a {a['kind']}, B a {b['kind']}: they have no figure in common")
+    found = list(_differences("lane", a["lane"], b["lane"]))
+    found += _differences("topology", a["topology"], b["topology"])
+    found += _differences("recipe", _without_backends(a), _without_backends(b))
+    if a["kind"] == "bench":
+        found += _differences("problem", a["problem"], b["problem"])
+    return found
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """What two receipts may differ in and still be alike: the thing that is compared."""
+    found = list(_differences("code", a["code"], b["code"]))
+    found += _differences("backends", _observed(a), _observed(b))
+    return found + list(_differences("environment", a["environment"], b["environment"]))
+
+
+def _without_backends(receipt: Mapping[str, Any]) -> dict[str, Any] | None:
+    if receipt["recipe"] is None:
+        return None
+    content = receipt["recipe"]["content"]
+    return {key: value for key, value in content.items() if key != "backends"}
+
+
+def _observed(receipt: Mapping[str, Any]) -> dict[str, str]:
+    observed: dict[str, list[str]] = {}
+    for entry in receipt["backends"]:
+        names = observed.setdefault(entry["surface"], [])
+        if (name := entry["observed"] or "none") not in names:
+            names.append(name)
+    return {surface: "+".join(names) for surface, names in observed.items()}
+
+
+def _differences(path: str, a: Any, b: Any) -> Iterator[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in sorted(a.keys() | b.keys()):
+            yield from _differences(f"{path}.{key}", a.get(key), b.get(key))
+    elif a != b:
+        yield f"{path}: {_brief(a)} | {_brief(b)}"
+
+
+def _brief(value: Any) -> str:
+    if value is None:
+        return "none"
+    return "{...}" if isinstance(value, dict) else str(value)
+
+
+def judge_rows(base: Mapping[str, Any], row: Mapping[str, Any], margin: float) -> Judgement:
+    """Judge one bench row against another of the same phase; the rule is ROW_RULE."""
+    ratio = time_ratio(base["samples_ms"], row["samples_ms"])
+    fast = speed(ratio, margin)
+    if row["error"] is not None and row["error"] > row["tolerance"]:
+        reason = f"wrong: error {row['error']:.3g} is beyond the tolerance {row['tolerance']:.3g}"
+        return Judgement("drop", (reason,), ratio)
+    if row["error"] is None and row["backend"] != "reference" and fast == "faster":
+        return Judgement("undecided", ("faster, but its error was not measured",), ratio)
+    verdicts: dict[str, Verdict] = {"faster": "keep", "slower": "drop", "undecided": "undecided"}
+    return Judgement(verdicts[fast], (_time_reason(fast, ratio, margin),), ratio)
+
+
+def judge_runs(a: Mapping[str, Any], b: Mapping[str, Any], margin: float = MARGIN) -> Judgement:
+    """Judge run B against run A; the rule is RUN_RULE.
+
+    Raises ReceiptError when one of them has no warm step.
+    """
+    times = [_times_per_token(receipt, name) for receipt, name in ((a, "A"), (b, "B"))]
+    ratio = time_ratio(*times)
+    fast = speed(ratio, margin)
+    loss = _loss_effect(a["series"], b["series"])
+    reasons = [f"time: {_time_reason(fast, ratio, margin)}", f"loss: {_loss_reason(loss)}"]
+    incomplete = [
+        f"{name} is {receipt['result']['status']}"
+        for name, receipt in (("A", a), ("B", b))
+        if receipt["result"]["status"] != "complete"
+    ]
+    if fast == "slower" or (loss and loss.judgement == "worse"):
+        verdict: Verdict = "drop"
+    elif fast == "faster" and loss and loss.judgement == "not worse" and not incomplete:
+        verdict = "keep"
+    else:
+        verdict = "undecided"
+    return Judgement(verdict, (*reasons, *incomplete), ratio, loss)
+
+
+def _times_per_token(receipt: Mapping[str, Any], name: str) -> list[float]:
+    rows = warm_rows(receipt)
+    if not rows:
+        raise ReceiptError(f"{name} has no warm step: nothing to compare")
+    return [1 / receipt["series"]["tokens_per_s"][row] for row in rows]
+
+
+def _time_reason(fast: Speed, ratio: Effect, margin: float) -> str:
+    if ratio.low is None or ratio.high is None:
+        return "too few samples for an interval; 5 a side are enough"
+    if fast != "undecided":
+        return fast
+    if ratio.low >= 1 - margin and ratio.high <= 1 + margin:
+        return "no difference beyond the margin"
+    return "the interval reaches into the margin"
+
+
+def _loss_effect(a: Mapping[str, list], b: Mapping[str, list]) -> LossEffect | None:
+    losses_a = dict(zip(zip(a["step"], a["tokens"], strict=True), a["loss"], strict=True))
+    pairs = [
+        (step, losses_a[step, tokens], loss)
+        for step, tokens, loss in zip(b["step"], b["tokens"], b["loss"], strict=True)
+        if losses_a.get((step, tokens)) is not None
+    ]
+    pairs = pairs[-max(BLOCKS, math.ceil(len(pairs) / 4)) :]
+    if not pairs:
+        return None
+    if any(loss_b is None for _, _, loss_b in pairs):
+        return LossEffect(Effect(math.inf, None, None), 0.0, len(pairs), pairs[0][0], "worse")
+    deltas = [loss_b - loss_a for _, loss_a, loss_b in pairs]
+    tolerance = _tolerance([loss_a for _, loss_a, _ in pairs])
+    if len(pairs) < BLOCKS:
+        effect = Effect(statistics.median(deltas), None, None)
+        return LossEffect(effect, tolerance, len(pairs), pairs[0][0], "undecided")
+    blocks = _block_medians(deltas)
+    judgement: Literal["worse", "not worse", "undecided"] = "undecided"
+    if min(blocks) > tolerance:
+        judgement = "worse"
+    elif max(blocks) <= tolerance:
+        judgement = "not worse"
+    effect = Effect(statistics.median(deltas), min(blocks), max(blocks))
+    return LossEffect(effect, tolerance, len(pairs), pairs[0][0], judgement)
+
+
+def _tolerance(losses: Sequence[float]) -> float:
+    """2 s sqrt(2 / n); s from neighbours' differences, so that the falling trend is not in it."""
+    if len(losses) < 2:
+        return 0.0
+    steps = [abs(after - before) for before, after in itertools.pairwise(losses)]
+    # the median of |x - y| for two normals of deviation s is 0.6745 * sqrt(2) * s
+    scatter = statistics.median(steps) / (0.6745 * math.sqrt(2))
+    return 2 * scatter * math.sqrt(2 / len(losses))
+
+
+def _loss_reason(loss: LossEffect | None) -> str:
+    if loss is None:
+        return "no step that both have at the same number of tokens"
+    if loss.effect.value == math.inf:
+        return "worse, B's is not finite"
+    if loss.effect.low is None or loss.effect.high is None:
+        return f"{loss.pairs} steps in common, {BLOCKS} are needed"
+    return (
+        f"{loss.judgement}, {loss.effect.low:+.4f} to {loss.effect.high:+.4f} nats per token "
+        f"against a tolerance of {loss.tolerance:.4f}"
+    )

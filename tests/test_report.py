@@ -1,0 +1,321 @@
+"""`megacpp report show | compare | plot`, through the command."""
+
+import json
+import math
+import random
+
+import pytest
+import receipt_samples as samples
+from PIL import Image
+
+from megacpp_mcore import run_receipt
+from megacpp_mcore.cli import main
+from megacpp_mcore.comparison import time_ratio
+from megacpp_mcore.receipts import read, recipe_entry, write
+
+TRITON = [{"surface": "m2rnn", "requested": "triton", "observed": "triton", "reason": "named"}]
+
+
+@pytest.fixture
+def cli(capsys):
+    """Run the command: (exit status, stdout, stderr)."""
+
+    def run(*arguments):
+        status = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def base(tmp_path):
+    path = tmp_path / "a.json"
+    samples.train(path)
+    return path
+
+
+def verdict(text):
+    return next(line for line in text.splitlines() if line.startswith("verdict: "))[9:]
+
+
+def test_show_tells_where_what_and_how_well(cli, base):
+    status, out, err = cli("report", "show", base)
+    assert (status, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "status complete, 80 steps, 40,960 tokens" in lines
+    assert "lane 1 x Test CPU (cpu)" in lines
+    assert "plan AEMR -> +EMG (1 A, 1 E, 1 M, 1 R)" in lines
+    assert "m2rnn auto reference first" in lines
+    assert "applied OMP_NUM_THREADS=2" in lines
+    assert any(line.startswith("goodput 8") and "in useful steps" in line for line in lines)
+    assert any(line.startswith("checkpoint 3.2 s") for line in lines)
+    assert any(line.startswith("unigram_entropy 3.31 final loss is") for line in lines)
+    assert len(lines) < 60 and max(map(len, out.splitlines())) <= 110
+
+
+def test_show_tells_of_a_failure_a_gap_and_a_resume(cli, tmp_path):
+    path = tmp_path / "r.json"
+    samples.train(path, steps=20, status="running")
+    run = samples.start(path)
+    run.resume(read(path), step=20, tokens=20 * samples.TOKENS)
+    run.step(21, tokens=8, ms=1.0, loss=math.nan)
+    run.write("failed", "the loss of step 21 is nan")
+    status, out, _ = cli("report", "show", path)
+    assert status == 0
+    assert "failed (the loss of step 21 is nan), 21 steps" in out
+    assert "loss of step 21 is nan" in out
+    assert "note      resumed from the checkpoint of step 20" in out
+    assert "2 processes;" in out
+
+
+def test_show_of_a_run_that_has_done_nothing_yet(cli, tmp_path):
+    samples.start(tmp_path / "r.json").write()
+    status, out, _ = cli("report", "show", tmp_path / "r.json")
+    assert status == 0 and "status    running, 0 steps, 0 tokens" in out
+
+
+def test_show_of_a_bench_judges_each_backend_against_the_baseline(cli, tmp_path):
+    write(tmp_path / "b.json", samples.bench(te=0.7, liger=1.2, twin=1.0))
+    status, out, _ = cli("report", "show", tmp_path / "b.json")
+    assert status == 0
+    found = {line.split()[0]: line.split()[-1] for line in out.splitlines() if ".." in line}
+    assert found["te"] == "keep" and found["liger"] == "drop" and found["twin"] == "undecided"
+    assert "rule: margin 1.0 %. drop: its error" in out
+    assert "norm     te         none      no driver" in out
+
+
+@pytest.mark.parametrize(("error", "expected"), [(None, "undecided"), (9e-3, "drop")])
+def test_a_fast_backend_that_is_wrong_or_unchecked_is_not_kept(cli, tmp_path, error, expected):
+    document = samples.bench(te=0.5)
+    for row in document["rows"]:
+        if row["backend"] == "te":
+            row["error"] = error
+            row["tolerance"] = None if error is None else row["tolerance"]
+    write(tmp_path / "b.json", document)
+    _, out, _ = cli("report", "show", tmp_path / "b.json")
+    assert {line.split()[-1] for line in out.splitlines() if line.startswith("te ")} == {expected}
+
+
+COMPARISONS = {
+    "faster": ({"ms": 800.0}, "keep", "time: faster"),
+    "slower": ({"ms": 1000.0}, "drop", "time: slower"),
+    "the same": ({}, "undecided", "time: "),
+    "faster, loss worse": ({"ms": 800.0, "worse": 0.2}, "drop", "loss: worse"),
+    "faster, loss better": ({"ms": 800.0, "worse": -0.2}, "keep", "loss: not worse"),
+    "faster, too short": ({"ms": 800.0, "steps": 4}, "undecided", "5 a side are enough"),
+    "faster, interrupted": (
+        {"ms": 800.0, "status": "interrupted"},
+        "undecided",
+        "B is interrupted",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_compare_gives_the_verdict_and_its_reasons(cli, base, tmp_path, name):
+    changes, expected, reason = COMPARISONS[name]
+    samples.train(tmp_path / "b.json", noise=1, backends=TRITON, **changes)
+    status, out, err = cli("report", "compare", base, tmp_path / "b.json")
+    assert (status, err) == (0, "")
+    assert verdict(out) == expected
+    assert reason in out
+    assert "differs  backends.m2rnn: reference | triton" in out
+    assert "rule: margin 1.0 %. drop: the loss is worse, or a step slower." in out
+
+
+def test_compare_of_a_run_whose_loss_became_nan_says_drop(cli, base, tmp_path):
+    run = samples.start(tmp_path / "b.json")
+    for step in range(1, 41):
+        loss = math.nan if step == 40 else 2.0
+        run.step(step, tokens=samples.TOKENS, ms=500.0, loss=loss)
+    run.write("failed", "the loss of step 40 is nan")
+    _, out, _ = cli("report", "compare", base, tmp_path / "b.json")
+    assert verdict(out) == "drop" and "loss: worse, B's is not finite" in out
+
+
+def test_compare_tells_when_a_longer_compilation_has_paid_for_itself(cli, base, tmp_path):
+    path = tmp_path / "b.json"
+    document = samples.train(path, ms=800.0)
+    for part in (document["goodput"], document["goodput"]["segments"][0]):
+        part["seconds"]["compile"] += 10
+        part["wall_s"] += 10
+    document["goodput"]["useful"] = document["goodput"]["seconds"]["step"] / part["wall_s"]
+    write(path, document)
+    _, out, _ = cli("report", "compare", base, path)
+    assert "B compiles 9.9 s longer, which its faster steps win back in" in out
+
+
+def test_the_margin_is_what_a_difference_must_exceed(cli, base, tmp_path):
+    samples.train(tmp_path / "b.json", ms=820.0, noise=1)
+    for margin, expected in ((0.01, "keep"), (0.2, "undecided")):
+        _, out, _ = cli("report", "compare", base, tmp_path / "b.json", "--margin", margin)
+        assert verdict(out) == expected
+    for margin in ("-0.1", "1", "nan"):
+        status, _, err = cli("report", "compare", base, base, "--margin", margin)
+        assert status == 2 and "it is a share, 0 or more and below 1" in err
+
+
+UNLIKE = {
+    "lane": (
+        {"lane": samples.lane(driver="580.65.06", os="Linux-2")},
+        ["lane.driver: none | 580.65.06", "lane.os: Linux | Linux-2"],
+    ),
+    "recipe": (
+        {"recipe": recipe_entry("b", samples.CONTENT | {"model": {"hidden_size": 64}})},
+        ["recipe.model.hidden_size: 128 | 64"],
+    ),
+    "topology": (
+        {"topology": samples.TOPOLOGY | {"world_size": 2, "tp": 2}},
+        ["topology.tp: 1 | 2", "topology.world_size: 1 | 2"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_compare_refuses_unlike_receipts_and_names_each_difference(cli, base, tmp_path, name):
+    changes, differences = UNLIKE[name]
+    samples.train(tmp_path / "b.json", ms=800.0, **changes)
+    status, out, err = cli("report", "compare", base, tmp_path / "b.json")
+    assert status == 2
+    assert [line.strip() for line in err.splitlines()[1:-1]] == differences
+    assert "--allow-unlike" in err
+    assert "verdict" not in out
+    status, out, _ = cli("report", "compare", base, tmp_path / "b.json", "--allow-unlike")
+    assert status == 0
+    assert all(f"UNLIKE   {difference}" in out for difference in differences)
+    assert verdict(out) == "keep"
+
+
+def test_recipes_may_differ_in_their_backends_only(cli, base, tmp_path):
+    content = samples.CONTENT | {"backends": {"m2rnn": "triton"}}
+    samples.train(tmp_path / "b.json", recipe=recipe_entry("nam56r-tiny", content))
+    assert cli("report", "compare", base, tmp_path / "b.json")[0] == 0
+
+
+def test_losses_at_other_token_counts_are_not_paired(cli, base, tmp_path, monkeypatch):
+    monkeypatch.setattr(samples, "TOKENS", 1024)
+    samples.train(tmp_path / "b.json", ms=1600.0)
+    _, out, _ = cli("report", "compare", base, tmp_path / "b.json")
+    assert "loss: no step that both have at the same number of tokens" in out
+    assert verdict(out) == "undecided" and "time: faster" in out  # twice the tokens in 1.8 the time
+
+
+def test_a_thinned_run_is_compared_on_the_steps_both_kept(cli, base, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_receipt, "MAX_ROWS", 64)
+    samples.train(tmp_path / "b.json", ms=800.0)
+    _, out, _ = cli("report", "compare", base, tmp_path / "b.json")
+    assert verdict(out) == "keep"
+
+
+def test_benches_are_compared_backend_by_backend(cli, tmp_path):
+    write(tmp_path / "a.json", samples.bench(te=0.7, gone=1.0))
+    write(tmp_path / "b.json", samples.bench(te=0.5, new=1.0))
+    status, out, _ = cli("report", "compare", tmp_path / "a.json", tmp_path / "b.json")
+    assert status == 0
+    assert sum(line.startswith("te ") and "keep: faster" in line for line in out.splitlines()) == 2
+    assert "only in A: gone forward" in out and "only in B: new forward" in out
+
+
+def test_benches_of_unlike_problems_and_a_run_with_a_bench_are_refused(cli, base, tmp_path):
+    first, second = samples.bench(te=0.7), samples.bench(te=0.7)
+    second["problem"]["sizes"]["tokens"] = 1
+    write(tmp_path / "1.json", first)
+    write(tmp_path / "2.json", second)
+    status, _, err = cli("report", "compare", tmp_path / "1.json", tmp_path / "2.json")
+    assert status == 2 and "problem.sizes.tokens: 16384 | 1" in err
+    for flags in ([], ["--allow-unlike"]):
+        status, _, err = cli("report", "compare", base, tmp_path / "1.json", *flags)
+        assert status == 2 and "A is a run, B a bench" in err
+
+
+def test_a_run_without_a_warm_step_cannot_be_compared(cli, base, tmp_path):
+    samples.train(tmp_path / "b.json", steps=1)
+    status, _, err = cli("report", "compare", base, tmp_path / "b.json")
+    assert status == 2 and "B has no warm step" in err
+
+
+def test_the_interval_holds_the_true_ratio_as_often_as_it_says():
+    """99 % of intervals hold it: of 500, below 480 has a chance of 1e-7 (binomial)."""
+    own = random.Random(11)
+
+    def times(count, factor):
+        return [factor * own.lognormvariate(0, 0.1) for _ in range(count)]
+
+    ratios = [time_ratio(times(own.randint(5, 60), 1.0), times(40, 0.9)) for _ in range(500)]
+    assert sum(ratio.low <= 0.9 <= ratio.high for ratio in ratios) >= 480
+
+
+def test_drift_widens_the_interval_instead_of_deciding():
+    """Both machines slow down by 10 % on their way; neither is faster."""
+    own = random.Random(5)
+    a, b = ([(1 + step / 2000) * own.gauss(1, 0.002) for step in range(200)] for _ in range(2))
+    ratio = time_ratio(a, b)
+    assert ratio.low < 0.99 and ratio.high > 1.01
+
+
+@pytest.mark.parametrize(("fewer", "known"), [(4, False), (5, True)])
+def test_five_samples_a_side_are_enough_for_an_interval(fewer, known):
+    ratio = time_ratio([1.0] * fewer, [2.0] * 5)
+    assert (ratio.value, ratio.low is not None) == (2.0, known)
+
+
+def test_plot_draws_the_curves(cli, base, tmp_path):
+    status, out, _ = cli("report", "plot", base, "--out", tmp_path / "a.png")
+    assert (status, out.strip()) == (0, str(tmp_path / "a.png"))
+    image = Image.open(tmp_path / "a.png").convert("RGB")
+    assert image.size == (1440, 900)
+    colors = {color for _, color in image.getcolors(1 << 24)}
+    # loss, held-out and memory, tokens/s and steps, evaluation, checkpoint: each left its ink
+    for ink in ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"):
+        assert tuple(bytes.fromhex(ink[1:])) in colors, ink
+
+
+def test_plot_draws_what_is_there(cli, tmp_path):
+    """No evaluation, no memory, no entropy, one step, a null loss: nothing of it is an error."""
+    run = samples.start(tmp_path / "r.json")
+    run.step(1, tokens=8, ms=1.0, loss=math.nan)
+    run.write()
+    assert cli("report", "plot", tmp_path / "r.json", "--out", tmp_path / "r.png")[0] == 0
+    assert Image.open(tmp_path / "r.png").size == (1440, 900)
+
+
+def test_plot_of_a_bench(cli, tmp_path):
+    write(tmp_path / "b.json", samples.bench(te=0.7))
+    assert cli("report", "plot", tmp_path / "b.json", "--out", tmp_path / "b.png")[0] == 0
+    assert Image.open(tmp_path / "b.png").size[0] == 1200
+
+
+def test_plot_refuses_what_it_cannot_draw_or_write(cli, base, tmp_path):
+    status, _, err = cli("report", "plot", base, "--out", tmp_path / "a.pdf")
+    assert status == 2 and "name a file that ends in .png" in err
+    status, _, err = cli("report", "plot", base, "--out", tmp_path / "none" / "a.png")
+    assert status == 1 and "cannot write the plot" in err
+    samples.start(tmp_path / "r.json").write()
+    status, _, err = cli("report", "plot", tmp_path / "r.json", "--out", tmp_path / "a.png")
+    assert status == 2 and "no step yet" in err
+    assert not list(tmp_path.glob("*.png"))
+
+
+@pytest.mark.parametrize("action", ["show", "compare", "plot"])
+def test_a_broken_receipt_is_refused_on_stderr_with_exit_2(cli, base, tmp_path, action):
+    bad = tmp_path / "bad.json"
+    document = json.loads(base.read_text())
+    document["series"]["loss"][7] = "nan"
+    bad.write_text(json.dumps(document))
+    more = {"show": [], "compare": [base], "plot": ["--out", tmp_path / "a.png"]}[action]
+    status, _, err = cli("report", action, bad, *more)
+    assert status == 2
+    assert err.startswith("megacpp: ") and 'series.loss[7]: "nan" is string' in err
+    bad.write_text(base.read_text()[:-100])
+    status, _, err = cli("report", action, bad, *more)
+    assert status == 2 and "is truncated" in err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["draw"], ["show"], ["plot", "a.json"], ["compare", "a"]]
+)
+def test_wrong_usage_exits_2(arguments):
+    with pytest.raises(SystemExit) as exit:
+        main(["report", *arguments])
+    assert exit.value.code == 2
