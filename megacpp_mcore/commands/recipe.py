@@ -1,0 +1,182 @@
+"""`megacpp recipe`: list, show and check recipes, and print Megatron's command line for one."""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from megacpp_mcore.lowering import Lowered, lower
+from megacpp_mcore.recipe import Recipe, load_recipe
+from megacpp_mcore.recipe_fields import Target
+from megacpp_mcore.recipe_source import KEYS, RecipeError, shipped
+
+_ARGS_EPILOG = """\
+formats:
+  shell  one line, quoted: to copy and paste, and for $(...) as long as no word needs quotes
+         (a pattern with * or | does; a note on stderr says so)
+  lines  one word a line, unquoted: for `mapfile -t`, and for $(...)
+  json   {"argv": [...]}, with --env also {"environment": {...}}
+
+examples:
+  eval "$(megacpp recipe args nam56r --env)"
+  torchrun pretrain_hybrid.py "${MEGATRON_ARGS[@]}"
+
+  megacpp recipe args nam56r --set schedule.lr_decay_style=WSD --set schedule.lr_wsd_decay_iters=500
+"""
+
+
+def register(subparsers: Any) -> None:
+    """Add `recipe` with its own commands."""
+    recipe = subparsers.add_parser("recipe", help="list, show, check and lower recipes")
+    commands = recipe.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    commands.add_parser("list", help="the shipped recipes").set_defaults(run=_list)
+
+    show = _add(commands, "show", _show, "the resolved recipe, with where each key goes")
+    show.add_argument("--all", action="store_true", help="also the keys left to their defaults")
+    show.add_argument("--json", action="store_true", help="every key, with name and sha256")
+
+    _add(commands, "check", _check, "compare with Megatron's own parser and validation", many=True)
+
+    args = _add(commands, "args", _args, "Megatron's command line", epilog=_ARGS_EPILOG)
+    args.add_argument("--format", choices=("shell", "lines", "json"), default="shell")
+    args.add_argument(
+        "--env",
+        action="store_true",
+        help="the environment too; in the shell format as exports, with the words in MEGATRON_ARGS",
+    )
+
+
+def _add(commands: Any, name: str, run: Any, text: str, *, many: bool = False, epilog: str = ""):
+    parser = commands.add_parser(
+        name,
+        help=text,
+        description=text,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "recipe",
+        nargs="+" if many else None,
+        metavar="RECIPE",
+        help="a shipped recipe's name, or the path of a .toml file",
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="A.B=C",
+        help="override one key, or unset it with null; may be given again",
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _list(args: argparse.Namespace) -> int:
+    recipes = [load_recipe(name) for name in shipped()]
+    width = max(len(recipe.name) for recipe in recipes)
+    for recipe in recipes:
+        print(f"{recipe.name:{width}}  {recipe.description}")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    recipe = load_recipe(args.recipe, args.overrides)
+    if args.json:
+        about = {"name": recipe.name, "sha256": recipe.sha256, "description": recipe.description}
+        print(json.dumps({**about, "recipe": recipe.to_dict()}, indent=2))
+    else:
+        print("\n".join(_toml(recipe, everything=args.all)))
+    return 0
+
+
+def _toml(recipe: Recipe, everything: bool) -> Iterator[str]:
+    """The recipe as a file that loads to the same values, each key with where it goes."""
+    yield f"# {recipe.name}  sha256 {recipe.sha256}"
+    yield f"# {recipe.plan.megatron_pattern}"
+    if recipe.description:
+        yield f"description = {json.dumps(recipe.description, ensure_ascii=False)}"
+    section, tables = "", []
+    for dotted, key in KEYS.items():
+        value = recipe.get(dotted)
+        if isinstance(value, dict):
+            tables.append((dotted, value))
+        elif value is not None and (everything or dotted in recipe.origins):
+            if key.section != section:
+                section = key.section
+                yield f"\n[{section}]"
+            goes = key.lowers_to.value if isinstance(key.lowers_to, Target) else key.flag
+            origin = recipe.origins.get(dotted, "default").rpartition("/")[2]
+            line = f"{key.name} = {json.dumps(value, ensure_ascii=False)}"
+            yield f"{line:<56} # {goes} ({origin})"
+    for name, table in [*tables, ("backends", recipe.backends)]:
+        if table:
+            yield f"\n[{name}]"
+            yield from (f"{entry} = {json.dumps(text)}" for entry, text in table.items())
+
+
+def _check(args: argparse.Namespace) -> int:
+    from megacpp_mcore.recipe_check import check
+
+    reports = check([load_recipe(name, args.overrides) for name in args.recipe])
+    for report in reports:
+        rows = [("key", "Megatron's name", "requested", "Megatron got", "")]
+        for row in report.rows:
+            values = (json.dumps(row.requested), json.dumps(row.got))
+            rows.append((row.key, row.name, *values, "ok" if row.ok else "DIFFERS"))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        if report.rows:
+            for row in rows:
+                cells = (cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True))
+                print("  ".join(cells).rstrip())
+        verdict = f"refused: {report.refused}" if report.refused else "every value as asked"
+        if report.differences:
+            keys = ", ".join(row.key for row in report.differences)
+            verdict = f"{len(report.differences)} of {len(report.rows)} values differ: {keys}"
+        print(
+            f"{report.recipe}, Megatron {report.megatron_version}: {verdict}",
+            file=sys.stdout if report.ok else sys.stderr,
+        )
+    return 0 if all(report.ok for report in reports) else 2
+
+
+def _args(args: argparse.Namespace) -> int:
+    lowered = lower(load_recipe(args.recipe, args.overrides))
+    environment = lowered.environment if args.env else {}
+    if args.format == "json":
+        print(
+            json.dumps({"argv": lowered.argv} | ({"environment": environment} if args.env else {}))
+        )
+    elif args.format == "lines":
+        print("\n".join(_lines(lowered, environment)))
+    else:
+        _print_shell(lowered, environment)
+    return 0
+
+
+def _lines(lowered: Lowered, environment: dict[str, str]) -> list[str]:
+    words = [*(f"{name}={value}" for name, value in environment.items()), *lowered.argv]
+    for word in words:
+        if "\n" in word:
+            raise RecipeError(f"{word!r} has a line break, which `lines` cannot show: use json")
+    return words
+
+
+def _print_shell(lowered: Lowered, environment: dict[str, str]) -> None:
+    for name, value in environment.items():
+        print(f"export {name}={shlex.quote(value)}")
+    if environment:
+        print(f"MEGATRON_ARGS=({shlex.join(lowered.argv)})")
+        return
+    print(shlex.join(lowered.argv))
+    quoted = [word for word in lowered.argv if shlex.quote(word) != word]
+    if quoted:
+        print(
+            f"megacpp: quoted for the shell: {', '.join(quoted)}. $(...) does not remove quotes: "
+            "use eval, --env, or --format lines",
+            file=sys.stderr,
+        )

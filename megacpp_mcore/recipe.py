@@ -1,0 +1,196 @@
+"""A recipe: one training run as typed data.
+
+    recipe file -> load_recipe -> Recipe (every key known, every combination possible, the layer
+    plan made) -> megacpp_mcore.lowering -> Megatron's argv and environment
+
+Inside a training process `recipe_from_environment` gives the layers the same recipe back.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megacpp_mcore import recipe_rules, recipe_schema
+from megacpp_mcore.pattern import PatternError, translate
+from megacpp_mcore.plan import HybridPlan
+from megacpp_mcore.recipe_source import BACKENDS, RecipeError, Settings, locate, read
+from megacpp_mcore.settings import M2RNNSettings
+
+ENVIRONMENT_VARIABLE = "MEGACPP_RECIPE"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One run. Sections: `megacpp_mcore.recipe_schema`. backends: surface -> backend's name.
+
+    source: the shipped name or the file's absolute path; with `overrides` it loads the recipe
+    again. origins: where a key's value came from; keys at their default are not in it.
+    """
+
+    name: str
+    model: recipe_schema.Model
+    attention: recipe_schema.Attention
+    moe: recipe_schema.MoE
+    mamba3: recipe_schema.Mamba3
+    m2rnn: M2RNNSettings
+    mtp: recipe_schema.MTP
+    parallel: recipe_schema.Parallel
+    precision: recipe_schema.Precision
+    optimizer: recipe_schema.Optimizer
+    schedule: recipe_schema.Schedule
+    data: recipe_schema.Data
+    checkpoint: recipe_schema.Checkpoint
+    launch: recipe_schema.Launch
+    backends: dict[str, str]
+    plan: HybridPlan
+    description: str = field(compare=False)
+    source: str = field(compare=False)
+    overrides: tuple[str, ...] = field(compare=False)
+    origins: dict[str, str] = field(compare=False, repr=False)
+
+    def get(self, dotted: str) -> Any:
+        """The value of `section.key`."""
+        section, _, name = dotted.partition(".")
+        return getattr(getattr(self, section), name)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Every key of every section, as JSON can hold it (tuples are lists)."""
+        sections = {name: getattr(self, name) for name in recipe_schema.SECTIONS}
+        content = {name: dataclasses.asdict(section) for name, section in sections.items()}
+        return json.loads(json.dumps({**content, BACKENDS: self.backends}))
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the resolved content: neither the file's name nor the order of keys matters."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def request(self) -> str:
+        """The recipe and its overrides in the command line's words, quoted."""
+        words = [self.source]
+        for override in self.overrides:
+            words += ["--set", override]
+        return shlex.join(words)
+
+    @property
+    def world_size(self) -> int:
+        return self.launch.nnodes * self.launch.nproc_per_node
+
+    @property
+    def data_parallel_size(self) -> int:
+        p = self.parallel
+        return self.world_size // (
+            p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
+        )
+
+
+def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Load a shipped recipe by name, or a .toml file by path, with `a.b=value` overrides.
+
+    Raises RecipeError naming the file, the key, the value and what is allowed.
+    """
+    source, _ = locate(name_or_path)
+    settings = read(name_or_path, overrides)
+    name = os.path.basename(source).removesuffix(".toml")
+    if (
+        "model.max_position_embeddings" not in settings.values
+        and "model.seq_length" in settings.values
+    ):
+        seq_length = settings.values["model.seq_length"]
+        settings.put("model.max_position_embeddings", seq_length, "as model.seq_length")
+    sections = _sections(settings, name)
+    recipe = Recipe(
+        name=name,
+        **sections,
+        plan=_plan(name, sections, settings.origins),
+        description=settings.description,
+        source=source,
+        overrides=tuple(overrides),
+        origins=dict(settings.origins),
+    )
+    refusals = recipe_rules.refusals(recipe)
+    if refusals:
+        raise RecipeError(
+            f"recipe {name}: " + "\n".join(refusal.text(recipe) for refusal in refusals)
+        )
+    return recipe
+
+
+def recipe_from_environment() -> Recipe | None:
+    """The recipe that MEGACPP_RECIPE names, `NAME_OR_PATH [--set a.b=value ...]`; None if unset.
+
+    Raises RecipeError as `load_recipe` does, and when the variable has other words in it.
+    """
+    text = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
+    if not text:
+        return None
+    usage = f"{ENVIRONMENT_VARIABLE}={text!r}: expected NAME_OR_PATH [--set SECTION.KEY=VALUE ...]"
+    try:
+        name, *words = shlex.split(text)
+    except ValueError as error:
+        raise RecipeError(f"{usage}: {error}") from error
+    overrides = []
+    while words:
+        word = words.pop(0)
+        if word == "--set" and words:
+            overrides.append(words.pop(0))
+        elif word.startswith("--set="):
+            overrides.append(word.removeprefix("--set="))
+        else:
+            raise RecipeError(f"{usage}; cannot read {word!r}")
+    return load_recipe(name, overrides)
+
+
+def _sections(settings: Settings, name: str) -> dict[str, Any]:
+    """Section objects from flat values. Raises RecipeError for missing keys."""
+    arguments: dict[str, dict[str, Any]] = {section: {} for section in recipe_schema.SECTIONS}
+    backends: dict[str, str] = {}
+    for dotted, value in settings.values.items():
+        section, _, key = dotted.partition(".")
+        table, _, entry = key.partition(".")
+        if section == BACKENDS:
+            backends[key] = value
+        elif entry:
+            arguments[section].setdefault(table, {})[entry] = value
+        else:
+            arguments[section][key] = value
+    missing = [
+        f"{section}.{f.name}"
+        for section, cls in recipe_schema.SECTIONS.items()
+        for f in dataclasses.fields(cls)
+        if f.name not in arguments[section]
+        and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise RecipeError(f"recipe {name}: missing keys, without a default: {', '.join(missing)}")
+    sections = {
+        section: cls(**arguments[section]) for section, cls in recipe_schema.SECTIONS.items()
+    }
+    return {**sections, BACKENDS: backends}
+
+
+def _plan(name: str, sections: dict[str, Any], origins: dict[str, str]) -> HybridPlan:
+    model, attention, mtp = sections["model"], sections["attention"], sections["mtp"]
+    try:
+        return translate(
+            model.pattern,
+            depth=model.depth,
+            attention=attention.kind,
+            dsa_ranks=attention.dsa_ranks,
+            mtp_depths=mtp.mtp_num_layers,
+            mtp_pattern=mtp.pattern,
+            pp=sections["parallel"].pipeline_model_parallel_size,
+            vpp=sections["parallel"].virtual_pipeline_model_parallel_size,
+        )
+    except PatternError as error:
+        origin = origins.get("model.pattern", "default")
+        raise RecipeError(
+            f"recipe {name}: model.pattern = {model.pattern!r} ({origin}): {error}"
+        ) from error

@@ -1,0 +1,170 @@
+"""What a recipe key is made of: its type, and where it goes.
+
+A key is a dataclass field of a section (`megacpp_mcore.recipe_schema`). Its name is the name of the
+value in Megatron's argument namespace; its metadata says where it lowers to. That makes lowering,
+checking and the list of known keys one table.
+"""
+
+import dataclasses
+import enum
+import functools
+import math
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megacpp_mcore.settings import M2RNNSettings, Mamba3Settings
+
+
+class Target(enum.Enum):
+    """Where a key goes that is no Megatron argument of its own."""
+
+    PLAN = "layer plan"  # --hybrid-layer-pattern, and what Megatron derives from it
+    PLUGIN = "plugin"  # read from MEGACPP_RECIPE
+    ENVIRONMENT = "environment"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A Megatron argument.
+
+    name: the flag, or None for the key's own name with dashes.
+    given_when: None when the flag takes the value; else the flag stands alone and is given when
+    the key has this value (False for flags such as --disable-bias-linear).
+    """
+
+    name: str | None = None
+    given_when: bool | None = None
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the schema, resolved."""
+
+    section: str
+    name: str
+    hint: Any
+    lowers_to: Flag | Target | None
+
+    @property
+    def dotted(self) -> str:
+        return f"{self.section}.{self.name}"
+
+    @property
+    def flag(self) -> str | None:
+        """The Megatron flag that carries the key, or None."""
+        if not isinstance(self.lowers_to, Flag):
+            return None
+        return self.lowers_to.name or "--" + self.name.replace("_", "-")
+
+
+_LOWERS_TO = "lowers_to"
+
+
+def to_flag(default: Any = dataclasses.MISSING, *, flag: str | None = None) -> Any:
+    """A key that becomes `FLAG VALUE`, or for a bool `FLAG` when it is true. None: not given."""
+    return dataclasses.field(default=default, metadata={_LOWERS_TO: Flag(flag)})
+
+
+def to_off_flag(default: bool | None, flag: str) -> Any:
+    """A key that becomes `FLAG` when it is false. None: not given."""
+    return dataclasses.field(default=default, metadata={_LOWERS_TO: Flag(flag, given_when=False)})
+
+
+def to(target: Target, default: Any = dataclasses.MISSING) -> Any:
+    """A key that goes to `target`."""
+    if isinstance(default, dict):
+        return dataclasses.field(
+            default_factory=lambda: dict(default), metadata={_LOWERS_TO: target}
+        )
+    return dataclasses.field(default=default, metadata={_LOWERS_TO: target})
+
+
+@functools.cache
+def keys_of(section: str, cls: type) -> dict[str, Key]:
+    """The keys of one section, by name. Fields of the layers' settings go to the plugin."""
+    settings = {
+        field.name
+        for base in (Mamba3Settings, M2RNNSettings)
+        if issubclass(cls, base)
+        for field in dataclasses.fields(base)
+    }
+    hints = typing.get_type_hints(cls)
+    keys = {}
+    for field in dataclasses.fields(cls):
+        lowers_to = field.metadata.get(_LOWERS_TO)
+        if lowers_to is None and field.name in settings:
+            lowers_to = Target.PLUGIN
+        if isinstance(lowers_to, Flag) and lowers_to.given_when is None:
+            is_bool = bool in _members(hints[field.name])
+            lowers_to = Flag(lowers_to.name, given_when=True if is_bool else None)
+        keys[field.name] = Key(section, field.name, hints[field.name], lowers_to)
+    return keys
+
+
+class TypeMismatch(Exception):
+    """A value of the wrong type; the message says what is expected."""
+
+
+def _members(hint: Any) -> Iterator[Any]:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        for member in typing.get_args(hint):
+            yield from _members(member)
+    else:
+        yield hint
+
+
+def optional(hint: Any) -> bool:
+    """Whether the key can be left unset (None)."""
+    return type(None) in _members(hint)
+
+
+def expected(hint: Any) -> str:
+    """A type in words, for messages."""
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+    words = []
+    for member in _members(hint):
+        origin, arguments = typing.get_origin(member), typing.get_args(member)
+        if origin is typing.Literal:
+            words.append("one of " + ", ".join(repr(choice) for choice in arguments))
+        elif origin is tuple:
+            words.append(f"a list, each {expected(arguments[0])}")
+        elif origin is dict:
+            words.append("a table of strings")
+        elif member is not type(None):
+            words.append(names[member])
+    return " or ".join(words)
+
+
+def coerce(value: Any, hint: Any) -> Any:
+    """`value` as the type `hint` says: integers widen to floats, lists become tuples, no more.
+
+    Raises TypeMismatch.
+    """
+    for member in _members(hint):
+        try:
+            return _coerce(value, member)
+        except TypeMismatch:
+            continue
+    raise TypeMismatch(f"expected {expected(hint)}")
+
+
+def _coerce(value: Any, hint: Any) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        if isinstance(value, str) and value in arguments:
+            return value
+    elif origin is tuple:
+        if isinstance(value, list | tuple):
+            return tuple(_coerce(item, arguments[0]) for item in value)
+    elif origin is dict:
+        if isinstance(value, dict):
+            return {name: _coerce(item, arguments[1]) for name, item in value.items()}
+    elif hint is float:
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    elif type(value) is hint:
+        return value
+    raise TypeMismatch

@@ -1,0 +1,59 @@
+"""One refused key, and the helper with which rules examine a recipe."""
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megacpp_mcore.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One key that cannot be as asked. reason: what is allowed, as a sentence without a subject."""
+
+    key: str
+    reason: str
+
+    def text(self, recipe: "Recipe") -> str:
+        origin = recipe.origins.get(self.key, "default")
+        return f"{self.key} = {shown(recipe.get(self.key))} ({origin}): {self.reason}"
+
+
+def shown(value: Any) -> str:
+    """A value as a recipe file spells it."""
+    return "(unset)" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+class Rules:
+    """A recipe under examination: the values, and the refusals so far."""
+
+    def __init__(self, recipe: "Recipe"):
+        self.recipe = recipe
+        self.found: list[Refusal] = []
+
+    def __getitem__(self, key: str) -> Any:
+        return self.recipe.get(key)
+
+    def has(self, symbols: str) -> bool:
+        """Whether any of these Megatron symbols is in the plan, MTP included."""
+        return any(symbol in self.recipe.plan.megatron_pattern for symbol in symbols)
+
+    def has_letter(self, letter: str) -> bool:
+        return any(layer.letter == letter for layer in self.recipe.plan.layers)
+
+    def told(self, *keys: str) -> str:
+        """Keys with their values, for a reason."""
+        return " and ".join(f"{key} = {shown(self[key])}" for key in keys)
+
+    def refuse(self, condition: Any, key: str, reason: str) -> None:
+        if condition:
+            self.found.append(Refusal(key, reason))
+
+    def multiple(self, key: str, of: str, value: int | None = None) -> None:
+        """`key` must be a multiple of `of` (another key, or a number in words with `value`)."""
+        divisor = self[of] if value is None else value
+        size = self[key]
+        told = f"{of} = {divisor}" if value is None else of
+        if size is not None and divisor is not None:
+            self.refuse(size % divisor, key, f"must be a multiple of {told}")

@@ -1,0 +1,142 @@
+"""Rules about attention: GQA, MLA, DSA, and the gated DeltaNet of a source D."""
+
+from megacpp_mcore.recipe_refusal import Rules
+
+# Megatron's fused MLA RoPE tries these block sizes and rotates wrong heads where a block is cut.
+_ROPE_BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def check(r: Rules) -> None:
+    r.refuse(
+        r["model.position_embedding_type"] != "rope" and r["attention.apply_rope_fusion"],
+        "attention.apply_rope_fusion",
+        f"must be false with {r.told('model.position_embedding_type')}: Megatron would turn it off",
+    )
+    if r.has("*+D"):
+        _attention(r)
+    if r.has("+D"):
+        _mla(r)
+    if r.has("D"):
+        _dsa(r)
+    if r.has_letter("D"):
+        _deltanet(r)
+
+
+def _attention(r: Rules) -> None:
+    r.multiple("model.num_attention_heads", "parallel.tensor_model_parallel_size")
+    if r["attention.kv_channels"] is None:
+        heads = r["model.num_attention_heads"]
+        r.multiple("model.hidden_size", f"model.num_attention_heads = {heads}", heads)
+    if r["attention.kind"] != "gqa":
+        return
+    groups, tp = r["attention.num_query_groups"], r["parallel.tensor_model_parallel_size"]
+    key = "attention.num_query_groups"
+    if groups is None:
+        r.refuse(True, key, 'is needed with attention.kind = "gqa" (as many as heads for MHA)')
+        return
+    r.multiple("model.num_attention_heads", key)
+    r.refuse(
+        groups % tp and tp % groups,
+        key,
+        f"must be a multiple or a divisor of {r.told('parallel.tensor_model_parallel_size')}",
+    )
+
+
+def _mla(r: Rules) -> None:
+    r.refuse(
+        r["model.position_embedding_type"] == "yarn",
+        "model.position_embedding_type",
+        'must be "rope" or "none" with MLA, whose YaRN is attention.rope_type = "yarn": Megatron '
+        "0.19.2 stops on an assertion",
+    )
+    r.refuse(
+        r["attention.rope_type"] is None,
+        "attention.rope_type",
+        'must be given with MLA, "rope" or "yarn": Megatron\'s silent default is yarn',
+    )
+    r.refuse(
+        r["attention.mla_down_proj_fusion"] and r["attention.q_lora_rank"] is None,
+        "attention.mla_down_proj_fusion",
+        "needs attention.q_lora_rank",
+    )
+    r.refuse(
+        r["attention.qk_pos_emb_head_dim"] % 2,
+        "attention.qk_pos_emb_head_dim",
+        "must be even: RoPE turns pairs",
+    )
+    if r["attention.apply_rope_fusion"]:
+        _mla_rope_fusion(r)
+
+
+def _mla_rope_fusion(r: Rules) -> None:
+    key = "attention.apply_rope_fusion"
+    r.refuse(
+        r["attention.rope_type"] != "yarn",
+        key,
+        'must be false: with MLA Megatron fuses attention.rope_type = "yarn" only',
+    )
+    r.refuse(
+        r["attention.qk_pos_emb_head_dim"] % 4,
+        key,
+        f"must be false: Megatron's kernel needs {r.told('attention.qk_pos_emb_head_dim')} to be "
+        "a multiple of 4",
+    )
+    heads = r["model.num_attention_heads"] // r["parallel.tensor_model_parallel_size"]
+    cut = [block for block in _ROPE_BLOCKS if heads > block and heads % block]
+    r.refuse(
+        cut,
+        key,
+        f"must be false: with {heads} heads a rank Megatron 0.19.2's fused MLA RoPE may choose "
+        f"blocks of {', '.join(map(str, cut))} heads and then rotates the wrong ones",
+    )
+
+
+def _dsa(r: Rules) -> None:
+    for key in ("n_heads", "head_dim", "topk", "loss_coeff"):
+        dotted = f"attention.dsa_indexer_{key}"
+        r.refuse(r[dotted] is None, dotted, "is needed for DSA layers")
+    topk = r["attention.dsa_indexer_topk"]
+    r.refuse(
+        topk is not None and topk > r["model.seq_length"],
+        "attention.dsa_indexer_topk",
+        f"must be at most {r.told('model.seq_length')}",
+    )
+    r.refuse(r["model.add_bias_linear"], "model.add_bias_linear", "must be false with DSA")
+    r.refuse(
+        r["attention.apply_rope_fusion"], "attention.apply_rope_fusion", "must be false with DSA"
+    )
+    r.refuse(
+        r["attention.q_lora_rank"] is None, "attention.q_lora_rank", "is needed for DSA layers"
+    )
+    r.refuse(
+        r["parallel.context_parallel_size"] > 1 and r["parallel.cp_comm_type"] != ("all_gather",),
+        "parallel.cp_comm_type",
+        'must be ["all_gather"] with DSA and context parallelism',
+    )
+    _dsa_sharing(r)
+
+
+def _dsa_sharing(r: Rules) -> None:
+    """Megatron shares top-k by global layer number: the source must be a DSA layer as well."""
+    frequency = r["attention.dsa_indexer_topk_freq"]
+    offset = max(r["attention.dsa_indexer_skip_topk_offset"], 1)
+    layers = [layer for layer in r.recipe.plan.layers if layer.symbol == "D"]
+    places = {(layer.mtp_depth, layer.number, layer.stage, layer.virtual_stage) for layer in layers}
+    for layer in layers:
+        source = layer.number - max(layer.number - offset, 0) % frequency
+        if (layer.mtp_depth, source, layer.stage, layer.virtual_stage) not in places:
+            r.refuse(
+                True,
+                "attention.dsa_indexer_topk_freq",
+                f"makes DSA layer {layer.number} reuse the top-k of layer {source}, which is no "
+                f"DSA layer of its pipeline stage; DSA layers are "
+                f"{', '.join(str(d.number) for d in layers)}, offset is {offset}",
+            )
+            return
+
+
+def _deltanet(r: Rules) -> None:
+    r.multiple("attention.linear_num_value_heads", "attention.linear_num_key_heads")
+    ranks = r["parallel.tensor_model_parallel_size"] * r["parallel.context_parallel_size"]
+    for key in ("attention.linear_num_key_heads", "attention.linear_num_value_heads"):
+        r.multiple(key, f"tensor x context parallel size = {ranks}", ranks)

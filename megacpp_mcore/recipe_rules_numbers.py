@@ -1,0 +1,111 @@
+"""Rules about precision and the optimizer."""
+
+from megacpp_mcore.recipe_refusal import Rules
+
+_TP, _CP = "parallel.tensor_model_parallel_size", "parallel.context_parallel_size"
+
+
+def check(r: Rules) -> None:
+    _precision(r)
+    if r["precision.fp8"] is not None:
+        _fp8(r)
+        _fp8_sizes(r)
+    _optimizer(r)
+
+
+def _precision(r: Rules) -> None:
+    r.refuse(
+        r["precision.cross_entropy_loss_fusion"]
+        and r["precision.cross_entropy_fusion_impl"] == "te",
+        "precision.cross_entropy_fusion_impl",
+        'must be "native": Transformer Engine\'s loss fusion diverges, or has a gradient norm of 0',
+    )
+    bf16 = r["precision.bf16"]
+    for key in ("model.fp32_residual_connection", "precision.grad_reduce_in_bf16"):
+        r.refuse(r[key] and not bf16, key, "needs precision.bf16 = true")
+    for key in ("precision.fp8_param_gather", "precision.first_last_layers_bf16"):
+        r.refuse(r[key] and r["precision.fp8"] is None, key, "needs precision.fp8")
+
+
+def _fp8(r: Rules) -> None:
+    r.refuse(not r["precision.bf16"], "precision.bf16", "must be true with precision.fp8")
+    r.refuse(
+        r["model.transformer_impl"] != "transformer_engine",
+        "model.transformer_impl",
+        'must be "transformer_engine" with precision.fp8',
+    )
+    delayed = r["precision.fp8_recipe"] == "delayed"
+    r.refuse(
+        r["precision.first_last_layers_bf16"] and delayed,
+        "precision.first_last_layers_bf16",
+        'must be false with precision.fp8_recipe = "delayed"',
+    )
+    r.refuse(
+        delayed and {"moe_act", "layernorm"} & set(r["parallel.recompute_modules"] or ()),
+        "parallel.recompute_modules",
+        'may not name moe_act or layernorm with precision.fp8_recipe = "delayed"',
+    )
+    r.refuse(
+        r["precision.fp8_param_gather"] and not r["parallel.use_distributed_optimizer"],
+        "precision.fp8_param_gather",
+        "needs parallel.use_distributed_optimizer",
+    )
+
+
+def _fp8_sizes(r: Rules) -> None:
+    """Both dimensions of an FP8 matrix product are multiples of 16, on every rank."""
+    tp = r[_TP]
+    etp = r["parallel.expert_tensor_parallel_size"] or tp
+    split = {"model.hidden_size": 1}
+    if r.has("+D"):
+        split |= {"attention.q_lora_rank": 1, "attention.kv_lora_rank": 1}
+        split |= {"attention.qk_head_dim": 1, "attention.v_head_dim": 1}
+    if r.has("E"):
+        split["moe.moe_ffn_hidden_size"] = etp
+        split["moe.moe_shared_expert_intermediate_size"] = tp
+    if r.has_letter("M"):
+        split["mamba3.mamba_num_heads"] = tp
+    for key, ranks in split.items():
+        told = "16 with precision.fp8" if ranks == 1 else f"16 x {ranks} ranks with precision.fp8"
+        r.multiple(key, told, 16 * ranks)
+    if r.has_letter("R"):
+        settings = r.recipe.m2rnn
+        width = settings.k_head_dim + settings.v_head_dim
+        heads = settings.num_heads or r["model.hidden_size"] // width
+        r.refuse(
+            heads % (16 * tp),
+            "m2rnn.num_heads",
+            f"makes {heads} heads: must be a multiple of 16 x {tp} ranks with precision.fp8",
+        )
+    tokens = r["model.seq_length"] * r["schedule.micro_batch_size"] // r[_CP]
+    r.refuse(
+        tokens % 16,
+        "model.seq_length",
+        f"makes {tokens} tokens a rank: must be a multiple of 16 with precision.fp8",
+    )
+
+
+def _optimizer(r: Rules) -> None:
+    low, high = "optimizer.min_lr", "optimizer.lr"
+    r.refuse(r[low] > r[high], low, f"must be at most {r.told(high)}")
+    name, precise = r["optimizer.optimizer"], "optimizer.use_precision_aware_optimizer"
+    r.refuse(
+        r[precise] and (name != "adam" or not r["parallel.use_distributed_optimizer"]),
+        precise,
+        'needs optimizer.optimizer = "adam" and parallel.use_distributed_optimizer',
+    )
+    for key in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        dotted = f"optimizer.{key}"
+        r.refuse(
+            r[dotted] != "fp32" and not r[precise], dotted, f'must be "fp32" without {precise}'
+        )
+    r.refuse(
+        r["optimizer.optimizer_cpu_offload"] and not r[precise],
+        "optimizer.optimizer_cpu_offload",
+        f"needs {precise}",
+    )
+    r.refuse(
+        name not in ("adam", "sgd") and r["precision.fp8_param_gather"],
+        "precision.fp8_param_gather",
+        f"must be false with {r.told('optimizer.optimizer')}",
+    )

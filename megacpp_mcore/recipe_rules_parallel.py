@@ -1,0 +1,137 @@
+"""Rules about parallelism: the world, sequences, overlap, recomputation."""
+
+from megacpp_mcore.recipe_refusal import Rules
+
+_TP, _PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
+_CP, _EP = "parallel.context_parallel_size", "parallel.expert_model_parallel_size"
+_BATCH = "schedule.global_batch_size"
+
+
+def check(r: Rules) -> None:
+    _world(r)
+    _sequence(r)
+    _overlap(r)
+    _recompute(r)
+
+
+def _world(r: Rules) -> None:
+    world, tp, pp, cp, ep = r.recipe.world_size, r[_TP], r[_PP], r[_CP], r[_EP]
+    gpus = f"launch.nnodes x launch.nproc_per_node = {world}"
+    dense = tp * pp * cp
+    r.refuse(
+        world % dense,
+        "launch.nproc_per_node",
+        f"makes a world of {world}, which must be a multiple of tensor x pipeline x context "
+        f"parallel size = {tp} x {pp} x {cp} = {dense}",
+    )
+    etp = r["parallel.expert_tensor_parallel_size"] or tp
+    expert = etp * ep * pp
+    r.refuse(
+        world % expert,
+        _EP,
+        f"times expert tensor size {etp} times pipeline size {pp} is {expert}, which must divide "
+        f"{gpus}",
+    )
+    if world % dense:
+        return
+    dp = r.recipe.data_parallel_size
+    r.refuse(
+        dp * cp % r["parallel.num_distributed_optimizer_instances"],
+        "parallel.num_distributed_optimizer_instances",
+        f"must divide the data x context parallel size = {dp * cp}",
+    )
+    step = r["schedule.micro_batch_size"] * dp
+    r.multiple(_BATCH, f"schedule.micro_batch_size x data parallel size {dp} = {step}", step)
+    virtual, batches = r.recipe.plan.vpp, r[_BATCH] // step
+    r.refuse(
+        virtual > 1 and r[_BATCH] % step == 0 and batches % pp,
+        _BATCH,
+        f"makes {batches} micro batches: the interleaved schedule of {virtual} virtual stages "
+        f"needs a multiple of {r.told(_PP)}",
+    )
+
+
+def _sequence(r: Rules) -> None:
+    tp, cp, seq_length = r[_TP], r[_CP], r["model.seq_length"]
+    if cp > 1:
+        r.multiple("model.seq_length", f"2 x {r.told(_CP)}", 2 * cp)
+    if r["parallel.sequence_parallel"]:
+        r.refuse(tp == 1, "parallel.sequence_parallel", f"must be false with {_TP} = 1")
+        r.refuse(
+            seq_length % (cp * tp),
+            "model.seq_length",
+            f"must be a multiple of context x tensor parallel size = {cp * tp} with "
+            "parallel.sequence_parallel",
+        )
+    r.refuse(
+        r["parallel.tp_comm_overlap"] and not r["parallel.sequence_parallel"],
+        "parallel.tp_comm_overlap",
+        "needs parallel.sequence_parallel",
+    )
+    r.refuse(
+        len(r["parallel.cp_comm_type"]) not in (1, r["model.depth"]),
+        "parallel.cp_comm_type",
+        f"must have one entry, or one for each of the {r['model.depth']} layers",
+    )
+
+
+def _overlap(r: Rules) -> None:
+    sharded = r["parallel.use_distributed_optimizer"]
+    r.refuse(
+        r["parallel.overlap_param_gather"] and not (sharded and r["parallel.overlap_grad_reduce"]),
+        "parallel.overlap_param_gather",
+        "needs parallel.use_distributed_optimizer and parallel.overlap_grad_reduce",
+    )
+    virtual, key = r.recipe.plan.vpp, "parallel.overlap_p2p_comm"
+    r.refuse(
+        r[key] and virtual == 1,
+        key,
+        "must be left out without virtual pipeline stages: Megatron would turn it off",
+    )
+    r.refuse(
+        r[key] is False and virtual > 1 and r[_PP] == 2,
+        key,
+        f"must be true with virtual pipeline stages on {r.told(_PP)}",
+    )
+
+
+def _recompute(r: Rules) -> None:
+    method, layers = "parallel.recompute_method", "parallel.recompute_num_layers"
+    modules = r["parallel.recompute_modules"]
+    granularity = r["parallel.recompute_granularity"]
+    for key in (method, layers):
+        if granularity == "full":
+            r.refuse(r[key] is None, key, 'is needed with parallel.recompute_granularity = "full"')
+        else:
+            r.refuse(
+                r[key] is not None, key, 'is read with parallel.recompute_granularity = "full" only'
+            )
+    r.refuse(
+        modules is not None and granularity != "selective",
+        "parallel.recompute_modules",
+        'is read with parallel.recompute_granularity = "selective" only',
+    )
+    stage = r["model.depth"] // r[_PP]
+    r.refuse(
+        (r[layers] or 0) > stage, layers, f"must be at most the {stage} layers of a pipeline stage"
+    )
+    excluded = {
+        "moe_act": (not r["moe.moe_grouped_gemm"], "with moe.moe_grouped_gemm"),
+        "mla_up_proj": (not r.has("+D"), "with MLA or DSA layers"),
+        "shared_experts": (
+            r["moe.moe_shared_expert_overlap"],
+            "without moe.moe_shared_expert_overlap",
+        ),
+    }
+    for module, (excludes, when) in excluded.items():
+        r.refuse(
+            module in (modules or ()) and excludes,
+            "parallel.recompute_modules",
+            f"may name {module} only {when}",
+        )
+    saved = "parallel.distribute_saved_activations"
+    r.refuse(
+        r[saved] and (granularity != "full" or r[_TP] == 1 or r["parallel.sequence_parallel"]),
+        saved,
+        f"needs full recompute, {_TP} of 2 or more, and no sequence parallelism",
+    )

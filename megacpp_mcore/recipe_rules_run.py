@@ -1,0 +1,188 @@
+"""Rules about the schedule, the data, checkpoints and the machine."""
+
+import re
+
+from megacpp_mcore.recipe_refusal import Rules, shown
+
+# names in launch.environment that torchrun or the lowering sets
+_RESERVED = re.compile(r"MEGACPP_.*|PET_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_.*")
+# what cannot be on a machine without CUDA, and why (what else the CPU lane leaves out, it says)
+_ON_CPU = {
+    "launch.distributed_backend": ("gloo", "nccl needs CUDA"),
+    "launch.use_cpu_initialization": (True, "Megatron initialises on CUDA otherwise"),
+    "launch.cuda_graph_impl": ("none", "there is no CUDA"),
+    "model.transformer_impl": ("local", "Transformer Engine needs CUDA"),
+    "attention.apply_rope_fusion": (False, "the fusion needs Transformer Engine or Triton"),
+    "precision.bf16": (False, "the CPU lane trains in fp32"),
+    "precision.gradient_accumulation_fusion": (False, "the fusion needs CUDA"),
+    "precision.masked_softmax_fusion": (False, "the fusion needs CUDA"),
+    "precision.bias_swiglu_fusion": (False, "the fusion would be compiled for CUDA"),
+    "precision.bias_dropout_fusion": (False, "the fusion would be compiled for CUDA"),
+    "precision.no_persist_layer_norm": (True, "the persistent kernel needs CUDA"),
+    "parallel.recompute_granularity": (None, "Megatron's checkpointing keeps CUDA RNG states"),
+    "moe.moe_token_dispatcher_type": ("allgather", "the others make CUDA streams"),
+    "moe.moe_grouped_gemm": (False, "it needs Transformer Engine"),
+    "moe.moe_permute_fusion": (False, "it needs Transformer Engine"),
+    "moe.moe_router_fusion": (False, "it needs Transformer Engine"),
+}
+
+
+def check(r: Rules) -> None:
+    if r["launch.device"] == "cpu":
+        _cpu(r)
+    _schedule(r)
+    _data(r)
+    _checkpoint(r)
+    _environment(r)
+    _graphs(r)
+
+
+def _cpu(r: Rules) -> None:
+    for key, (value, why) in _ON_CPU.items():
+        told = "left out" if value is None else shown(value)
+        r.refuse(r[key] != value, key, f'must be {told} with launch.device = "cpu": {why}')
+
+
+def _schedule(r: Rules) -> None:
+    decay = r["schedule.lr_decay_iters"] or r["schedule.train_iters"]
+    warmup, fraction = "schedule.lr_warmup_iters", "schedule.lr_warmup_fraction"
+    r.refuse(
+        r[fraction] is not None and r[warmup], fraction, f"must be left out with {r.told(warmup)}"
+    )
+    r.refuse(r[warmup] >= decay, warmup, f"must be less than the {decay} steps of the decay")
+    start = "schedule.lr_warmup_init"
+    r.refuse(r[start] > r["optimizer.lr"], start, f"must be at most {r.told('optimizer.lr')}")
+    r.refuse(
+        r["schedule.lr_decay_style"] == "WSD" and r["schedule.lr_wsd_decay_iters"] is None,
+        "schedule.lr_wsd_decay_iters",
+        'is needed with schedule.lr_decay_style = "WSD"',
+    )
+
+
+def _data(r: Rules) -> None:
+    per_split = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
+    one = sum((bool(r["data.data_path"]), r["data.mock_data"], any(r[key] for key in per_split)))
+    r.refuse(
+        one != 1,
+        "data.data_path",
+        "give exactly one source: data.data_path, data.train_data_path with its valid and test "
+        "paths, or data.mock_data = true",
+    )
+    evaluates = r["schedule.eval_iters"] > 0 and r["schedule.eval_interval"] is not None
+    if r["data.data_path"]:
+        _split(r, evaluates)
+    r.refuse(
+        r["data.train_data_path"] and evaluates and not r["data.valid_data_path"],
+        "data.valid_data_path",
+        f"is needed with {r.told('schedule.eval_iters', 'schedule.eval_interval')}",
+    )
+    null = r["data.tokenizer_type"] == "NullTokenizer"
+    r.refuse(
+        not null and r["data.tokenizer_model"] is None,
+        "data.tokenizer_model",
+        f"is needed with {r.told('data.tokenizer_type')}",
+    )
+    eod = r["data.null_tokenizer_eod_id"]
+    r.refuse(
+        null and eod is not None and eod >= r["model.vocab_size"],
+        "data.null_tokenizer_eod_id",
+        f"must be less than {r.told('model.vocab_size')}",
+    )
+
+
+def _split(r: Rules, evaluates: bool) -> None:
+    split = r["data.split"] or ""
+    r.refuse(
+        not re.fullmatch(r"\s*\d+(\.\d+)?\s*(,\s*\d+(\.\d+)?\s*){2}", split),
+        "data.split",
+        'must be the weights of training, validation and test data, such as "98,1,1"',
+    )
+    weights = [float(weight) for weight in re.findall(r"\d+(?:\.\d+)?", split)]
+    r.refuse(weights and not weights[0], "data.split", "must leave data for training")
+    r.refuse(
+        evaluates and len(weights) == 3 and not weights[1],
+        "data.split",
+        f"must leave data for validation with {r.told('schedule.eval_iters')}",
+    )
+
+
+def _checkpoint(r: Rules) -> None:
+    every, keep = "checkpoint.save_interval", "checkpoint.save_retain_interval"
+    r.refuse(r["checkpoint.save"] and r[every] is None, every, "is needed with checkpoint.save")
+    r.refuse(
+        r[keep] is not None and (r[every] is None or r[keep] % r[every]),
+        keep,
+        f"must be a multiple of {r.told(every)}",
+    )
+    r.refuse(
+        r["checkpoint.async_save"] and not r["checkpoint.use_persistent_ckpt_worker"],
+        "checkpoint.async_save",
+        "needs checkpoint.use_persistent_ckpt_worker",
+    )
+    r.refuse(
+        r["checkpoint.override_opt_param_scheduler"]
+        and r["checkpoint.use_checkpoint_opt_param_scheduler"],
+        "checkpoint.override_opt_param_scheduler",
+        "and checkpoint.use_checkpoint_opt_param_scheduler cannot both be true",
+    )
+    r.refuse(
+        r["checkpoint.exit_on_missing_checkpoint"] and r["checkpoint.load"] is None,
+        "checkpoint.exit_on_missing_checkpoint",
+        "needs checkpoint.load",
+    )
+
+
+def _environment(r: Rules) -> None:
+    key = "launch.environment"
+    environment = r[key]
+    for name in environment:
+        r.refuse(
+            not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name), key, f"{name!r} is no variable name"
+        )
+        r.refuse(
+            _RESERVED.fullmatch(name), key, f"may not have {name}: the launcher sets it itself"
+        )
+    split = max(r["parallel.tensor_model_parallel_size"], r["parallel.context_parallel_size"]) > 1
+    r.refuse(
+        split and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1",
+        key,
+        'must have CUDA_DEVICE_MAX_CONNECTIONS = "1" with tensor or context parallelism',
+    )
+
+
+def _graphs(r: Rules) -> None:
+    impl, modules = r["launch.cuda_graph_impl"], r["launch.cuda_graph_modules"] or ()
+    key = "launch.cuda_graph_modules"
+    if impl == "none":
+        r.refuse(modules, key, 'is read with a launch.cuda_graph_impl other than "none" only')
+        return
+    r.refuse(
+        impl == "full_iteration" and modules,
+        key,
+        'must be left out with launch.cuda_graph_impl = "full_iteration"',
+    )
+    r.refuse(
+        impl == "full_iteration" and r["schedule.check_for_nan_in_loss_and_grad"],
+        "schedule.check_for_nan_in_loss_and_grad",
+        'must be false with launch.cuda_graph_impl = "full_iteration"',
+    )
+    r.refuse(
+        r["parallel.recompute_granularity"] == "full" and impl != "full_iteration",
+        "parallel.recompute_granularity",
+        f'must not be "full" with {r.told("launch.cuda_graph_impl")}',
+    )
+    r.refuse(
+        "moe" in modules and "moe_router" in modules,
+        key,
+        "may name moe or moe_router, not both",
+    )
+    r.refuse(
+        "moe_preprocess" in modules and "moe_router" not in modules,
+        key,
+        "may name moe_preprocess only with moe_router",
+    )
+    r.refuse(
+        "moe" in modules and not r["moe.moe_pad_expert_input_to_capacity"],
+        key,
+        "may name moe only with moe.moe_pad_expert_input_to_capacity",
+    )
