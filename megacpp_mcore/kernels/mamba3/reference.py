@@ -153,7 +153,7 @@ class _ChunkDecays:
 def _angles(angles: Tensor, dt: Tensor, start: Tensor) -> Tensor:
     """theta (B, H, chunks, size, A), radians in [0, 2 pi), from `start` (B, H, A) on.
 
-    Chunk totals are summed in float64 and reduced, so that the error does not grow with S.
+    Chunk totals are summed in float64 and reduced: one float32 sum over S tokens would drift.
     """
     local = (math.pi * torch.tanh(angles) * dt.unsqueeze(-1)).cumsum(3)
     totals = F.pad(local[:, :, :-1, -1].double(), (0, 0, 1, 0))

@@ -1,0 +1,345 @@
+"""The M block: Mamba-3 as the mixer of Megatron's MambaLayer (math: `kernels.mamba3`).
+
+Tensor parallelism. Heads are split over the ranks, and every weight along its first axis; the rows
+of in_proj are eight parts, `[z, x, B, C, dt, A, trap, angle]`, each cut into equal slices. A rank's
+own z, x, dt, A and trap are what its heads need. Its slice of the angles, and of B and C where the
+groups do not divide by the ranks, is gathered: all-gather forward, reduce-scatter backward, which
+sums what the heads of all ranks add to the gradient. So no projection weight is replicated, the
+sequence is gathered once, and a checkpoint is the same for every number of ranks. Only the two norm
+weights are whole everywhere; their gradients are summed over the ranks in the backward pass.
+
+Against upstream's module: the rows of B and C are ordered (group, rank, state), not (rank, group,
+state), and SISO's B_bias and C_bias have no rank axis.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core.ssm.utils import _split_tensor_factory
+from megatron.core.tensor_parallel import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    copy_to_tensor_model_parallel_region,
+    get_cuda_rng_tracker,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from megatron.core.utils import deprecate_inference_params
+from torch import Tensor
+
+from megacpp_mcore import dispatch
+from megacpp_mcore.kernels.mamba3 import mamba3_step
+from megacpp_mcore.layers.mamba3_layout import IN_PROJ_PARTS, Mamba3Layout, Mamba3MixerError
+from megacpp_mcore.layers.settings import PluginSettings, plugin_settings
+from megacpp_mcore.settings import Mamba3Settings
+
+_NORM_EPS = 1e-5  # of the B and C norms, as upstream's module; no config field reaches them
+
+
+@dataclass
+class Mamba3MixerSubmodules:
+    """in_proj: a column-parallel linear; out_proj: a row-parallel one."""
+
+    in_proj: ModuleSpec | type
+    out_proj: ModuleSpec | type
+
+
+class Mamba3Mixer(MegatronModule):
+    """Mamba-3, [s, b, h] in and out; under sequence parallelism s is the rank's part.
+
+    Sizes are config.mamba_num_heads, mamba_head_dim, mamba_state_dim and mamba_num_groups.
+    settings: by default those of `plugin_settings(config)`. Parameters of the recurrence (dt_bias,
+    D, B_bias, C_bias, mimo_*) stay float32 under `bfloat16()` and `half()`.
+
+    Raises Mamba3MixerError for sizes that do not divide over the ranks and for context parallelism.
+    """
+
+    def __init__(
+        self,
+        config,
+        submodules: Mamba3MixerSubmodules,
+        d_model: int,
+        layer_number: int | None = None,
+        pg_collection=None,
+        pp_layer_offset: int = 0,
+        name: str | None = None,
+        settings: Mamba3Settings | None = None,
+    ) -> None:
+        super().__init__(config)
+        plugin = plugin_settings(config) if settings is None else PluginSettings(mamba3=settings)
+        self.settings = settings = plugin.mamba3
+        self.chunk_size = settings.chunk_size
+        self.layer_number = layer_number
+        self.tp_group = pg_collection.tp
+        self.layout = Mamba3Layout.of(config, settings, pg_collection)
+        linear = {
+            "config": config,
+            "bias": False,
+            "is_expert": False,
+            "tp_group": self.tp_group,
+        }
+        self.in_proj = build_module(
+            submodules.in_proj,
+            d_model,
+            sum(self.layout.in_proj) * self.layout.tp,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            name=f"{name}.in_proj" if name else None,
+            **linear,
+        )
+        # How resharding tools know that the rows are parts, each split on its own.
+        self.in_proj.weight.partition_sizes = list(self.layout.in_proj)
+        self._add_parameters()
+        self.out_proj = build_module(
+            submodules.out_proj,
+            self.layout.heads * self.layout.head_dim,
+            d_model,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            name=f"{name}.out_proj" if name else None,
+            **linear,
+        )
+        self.scan = self._choose_scan(plugin)
+
+    def _add_parameters(self) -> None:
+        """Upstream's initial values; dt_bias is drawn so that dt starts log-uniform."""
+        layout, config = self.layout, self.config
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        ranks = (layout.rank,) if self.settings.variant == "mimo" else ()
+
+        def add(name: str, value: Tensor) -> None:
+            parameter = torch.nn.Parameter(value)
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+            self.register_parameter(name, parameter)
+
+        def ones(*shape: int) -> Tensor:
+            return torch.ones(layout.local_heads, *shape, dtype=torch.float32, device=device)
+
+        add("dt_bias", self._initial_dt_bias(device))
+        add("D", ones())
+        add("B_bias", ones(*ranks, layout.state_dim))
+        add("C_bias", ones(*ranks, layout.state_dim))
+        if ranks:
+            add("mimo_x", ones(*ranks, layout.head_dim) / layout.rank)
+            add("mimo_z", ones(*ranks, layout.head_dim))
+            add("mimo_o", ones(*ranks, layout.head_dim) / layout.rank)
+        for parameter in (self.dt_bias, self.D):
+            parameter._no_weight_decay = True
+        if not layout.groups_are_split:
+            groups = torch.tensor(layout.local_head_groups, device=device)
+            self.register_buffer("head_groups", groups, persistent=False)
+        norm = {"eps": _NORM_EPS, "device": device, "dtype": config.params_dtype}
+        self.B_norm = torch.nn.RMSNorm(layout.state_dim, **norm)
+        self.C_norm = torch.nn.RMSNorm(layout.state_dim, **norm)
+
+    def _initial_dt_bias(self, device) -> Tensor:
+        """(local heads,) the inverse softplus of dt, log-uniform in [dt_min, dt_max]."""
+        layout, settings = self.layout, self.settings
+        if self.config.use_cpu_initialization:
+            # As Megatron's linears do on a CPU: draw the whole, keep the slice.
+            uniform = torch.rand(layout.heads, dtype=torch.float32)
+            uniform = uniform[layout.first_head : layout.first_head + layout.local_heads]
+        else:
+            with get_cuda_rng_tracker().fork():
+                uniform = torch.rand(layout.local_heads, dtype=torch.float32, device=device)
+        low, high = math.log(settings.dt_min), math.log(settings.dt_max)
+        dt = torch.exp(low + (high - low) * uniform).clamp(min=settings.dt_init_floor)
+        return dt + torch.log(-torch.expm1(-dt))
+
+    def _choose_scan(self, plugin: PluginSettings):
+        problem = dispatch.Problem.of(
+            "cuda" if torch.cuda.is_available() else "cpu",
+            str(self.config.params_dtype).removeprefix("torch."),
+            variant=self.settings.variant,
+            heads=self.layout.local_heads,
+            groups=self.layout.scan_groups,
+            head_dim=self.layout.head_dim,
+            state_dim=self.layout.state_dim,
+            rank=self.layout.rank,
+            angles=self.layout.angles,
+            chunk_size=self.chunk_size,
+        )
+        return dispatch.decide("mamba3_scan", problem, plugin.backends).load()
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        inference_context=None,
+        *,
+        inference_params=None,
+        packed_seq_params=None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states [s, b, h] -> (output [s, b, h], None).
+
+        packed_seq_params: THD documents packed into one row (b = 1); each starts from a zero state.
+        inference_context: static batching only; the state is kept in it between calls. Raises
+        Mamba3MixerError for dynamic batching, and for inference with packed documents.
+        """
+        inference_context = deprecate_inference_params(inference_context, inference_params)
+        projected, _ = self.in_proj(hidden_states)
+        tokens, parameters = self._scan_arguments(projected.transpose(0, 1))
+        if inference_context is not None:
+            y = self._infer(tokens, parameters, inference_context, packed_seq_params)
+        else:
+            offsets = _document_offsets(packed_seq_params)
+            y = self.scan(**tokens, **parameters, chunk_size=self.chunk_size, cu_seqlens=offsets)
+        return self.out_proj(y.transpose(0, 1).flatten(2))
+
+    def _scan_arguments(self, projected: Tensor) -> tuple[dict, dict]:
+        """projected (b, s, in_proj rows) -> the scan's per-token tensors, and its parameters."""
+        layout = self.layout
+        z, x, B, C, dd_dt, dd_A, trap, angle = projected.split(layout.in_proj, dim=-1)
+        if layout.groups_are_split:
+            (angle,) = self._gather(angle)
+        else:
+            B, C, angle = self._gather(B, C, angle)
+        dt = F.softplus(_wide(dd_dt) + self.dt_bias)
+        tokens = {
+            "q": self._group_states(C, self.C_norm),
+            "k": self._group_states(B, self.B_norm),
+            "v": x.unflatten(-1, (layout.local_heads, layout.head_dim)),
+            "z": z.unflatten(-1, (layout.local_heads, layout.head_dim)),
+            "adt": _decay(_wide(dd_A), self.settings) * dt,
+            "dt": dt,
+            "trap": trap,
+            "angles": angle.unsqueeze(2),
+        }
+        parameters = {"q_bias": self.C_bias, "k_bias": self.B_bias, "D": self.D}
+        if self.settings.variant == "mimo":
+            parameters |= {"mimo_v": self.mimo_x, "mimo_z": self.mimo_z, "mimo_out": self.mimo_o}
+        return tokens, parameters
+
+    def _group_states(self, x: Tensor, norm: torch.nn.RMSNorm) -> Tensor:
+        """B or C (b, s, groups * R * N) -> normalised (b, s, G, N), MIMO (b, s, R, G, N)."""
+        layout = self.layout
+        x = x.unflatten(-1, (-1, layout.rank, layout.state_dim))
+        # The ranks' heads each add to this weight's gradient: sum it, in float32.
+        weight = copy_to_tensor_model_parallel_region(_wide(norm.weight), group=self.tp_group)
+        x = F.rms_norm(_wide(x), (layout.state_dim,), weight, _NORM_EPS)
+        if not layout.groups_are_split:
+            x = x.index_select(2, self.head_groups)
+        return x.transpose(2, 3) if self.settings.variant == "mimo" else x.squeeze(3)
+
+    def _gather(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """The whole of parts whose last dim is split over the ranks, in one collective."""
+        if self.layout.tp == 1:
+            return parts
+        widths = [part.shape[-1] for part in parts]
+        whole = all_gather_last_dim_from_tensor_parallel_region(
+            torch.cat(parts, dim=-1), group=self.tp_group
+        )
+        pieces = whole.unflatten(-1, (self.layout.tp, -1)).split(widths, dim=-1)
+        return tuple(piece.flatten(-2) for piece in pieces)
+
+    def _infer(self, tokens: dict, parameters: dict, context, packed_seq_params) -> Tensor:
+        """The scan on top of the state that the static inference context keeps for this layer."""
+        if not context.is_static_batching():
+            raise Mamba3MixerError(
+                "dynamic batching is not served by the Mamba-3 mixer; use a StaticInferenceContext"
+            )
+        if packed_seq_params is not None:
+            raise Mamba3MixerError(
+                "packed documents are not served at inference; pass one sequence a batch row"
+            )
+        states = context.key_value_memory_dict
+        state = states.get(self.layer_number) if context.sequence_len_offset else None
+        if context.sequence_len_offset and state is None:
+            raise Mamba3MixerError(
+                f"layer {self.layer_number} has no state at token {context.sequence_len_offset}: "
+                "run the prompt through the model with the same inference context first"
+            )
+        if state is not None and tokens["v"].shape[1] == 1:
+            token = {key: tensor.squeeze(1) for key, tensor in tokens.items()}
+            y, state = mamba3_step(**token, **parameters, state=state)
+            y = y.unsqueeze(1)
+        else:
+            y, state = self.scan(
+                **tokens,
+                **parameters,
+                chunk_size=self.chunk_size,
+                initial_state=state,
+                return_final_state=True,
+            )
+        states[self.layer_number] = state
+        return y
+
+    def mamba_state_shapes_per_request(self):
+        """Refused: Megatron's dynamic engine asks for it, to keep a conv and an SSM state."""
+        raise Mamba3MixerError(
+            "Mamba-3 has no conv state and four other ones (angle, ssm, k, v), which Megatron's "
+            "dynamic inference engine cannot keep; use a StaticInferenceContext"
+        )
+
+    def _apply(self, fn, recurse: bool = True):
+        """Device moves and wider dtypes reach every tensor; the own parameters stay >= float32."""
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+
+        def keep_wide(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if moved.is_floating_point() and moved.dtype.itemsize < torch.float32.itemsize:
+                return tensor.to(moved.device)
+            return moved
+
+        return super()._apply(keep_wide, recurse=False)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict:
+        """Every own parameter split on axis 0; in_proj as its eight parts, each split on axis 0."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        own = dict(self.named_parameters(recurse=False))
+        sharded = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            dict.fromkeys(own, 0),
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        for name, child in self.named_children():
+            sharded |= sharded_state_dict_default(
+                child, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+            )
+        key = f"{prefix}in_proj.weight"
+        sharded[key] = _split_tensor_factory(
+            sharded[key], list(self.layout.in_proj), list(IN_PROJ_PARTS), 0
+        )
+        return sharded
+
+
+def _decay(x: Tensor, settings: Mamba3Settings) -> Tensor:
+    """A < 0 from its logits, at most -decay_floor."""
+    if settings.decay == "softplus":
+        rate = F.softplus(x)
+    else:  # 1 + x for x >= 0, 1 / (1 - x) below
+        rate = x.clamp(min=0) + 1 / (1 - x.clamp(max=0))
+    return -rate.clamp(min=settings.decay_floor)
+
+
+def _document_offsets(packed_seq_params) -> Tensor | None:
+    """Where packed documents start in the row, padding included; None for unpacked rows."""
+    if packed_seq_params is None:
+        return None
+    padded = packed_seq_params.cu_seqlens_q_padded
+    offsets = packed_seq_params.cu_seqlens_q if padded is None else padded
+    if packed_seq_params.qkv_format != "thd" or offsets is None:
+        raise Mamba3MixerError(
+            f"packed_seq_params has qkv_format {packed_seq_params.qkv_format!r} and cu_seqlens_q "
+            f"{'missing' if offsets is None else 'given'}; the Mamba-3 mixer takes 'thd' with both"
+        )
+    return offsets
+
+
+def _wide(x: Tensor) -> Tensor:
+    """At least float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,109 @@
+"""How the Mamba-3 mixer's weights are laid out over tensor-parallel ranks."""
+
+from dataclasses import dataclass
+from typing import get_args, get_type_hints
+
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.settings import Mamba3Settings
+
+IN_PROJ_PARTS = ("z", "x", "B", "C", "dt", "A", "trap", "angle")
+
+
+class Mamba3MixerError(MegacppError):
+    """A config, parallel layout or call that the Mamba-3 mixer cannot serve."""
+
+
+@dataclass(frozen=True)
+class Mamba3Layout:
+    """Sizes of the mixer on this rank. in_proj: the rank's rows of each of IN_PROJ_PARTS."""
+
+    tp: int
+    heads: int
+    first_head: int
+    local_heads: int
+    head_dim: int
+    state_dim: int
+    groups: int
+    rank: int
+    angles: int
+    in_proj: tuple[int, ...]
+
+    @classmethod
+    def of(cls, config, settings: Mamba3Settings, pg_collection) -> "Mamba3Layout":
+        """Raises Mamba3MixerError for sizes that the mixer cannot serve."""
+        _check_settings(settings)
+        if config.context_parallel_size > 1:
+            raise Mamba3MixerError(
+                f"context_parallel_size is {config.context_parallel_size}: the Mamba-3 mixer needs "
+                "the whole sequence on each rank; use 1, and tensor or sequence parallelism instead"
+            )
+        if config.mamba_num_heads is None:
+            raise Mamba3MixerError("mamba_num_heads is not set; the Mamba-3 mixer has no default")
+        tp, tp_rank = pg_collection.tp.size(), pg_collection.tp.rank()
+        heads, groups, state_dim = (
+            config.mamba_num_heads, config.mamba_num_groups, config.mamba_state_dim
+        )  # fmt: skip
+        rank = settings.mimo_rank if settings.variant == "mimo" else 1
+        angles = int(state_dim * settings.rope_fraction) // 2
+        group_rows = groups * rank * state_dim
+        if state_dim % 2 or not 1 <= angles <= state_dim // 2:
+            raise Mamba3MixerError(
+                f"mamba_state_dim {state_dim} with rope_fraction {settings.rope_fraction} rotates "
+                f"{angles} pairs; the state dim must be even and 1 to {state_dim // 2} pairs rotate"
+            )
+        if heads % groups:
+            raise Mamba3MixerError(
+                f"mamba_num_heads {heads} is no multiple of mamba_num_groups {groups}"
+            )
+        for what, size in (
+            ("mamba_num_heads", heads),
+            ("mamba_num_groups * rank * mamba_state_dim", group_rows),
+            ("the number of angles, mamba_state_dim * rope_fraction / 2,", angles),
+        ):
+            if size % tp:
+                raise Mamba3MixerError(
+                    f"{what} is {size}, which does not divide over {tp} tensor-parallel ranks"
+                )
+        inner = heads * config.mamba_head_dim
+        rows = (inner, inner, group_rows, group_rows, heads, heads, heads, angles)
+        if config.fp8 and sum(rows) // tp % 16:
+            raise Mamba3MixerError(
+                f"in_proj has {sum(rows) // tp} rows on a tensor-parallel rank, no multiple of 16 "
+                "as FP8 needs; change the mamba_* sizes or rope_fraction, or train without fp8"
+            )
+        return cls(
+            tp=tp,
+            heads=heads,
+            first_head=tp_rank * (heads // tp),
+            local_heads=heads // tp,
+            head_dim=config.mamba_head_dim,
+            state_dim=state_dim,
+            groups=groups,
+            rank=rank,
+            angles=angles,
+            in_proj=tuple(size // tp for size in rows),
+        )
+
+    @property
+    def groups_are_split(self) -> bool:
+        """Each rank holds whole groups, those of its heads."""
+        return self.groups % self.tp == 0
+
+    @property
+    def scan_groups(self) -> int:
+        """G as the scan sees it: where groups are not split, each head brings its own."""
+        return self.groups // self.tp if self.groups_are_split else self.local_heads
+
+    @property
+    def local_head_groups(self) -> list[int]:
+        """The group of each of this rank's heads."""
+        per_group = self.heads // self.groups
+        return [(self.first_head + head) // per_group for head in range(self.local_heads)]
+
+
+def _check_settings(settings: Mamba3Settings) -> None:
+    hints = get_type_hints(Mamba3Settings)
+    for field in ("variant", "decay"):
+        value, allowed = getattr(settings, field), get_args(hints[field])
+        if value not in allowed:
+            raise Mamba3MixerError(f"{field} {value!r} is not one of {', '.join(allowed)}")
