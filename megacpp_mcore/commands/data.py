@@ -79,11 +79,9 @@ def run_build(args: argparse.Namespace) -> int:
 def run_check(args: argparse.Namespace) -> int:
     """Verify a dataset and print its counts and its entropy."""
     from megacpp_mcore.training.data_entropy import corpus_entropy
-    from megacpp_mcore.training.data_files import paths, read_manifest, read_pair
+    from megacpp_mcore.training.data_files import read_pair
 
-    json_path = paths(args.prefix)[2]
-    vocab_size = read_manifest(json_path)["vocab_size"] if json_path.exists() else None
-    pair = read_pair(args.prefix, vocab_size, verify_hashes=True)
+    pair = read_pair(args.prefix, verify_hashes=True)
     unigram, bigram = corpus_entropy(args.prefix)
     print(f"{args.prefix} is whole")
     _print_manifest(pair.manifest)

@@ -75,7 +75,8 @@ def read_pair(
 
     The `.idx` must be whole and consistent, the `.bin` exactly as long as it says, and both must be
     what the manifest, if there is one, says. With `vocab_size` every token is read and must lie in
-    [0, vocab_size). With `verify_hashes` the `.bin` is hashed too, and a manifest is required.
+    [0, vocab_size). With `verify_hashes` a manifest is required, the `.bin` is hashed too, and the
+    manifest's vocabulary is checked where none is given.
 
     Raises DataError.
     """
@@ -95,6 +96,7 @@ def read_pair(
             _check_manifest(manifest, json_path, idx_path, lengths, vocab_size)
         if verify_hashes:
             _check_bin_hash(manifest, bin_path, json_path)
+            vocab_size = manifest["vocab_size"] if vocab_size is None else vocab_size
         if vocab_size is not None:
             _check_token_range(tokens, bin_path, vocab_size)
     except OSError as error:

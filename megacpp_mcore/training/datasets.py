@@ -56,9 +56,9 @@ def build_datasets(
         data_path: a prefix, or what Megatron's `--data-path` takes: prefixes, or weights and
             prefixes in turn (`["30", "a", "70", "b"]`).
         seq_length: tokens a sample; a sample draws one token more, for the labels.
-        num_samples: of each split; None: one epoch; 0: not wanted, None comes back. A split repeats
-            its documents until it has enough, and beyond one epoch the order depends on this
-            number: a resumed run must ask for the same.
+        num_samples: at least so many of each split, in whole epochs (a split of 2000 samples has
+            2000 when 10 are asked for); None: one epoch; 0: not wanted, None comes back. Beyond one
+            epoch the order depends on this number: a resumed run must ask for the same.
         split: Megatron's `--split`, `"98,2,0"`: shares of the documents, cut by position; share 0
             gives None.
         seed: of the order of documents and samples. Same seed, same order.

@@ -265,6 +265,13 @@ class TestManifest:
         with pytest.raises(DataError, match=re.escape(f"{path} is not a manifest")):
             read_pair(prefix)
 
+    def test_tokens_are_held_to_its_vocabulary_when_verifying(self, prefix):
+        path = paths(prefix)[2]
+        manifest = json.loads(path.read_text())
+        path.write_text(json.dumps({**manifest, "vocab_size": 256}))
+        with pytest.raises(DataError, match=r"token 256 at position .* 0\.\.255"):
+            read_pair(prefix, verify_hashes=True)
+
     def test_is_needed_to_verify(self, prefix):
         with pytest.raises(DataError, match="cannot be verified"):
             read_pair(without_manifest(prefix), verify_hashes=True)
