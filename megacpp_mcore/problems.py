@@ -1,0 +1,142 @@
+"""The Problem of each surface: what a layer asks dispatch, and what a recipe's layers will ask.
+
+The first function of a surface takes Megatron's config, as the layer that is being built has it;
+the second makes that config's fields from a recipe and calls the first, so that the catalog answers
+for what the layers will ask. No torch at import.
+"""
+
+import ctypes
+import functools
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from megacpp_mcore.backend import Problem
+
+if TYPE_CHECKING:
+    from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout
+    from megacpp_mcore.layers.mamba3_layout import Mamba3Layout
+    from megacpp_mcore.recipe import Recipe
+    from megacpp_mcore.settings import M2RNNSettings, Mamba3Settings
+
+
+@functools.cache
+def current_device() -> str:
+    """ "cuda" where this process can use a GPU, else "cpu".
+
+    Without the driver's library torch cannot use a GPU, so that torch need not be imported to know.
+    """
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def stack_part(device: str) -> Problem:
+    """`linear`, `norm`, `moe_experts`: chosen for the whole stack, before any config is known."""
+    return Problem.of(device, "any")
+
+
+def stack_part_of(recipe: "Recipe", device: str) -> Problem:
+    return stack_part(device)
+
+
+def core_attention(
+    device: str, config, k_channels: int | None = None, v_channels: int | None = None
+) -> Problem:
+    """dqk, dv: head dims of queries and keys, and of values; they differ in MLA."""
+    dqk = k_channels or config.kv_channels
+    return Problem.of(
+        device,
+        _dtype(config),
+        dqk=dqk,
+        dv=v_channels or dqk,
+        heads=config.num_attention_heads,
+        context_parallel_size=config.context_parallel_size,
+    )
+
+
+def core_attention_of(recipe: "Recipe", device: str) -> Problem | None:
+    """None when no A layer has a core attention of its own: DSA brings its kernel with it."""
+    symbols = {layer.symbol for layer in recipe.plan.layers if layer.letter == "A"}
+    a = recipe.attention
+    if "+" in symbols:
+        dqk = a.qk_head_dim + a.qk_pos_emb_head_dim
+        return core_attention(device, _config(recipe), k_channels=dqk, v_channels=a.v_head_dim)
+    return core_attention(device, _config(recipe)) if "*" in symbols else None
+
+
+def mamba3_scan(device: str, config, layout: "Mamba3Layout", settings: "Mamba3Settings") -> Problem:
+    """heads, groups: of one tensor-parallel rank. rank: of MIMO, else 1."""
+    return Problem.of(
+        device,
+        _dtype(config),
+        variant=settings.variant,
+        heads=layout.local_heads,
+        groups=layout.scan_groups,
+        head_dim=layout.head_dim,
+        state_dim=layout.state_dim,
+        rank=layout.rank,
+        angles=layout.angles,
+        chunk_size=settings.chunk_size,
+    )
+
+
+def mamba3_scan_of(recipe: "Recipe", device: str) -> Problem | None:
+    if not _has(recipe, "M"):
+        return None
+    from megacpp_mcore.layers.mamba3_layout import Mamba3Layout
+
+    config, tp = _config(recipe), recipe.parallel.tensor_model_parallel_size
+    group = SimpleNamespace(size=lambda: tp, rank=lambda: 0)
+    layout = Mamba3Layout.of(config, recipe.mamba3, SimpleNamespace(tp=group))
+    return mamba3_scan(device, config, layout, recipe.mamba3)
+
+
+def m2rnn(device: str, config, layout: "M2RNNLayout", settings: "M2RNNSettings") -> Problem:
+    """heads: of one tensor-parallel rank."""
+    return Problem.of(
+        device,
+        _dtype(config),
+        heads=layout.local_heads,
+        k_head_dim=layout.k_dim,
+        v_head_dim=layout.v_dim,
+        chunk_size=settings.chunk_size,
+    )
+
+
+def m2rnn_of(recipe: "Recipe", device: str) -> Problem | None:
+    if not _has(recipe, "R"):
+        return None
+    from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout
+
+    config = _config(recipe)
+    layout = M2RNNLayout.of(config, recipe.m2rnn, recipe.parallel.tensor_model_parallel_size)
+    return m2rnn(device, config, layout, recipe.m2rnn)
+
+
+def _has(recipe: "Recipe", letter: str) -> bool:
+    return any(layer.letter == letter for layer in recipe.plan.layers)
+
+
+def _dtype(config) -> str:
+    return str(config.params_dtype).removeprefix("torch.")
+
+
+def _config(recipe: "Recipe") -> SimpleNamespace:
+    """The fields of Megatron's TransformerConfig that problems and layouts read."""
+    model, attention, mamba3 = recipe.model, recipe.attention, recipe.mamba3
+    return SimpleNamespace(
+        params_dtype="bfloat16" if recipe.precision.bf16 else "float32",
+        fp8=recipe.precision.fp8,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        kv_channels=attention.kv_channels or model.hidden_size // model.num_attention_heads,
+        context_parallel_size=recipe.parallel.context_parallel_size,
+        mamba_num_heads=mamba3.mamba_num_heads,
+        mamba_head_dim=mamba3.mamba_head_dim,
+        mamba_state_dim=mamba3.mamba_state_dim,
+        mamba_num_groups=mamba3.mamba_num_groups,
+    )
