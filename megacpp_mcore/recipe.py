@@ -114,11 +114,12 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
         overrides=tuple(overrides),
         origins=dict(settings.origins),
     )
-    refusals = recipe_rules.refusals(recipe)
-    if refusals:
-        raise RecipeError(
-            f"recipe {name}: " + "\n".join(refusal.text(recipe) for refusal in refusals)
-        )
+    refused = [refusal.text(recipe) for refusal in recipe_rules.refusals(recipe)]
+    if len(refused) == 1:
+        raise RecipeError(f"recipe {name}: {refused[0]}")
+    if refused:
+        listed = "".join(f"\n  {line}" for line in refused)
+        raise RecipeError(f"recipe {name}: {len(refused)} keys cannot be as asked:{listed}")
     return recipe
 
 

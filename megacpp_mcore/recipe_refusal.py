@@ -16,7 +16,12 @@ class Refusal:
     reason: str
 
     def text(self, recipe: "Recipe") -> str:
-        origin = recipe.origins.get(self.key, "default")
+        origins = [
+            origin
+            for key, origin in recipe.origins.items()
+            if key == self.key or key.startswith(self.key + ".")  # an entry of a table
+        ]
+        origin = ", ".join(dict.fromkeys(origins)) or "default"
         return f"{self.key} = {shown(recipe.get(self.key))} ({origin}): {self.reason}"
 
 
@@ -42,9 +47,9 @@ class Rules:
     def has_letter(self, letter: str) -> bool:
         return any(layer.letter == letter for layer in self.recipe.plan.layers)
 
-    def told(self, *keys: str) -> str:
-        """Keys with their values, for a reason."""
-        return " and ".join(f"{key} = {shown(self[key])}" for key in keys)
+    def told(self, key: str) -> str:
+        """A key with its value, for a reason."""
+        return f"{key} = {shown(self[key])}"
 
     def refuse(self, condition: Any, key: str, reason: str) -> None:
         if condition:

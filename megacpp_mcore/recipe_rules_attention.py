@@ -12,8 +12,9 @@ def check(r: Rules) -> None:
         "attention.apply_rope_fusion",
         f"must be false with {r.told('model.position_embedding_type')}: Megatron would turn it off",
     )
-    if r.has("*+D"):
-        _attention(r)
+    _heads(r)
+    if r.has("*"):
+        _groups(r)
     if r.has("+D"):
         _mla(r)
     if r.has("D"):
@@ -22,13 +23,13 @@ def check(r: Rules) -> None:
         _deltanet(r)
 
 
-def _attention(r: Rules) -> None:
+def _heads(r: Rules) -> None:
     r.multiple("model.num_attention_heads", "parallel.tensor_model_parallel_size")
-    if r["attention.kv_channels"] is None:
-        heads = r["model.num_attention_heads"]
-        r.multiple("model.hidden_size", f"model.num_attention_heads = {heads}", heads)
-    if r["attention.kind"] != "gqa":
-        return
+    if r["attention.kv_channels"] is None:  # Megatron derives them, also where no layer needs them
+        r.multiple("model.hidden_size", "model.num_attention_heads")
+
+
+def _groups(r: Rules) -> None:
     groups, tp = r["attention.num_query_groups"], r["parallel.tensor_model_parallel_size"]
     key = "attention.num_query_groups"
     if groups is None:
@@ -104,9 +105,6 @@ def _dsa(r: Rules) -> None:
     r.refuse(r["model.add_bias_linear"], "model.add_bias_linear", "must be false with DSA")
     r.refuse(
         r["attention.apply_rope_fusion"], "attention.apply_rope_fusion", "must be false with DSA"
-    )
-    r.refuse(
-        r["attention.q_lora_rank"] is None, "attention.q_lora_rank", "is needed for DSA layers"
     )
     r.refuse(
         r["parallel.context_parallel_size"] > 1 and r["parallel.cp_comm_type"] != ("all_gather",),

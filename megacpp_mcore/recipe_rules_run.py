@@ -68,13 +68,12 @@ def _data(r: Rules) -> None:
         "give exactly one source: data.data_path, data.train_data_path with its valid and test "
         "paths, or data.mock_data = true",
     )
-    evaluates = r["schedule.eval_iters"] > 0 and r["schedule.eval_interval"] is not None
     if r["data.data_path"]:
-        _split(r, evaluates)
+        _split(r)
     r.refuse(
-        r["data.train_data_path"] and evaluates and not r["data.valid_data_path"],
+        r["data.train_data_path"] and r["schedule.eval_iters"] and not r["data.valid_data_path"],
         "data.valid_data_path",
-        f"is needed with {r.told('schedule.eval_iters', 'schedule.eval_interval')}",
+        f"is needed with {r.told('schedule.eval_iters')}",
     )
     null = r["data.tokenizer_type"] == "NullTokenizer"
     r.refuse(
@@ -90,18 +89,18 @@ def _data(r: Rules) -> None:
     )
 
 
-def _split(r: Rules, evaluates: bool) -> None:
-    split = r["data.split"] or ""
+def _split(r: Rules) -> None:
+    key, number = "data.split", r"\s*\d+(\.\d+)?\s*"
+    if not re.fullmatch(f"{number}(,{number}){{0,2}}", r[key] or ""):
+        r.refuse(
+            True, key, 'must be the weights of training, validation and test, such as "98,1,1"'
+        )
+        return
+    train, validation, _ = [*map(float, r[key].split(",")), 0.0, 0.0][:3]
+    r.refuse(not train, key, "must leave data for training")
     r.refuse(
-        not re.fullmatch(r"\s*\d+(\.\d+)?\s*(,\s*\d+(\.\d+)?\s*){2}", split),
-        "data.split",
-        'must be the weights of training, validation and test data, such as "98,1,1"',
-    )
-    weights = [float(weight) for weight in re.findall(r"\d+(?:\.\d+)?", split)]
-    r.refuse(weights and not weights[0], "data.split", "must leave data for training")
-    r.refuse(
-        evaluates and len(weights) == 3 and not weights[1],
-        "data.split",
+        not validation and r["schedule.eval_iters"],
+        key,
         f"must leave data for validation with {r.told('schedule.eval_iters')}",
     )
 

@@ -257,7 +257,7 @@ class Schedule:
         "exponential"
     )
     lr_wsd_decay_iters: int | None = to_flag(None)
-    eval_interval: int | None = to_flag(None)
+    eval_interval: int = to_flag()  # Megatron divides by it, also with eval_iters = 0
     eval_iters: int = to_flag(100)
     log_interval: int = to_flag(100)
     log_throughput: bool = to_flag(False)

@@ -142,7 +142,10 @@ def _put(settings: Settings, dotted: str, value: Any, origin: str) -> None:
     except TypeMismatch as error:
         raise RecipeError(f"{origin}: {dotted} = {value!r}: {error}") from error
     if dotted.startswith(BACKENDS + "."):
-        dispatch.check_requests({dotted.removeprefix(BACKENDS + "."): value}, origin)
+        try:
+            dispatch.check_requests({dotted.removeprefix(BACKENDS + "."): value}, origin)
+        except dispatch.DispatchError as error:
+            raise RecipeError(str(error)) from error
     settings.put(dotted, value, origin)
 
 
@@ -176,7 +179,7 @@ def _override(settings: Settings, override: str) -> None:
     if text == "null":
         settings.drop(dotted)
         return
-    for value in _readings(text):
+    for value in _readings(text, origin):
         try:
             coerce(value, hint)
         except TypeMismatch:
@@ -186,16 +189,18 @@ def _override(settings: Settings, override: str) -> None:
     _put(settings, dotted, text, origin)
 
 
-def _readings(text: str) -> list[Any]:
-    """What a command-line value may mean: TOML, the bare text, or a list of one."""
-    readings: list[Any] = []
+def _readings(text: str, origin: str) -> list[Any]:
+    """What a command-line value may mean: TOML, else the bare text; either as a list of one."""
     try:
-        parsed = tomllib.loads(f"value = {text}")
-        if list(parsed) == ["value"]:
-            readings.append(parsed["value"])
-    except tomllib.TOMLDecodeError:
-        pass
-    return [*readings, text, *([value] for value in [*readings, text])]
+        tables = tomllib.loads(f"value = {text}")
+        parsed = [tables["value"]] if list(tables) == ["value"] else []
+    except tomllib.TOMLDecodeError as error:
+        if text.startswith(("[", "{", '"', "'")):
+            raise RecipeError(f"{origin}: {text!r} is not TOML: {error}") from error
+        parsed = []
+    # What is written as a list, table or string is meant as one; 2024 may be a folder's name.
+    bare = [] if parsed and isinstance(parsed[0], list | dict | str) else [text]
+    return [*parsed, *bare, *([value] for value in [*parsed, *bare])]
 
 
 def _near(name: str, known: Sequence[str] | dict[str, Any]) -> str:

@@ -1,0 +1,305 @@
+"""Impossible combinations are refused with key, value, origin and what is allowed."""
+
+import pytest
+
+from megacpp_mcore.recipe import load_recipe
+from megacpp_mcore.recipe_source import RecipeError
+
+TP2 = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true",
+       "parallel.expert_model_parallel_size=4"]  # fmt: skip
+CP2 = ["parallel.context_parallel_size=2", "parallel.expert_model_parallel_size=4"]
+DSA = ["attention.kind=dsa", "attention.dsa_indexer_n_heads=16",
+       "attention.dsa_indexer_head_dim=64", "attention.dsa_indexer_topk=256",
+       "attention.dsa_indexer_loss_coeff=1e-3"]  # fmt: skip
+FP8 = ["precision.fp8=hybrid", "mamba3.mamba_num_heads=64", "m2rnn.num_heads=48"]
+VPP = ["model.depth=48", "parallel.pipeline_model_parallel_size=2",
+       "parallel.virtual_pipeline_model_parallel_size=2",
+       "parallel.expert_model_parallel_size=4"]  # fmt: skip
+YARN = ["attention.rope_type=yarn", "attention.apply_rope_fusion=true"]
+FLEX = ["moe.moe_token_dispatcher_type=flex"]
+SELECTIVE = ["parallel.recompute_granularity=selective"]
+FULL = ["parallel.recompute_granularity=full"]
+PER_SPLIT = ["data.data_path=null", "data.split=null", "data.train_data_path=a"]
+
+# overrides of nam56r -> the refused key, and words of the reason
+REFUSED = [
+    # attention and sizes
+    (["model.num_attention_heads=48"], "model.hidden_size", "num_attention_heads = 48"),
+    (["model.num_attention_heads=7", *TP2], "model.num_attention_heads", "parallel_size = 2"),
+    (["attention.kind=gqa", "attention.num_query_groups=5"], "model.num_attention_heads", "= 5"),
+    (["attention.kind=gqa", "attention.num_query_groups=null"], "attention.num_query_groups",
+     "MHA"),
+    (["attention.kind=gqa", "attention.num_query_groups=7", *TP2], "attention.num_query_groups",
+     "multiple or a divisor"),
+    (["model.position_embedding_type=yarn", "mtp.mtp_num_layers=0", "mtp.pattern=null"],
+     "model.position_embedding_type", "assertion"),
+    (["attention.rope_type=null"], "attention.rope_type", "silent default is yarn"),
+    (["attention.apply_rope_fusion=true"], "attention.apply_rope_fusion", "yarn"),
+    (YARN, "attention.apply_rope_fusion", "blocks of 16, 32 heads"),
+    ([*YARN, "attention.qk_pos_emb_head_dim=62"], "attention.apply_rope_fusion", "multiple of 4"),
+    (["model.position_embedding_type=none", "attention.apply_rope_fusion=true",
+      "attention.kind=gqa"], "attention.apply_rope_fusion", "turn it off"),
+    (["attention.qk_pos_emb_head_dim=3"], "attention.qk_pos_emb_head_dim", "even"),
+    (["attention.mla_down_proj_fusion=true", "attention.q_lora_rank=null"],
+     "attention.mla_down_proj_fusion", "q_lora_rank"),
+    (["model.max_position_embeddings=2048"], "model.max_position_embeddings", "seq_length = 4096"),
+    (["model.squared_relu=true"], "model.squared_relu", "one activation"),
+    (["model.rotary_percent=1.5"], "model.rotary_percent", "at most 1"),
+    # DSA and DeltaNet
+    (["attention.kind=dsa"], "attention.dsa_indexer_topk", "is needed"),
+    (["attention.dsa_ranks=[2]"], "attention.dsa_indexer_n_heads", "is needed"),
+    ([*DSA, "attention.dsa_indexer_topk=5000"], "attention.dsa_indexer_topk", "seq_length = 4096"),
+    ([*DSA, "model.add_bias_linear=true"], "model.add_bias_linear", "DSA"),
+    ([*DSA, *CP2], "parallel.cp_comm_type", "all_gather"),
+    ([*DSA, "attention.dsa_indexer_topk_freq=3"], "attention.dsa_indexer_topk_freq", "layer 5 "),
+    ([*DSA, "attention.kind=mla", "attention.dsa_ranks=[2, 3]",
+      "attention.dsa_indexer_topk_freq=8"], "attention.dsa_indexer_topk_freq", "layer 5 "),
+    ([*DSA, *VPP[:2], "parallel.expert_model_parallel_size=4",
+      "attention.dsa_indexer_topk_freq=40"], "attention.dsa_indexer_topk_freq", "stage"),
+    (["model.pattern=AEMEAEMEAEMD", "attention.linear_num_value_heads=24"],
+     "attention.linear_num_value_heads", "linear_num_key_heads = 16"),
+    (["model.pattern=AEMEAEMEAEMD", "attention.linear_num_key_heads=1", *TP2],
+     "attention.linear_num_key_heads", "tensor x context"),
+    # experts
+    (["moe.num_experts=12"], "moe.num_experts", "expert_model_parallel_size = 8"),
+    (["moe.num_experts=null"], "moe.num_experts", "has an E"),
+    (["moe.moe_ffn_hidden_size=null"], "moe.moe_ffn_hidden_size", "has an E"),
+    (["moe.moe_router_topk=17"], "moe.moe_router_topk", "num_experts = 16"),
+    (["moe.moe_ffn_hidden_size=895", *TP2], "moe.moe_ffn_hidden_size", "= 2"),
+    (["moe.moe_shared_expert_intermediate_size=7", *TP2],
+     "moe.moe_shared_expert_intermediate_size", "= 2"),
+    (["model.add_bias_linear=true", *TP2], "model.add_bias_linear", "2 ranks"),
+    ([TP2[0], TP2[2]], "parallel.sequence_parallel", "must be true"),
+    (["model.pattern=AM", "mtp.pattern=A"], "parallel.expert_model_parallel_size", "no E"),
+    (["moe.moe_router_score_function=softmax"], "moe.moe_router_enable_expert_bias", "sigmoid"),
+    (["moe.moe_router_topk=1", "moe.moe_router_score_function=softmax",
+      "moe.moe_router_enable_expert_bias=false"], "moe.moe_router_pre_softmax", "gradient"),
+    (["moe.moe_aux_loss_coeff=[0.1, 0.2]"], "moe.moe_aux_loss_coeff", "one number for each"),
+    (["moe.moe_aux_loss_coeff=[-0.1]"], "moe.moe_aux_loss_coeff", "at least 0"),
+    (["moe.moe_router_load_balancing_type=sinkhorn"], "moe.moe_aux_loss_coeff", "must be 0"),
+    (["moe.moe_router_group_topk=2"], "moe.moe_router_num_groups", "is needed"),
+    (["moe.moe_router_group_topk=2", "moe.moe_router_num_groups=3"], "moe.num_experts", "= 3"),
+    (["moe.moe_router_group_topk=8", "moe.moe_router_num_groups=4"],
+     "moe.moe_router_group_topk", "num_groups = 4"),
+    (["moe.moe_router_group_topk=1", "moe.moe_router_num_groups=8"],
+     "moe.moe_router_topk", "2 experts of 1 groups"),
+    (["moe.moe_shared_expert_overlap=true", "moe.moe_token_dispatcher_type=allgather"],
+     "moe.moe_shared_expert_overlap", "alltoall"),
+    ([*FLEX, "parallel.expert_model_parallel_size=1"], "moe.moe_token_dispatcher_type", "deepep"),
+    ([*FLEX, "moe.moe_flex_dispatcher_backend=ncclep"], "moe.moe_flex_dispatcher_backend", "NCCL"),
+    (["moe.moe_pad_expert_input_to_capacity=true"], "moe.moe_pad_expert_input_to_capacity",
+     "capacity_factor"),
+    ([*FLEX, "moe.moe_pad_expert_input_to_capacity=true", "moe.moe_expert_capacity_factor=1"],
+     "moe.moe_pad_expert_input_to_capacity", "deepep"),
+    (["moe.moe_expert_capacity_factor=1", "moe.moe_router_load_balancing_type=sinkhorn",
+      "moe.moe_aux_loss_coeff=0"], "moe.moe_expert_capacity_factor", "aux_loss"),
+    (["moe.moe_router_padding_for_quantization=true"],
+     "moe.moe_router_padding_for_quantization", "precision.fp8"),
+    # Mamba-3, M2RNN, MTP
+    (["mamba3.mamba_num_heads=null"], "mamba3.mamba_num_heads", "has an M"),
+    (["mamba3.mamba_num_heads=60"], "mamba3.mamba_num_heads", "mamba_num_groups = 8"),
+    (["mamba3.mamba_num_heads=7", "mamba3.mamba_num_groups=7", *TP2], "mamba3.mamba_num_heads",
+     "= 2"),
+    (["mamba3.mamba_head_dim=48"], "mamba3.mamba_head_dim", "power of two"),
+    (["mamba3.mamba_state_dim=96"], "mamba3.mamba_state_dim", "power of two"),
+    (["mamba3.rope_fraction=1.5"], "mamba3.rope_fraction", "at most 1"),
+    (["mamba3.rope_fraction=0.3"], "mamba3.rope_fraction", "even"),
+    (["mamba3.dt_min=0.5"], "mamba3.dt_min", "dt_max = 0.1"),
+    (["m2rnn.dt_max=1e-5"], "m2rnn.dt_min", "dt_max = 1e-05"),
+    (["m2rnn.num_heads=45", *TP2], "m2rnn.num_heads", "45 heads"),
+    (["m2rnn.v_head_dim=4000"], "m2rnn.num_heads", "less than"),
+    (["model.position_embedding_type=learned_absolute"], "model.position_embedding_type", "MTP"),
+    ([*FULL, "parallel.recompute_method=block", "parallel.recompute_num_layers=1"],
+     "parallel.recompute_method", "MTP"),
+    ([*FULL, "parallel.recompute_method=uniform", "parallel.recompute_num_layers=2"],
+     "parallel.recompute_num_layers", "must be 1"),
+    # the world
+    (["parallel.tensor_model_parallel_size=3"], "launch.nproc_per_node", "3 x 1 x 1"),
+    (["launch.nproc_per_node=4"], "parallel.expert_model_parallel_size", "= 4"),
+    (["parallel.expert_tensor_parallel_size=2"], "parallel.expert_model_parallel_size", "is 16"),
+    (["parallel.num_distributed_optimizer_instances=3"],
+     "parallel.num_distributed_optimizer_instances", "= 8"),
+    (["schedule.global_batch_size=48"], "schedule.global_batch_size", "= 32"),
+    ([*VPP, "schedule.global_batch_size=48"], "schedule.global_batch_size", "interleaved"),
+    ([*CP2, "model.seq_length=4098"], "model.seq_length", "2 x parallel.context_parallel_size"),
+    (["parallel.sequence_parallel=true"], "parallel.sequence_parallel", "must be false"),
+    ([*TP2, "model.seq_length=4097"], "model.seq_length", "context x tensor"),
+    (["parallel.tp_comm_overlap=true"], "parallel.tp_comm_overlap", "sequence_parallel"),
+    (['parallel.cp_comm_type=["p2p", "a2a"]'], "parallel.cp_comm_type", "52 layers"),
+    (["parallel.use_distributed_optimizer=false"], "parallel.overlap_param_gather", "needs"),
+    (["parallel.overlap_p2p_comm=true"], "parallel.overlap_p2p_comm", "left out"),
+    ([*VPP, "parallel.overlap_p2p_comm=false"], "parallel.overlap_p2p_comm", "must be true"),
+    # recomputation
+    (FULL, "parallel.recompute_method", "is needed"),
+    ([*SELECTIVE, "parallel.recompute_num_layers=1"], "parallel.recompute_num_layers", "full"),
+    (['parallel.recompute_modules=["moe"]'], "parallel.recompute_modules", "selective"),
+    ([*FULL, "parallel.recompute_method=uniform", "parallel.recompute_num_layers=60"],
+     "parallel.recompute_num_layers", "52 layers"),
+    ([*SELECTIVE, 'parallel.recompute_modules=["moe_act"]', "moe.moe_grouped_gemm=false"],
+     "parallel.recompute_modules", "moe_grouped_gemm"),
+    ([*SELECTIVE, 'parallel.recompute_modules=["mla_up_proj"]', "attention.kind=gqa"],
+     "parallel.recompute_modules", "MLA"),
+    ([*SELECTIVE, 'parallel.recompute_modules=["shared_experts"]',
+      "moe.moe_shared_expert_overlap=true"], "parallel.recompute_modules", "overlap"),
+    (["parallel.distribute_saved_activations=true"], "parallel.distribute_saved_activations",
+     "full recompute"),
+    # precision and optimizer
+    (["precision.cross_entropy_fusion_impl=te"], "precision.cross_entropy_fusion_impl", "native"),
+    (["precision.bf16=false", "model.fp32_residual_connection=true"],
+     "model.fp32_residual_connection", "bf16"),
+    (["precision.fp8_param_gather=true"], "precision.fp8_param_gather", "needs precision.fp8"),
+    ([*FP8, "precision.bf16=false"], "precision.bf16", "fp8"),
+    ([*FP8, "model.transformer_impl=local"], "model.transformer_impl", "transformer_engine"),
+    ([*FP8, "precision.first_last_layers_bf16=true"], "precision.first_last_layers_bf16",
+     "delayed"),
+    ([*FP8, *SELECTIVE, 'parallel.recompute_modules=["layernorm"]'], "parallel.recompute_modules",
+     "delayed"),
+    ([FP8[0]], "mamba3.mamba_num_heads", "multiple of 16"),
+    ([FP8[0]], "m2rnn.num_heads", "44 heads"),
+    ([*FP8, "attention.kv_lora_rank=40"], "attention.kv_lora_rank", "multiple of 16"),
+    ([*FP8, "moe.moe_ffn_hidden_size=904"], "moe.moe_ffn_hidden_size", "multiple of 16"),
+    ([*FP8, *TP2, "mamba3.mamba_num_heads=48"], "mamba3.mamba_num_heads", "16 x 2 ranks"),
+    ([*FP8, "model.seq_length=4095", "schedule.micro_batch_size=1"], "model.seq_length", "4095"),
+    (["optimizer.min_lr=1"], "optimizer.min_lr", "optimizer.lr = 0.0003"),
+    (["optimizer.exp_avg_dtype=bf16"], "optimizer.exp_avg_dtype", "precision_aware"),
+    (["optimizer.use_precision_aware_optimizer=true", "optimizer.optimizer=sgd"],
+     "optimizer.use_precision_aware_optimizer", "adam"),
+    (["optimizer.optimizer_cpu_offload=true"], "optimizer.optimizer_cpu_offload",
+     "precision_aware"),
+    ([*FP8, "precision.fp8_param_gather=true", "optimizer.optimizer=muon"],
+     "precision.fp8_param_gather", "muon"),
+    # schedule, data, checkpoint
+    (["schedule.lr_warmup_iters=100000"], "schedule.lr_warmup_iters", "100000 steps"),
+    (["schedule.lr_warmup_fraction=0.1"], "schedule.lr_warmup_fraction", "left out"),
+    (["schedule.lr_warmup_init=1"], "schedule.lr_warmup_init", "optimizer.lr"),
+    (["schedule.lr_decay_style=WSD"], "schedule.lr_wsd_decay_iters", "is needed"),
+    (["data.mock_data=true"], "data.data_path", "exactly one"),
+    (["data.data_path=null"], "data.data_path", "exactly one"),
+    (PER_SPLIT, "data.valid_data_path", "eval_iters"),
+    (["data.split=null"], "data.split", "98,1,1"),
+    (["data.split=most"], "data.split", "98,1,1"),
+    (["data.split=0,50,50"], "data.split", "training"),
+    (["data.split=100,0,0"], "data.split", "validation"),
+    (["data.tokenizer_type=HuggingFaceTokenizer"], "data.tokenizer_model", "is needed"),
+    (["data.null_tokenizer_eod_id=65536"], "data.null_tokenizer_eod_id", "vocab_size"),
+    (["checkpoint.save_interval=null"], "checkpoint.save_interval", "is needed"),
+    (["checkpoint.save_retain_interval=1500"], "checkpoint.save_retain_interval", "= 1000"),
+    (["checkpoint.async_save=true"], "checkpoint.async_save", "persistent"),
+    (["checkpoint.override_opt_param_scheduler=true",
+      "checkpoint.use_checkpoint_opt_param_scheduler=true"],
+     "checkpoint.override_opt_param_scheduler", "both"),
+    (["checkpoint.load=null", "checkpoint.exit_on_missing_checkpoint=true"],
+     "checkpoint.exit_on_missing_checkpoint", "load"),
+    # the machine
+    (["launch.environment.CUDA_DEVICE_MAX_CONNECTIONS=8", *TP2], "launch.environment", '= "1"'),
+    (["launch.environment.WORLD_SIZE=2"], "launch.environment", "WORLD_SIZE"),
+    (["launch.environment.MEGACPP_RECIPE=x"], "launch.environment", "launcher sets it"),
+    (["launch.environment.A-B=2"], "launch.environment", "no variable name"),
+    (['launch.cuda_graph_modules=["attn"]'], "launch.cuda_graph_modules", "is read with"),
+    (["launch.cuda_graph_impl=full_iteration"], "schedule.check_for_nan_in_loss_and_grad", "false"),
+    (["launch.cuda_graph_impl=local", *FULL, "parallel.recompute_method=uniform",
+      "parallel.recompute_num_layers=1"], "parallel.recompute_granularity", "local"),
+    (["launch.cuda_graph_impl=local", 'launch.cuda_graph_modules=["moe"]'],
+     "launch.cuda_graph_modules", "capacity"),
+    (["launch.device=cpu"], "launch.distributed_backend", "gloo"),
+    (["launch.device=cpu"], "moe.moe_grouped_gemm", "must be false"),
+]  # fmt: skip
+
+ACCEPTED = [
+    TP2,
+    CP2,
+    VPP,
+    FP8,
+    [*FP8, "precision.fp8_recipe=tensorwise", "precision.first_last_layers_bf16=true"],
+    DSA,
+    [*DSA, "attention.dsa_indexer_topk_freq=8"],
+    [*DSA, "attention.dsa_indexer_topk_freq=12"],
+    [*DSA, *CP2, "parallel.cp_comm_type=all_gather"],
+    ["attention.kind=gqa"],
+    ["attention.kind=gqa", "attention.apply_rope_fusion=true"],
+    ["attention.kind=gqa", "attention.num_query_groups=1", *TP2],
+    ["attention.rope_type=yarn"],
+    [*YARN, "model.num_attention_heads=64"],
+    ["model.position_embedding_type=none"],
+    ["mtp.mtp_num_layers=0", "mtp.pattern=null"],
+    ["mtp.mtp_num_layers=2", "mtp.mtp_use_repeated_layer=true"],
+    ["model.pattern=AEMEAEMEAEMD"],
+    ["moe.moe_router_group_topk=2", "moe.moe_router_num_groups=4"],
+    [*FLEX, "moe.moe_shared_expert_overlap=true"],
+    ["moe.moe_router_load_balancing_type=none"],
+    ['moe.moe_router_load_balancing_type=["aux_loss", "global_aux_loss"]',
+     "moe.moe_aux_loss_coeff=[1e-3, 1e-3]"],
+    ["mamba3.variant=mimo"],  # chunk 64 x rank 4 is too much for the fused scans, not for auto
+    ["mamba3.mamba_head_dim=48", "backends.mamba3_scan=reference"],
+    [*SELECTIVE, 'parallel.recompute_modules=["moe_act", "mla_up_proj"]'],
+    [*FULL, "parallel.recompute_method=uniform", "parallel.recompute_num_layers=1"],
+    ["optimizer.optimizer=muon"],
+    ["optimizer.use_precision_aware_optimizer=true", "optimizer.exp_avg_dtype=bf16"],
+    ["data.split=98,2"],
+    [*PER_SPLIT, "data.valid_data_path=b"],
+    ["data.mock_data=true", "data.data_path=null"],
+    ["launch.nnodes=2"],
+    ["parallel.expert_model_parallel_size=4", "parallel.expert_tensor_parallel_size=2"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "key", "words"), REFUSED, ids=lambda v: str(v)[:60])
+def test_refused(overrides, key, words):
+    with pytest.raises(RecipeError) as error:
+        load_recipe("nam56r", overrides)
+    lines = str(error.value).removeprefix("recipe nam56r: ").splitlines()
+    assert any(
+        line.strip().startswith(f"{key} = ") and words in line.partition("): ")[2] for line in lines
+    ), str(error.value)
+
+
+@pytest.mark.parametrize("overrides", ACCEPTED, ids=lambda v: str(v)[:60])
+def test_accepted(overrides):
+    load_recipe("nam56r", overrides)
+
+
+def test_a_refusal_names_value_and_origin(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('extends = "nam56r"\n[moe]\nnum_experts = 12\n')
+    with pytest.raises(RecipeError) as error:
+        load_recipe(str(path))
+    assert str(error.value) == (
+        f"recipe mine: moe.num_experts = 12 ({path}): "
+        "must be a multiple of parallel.expert_model_parallel_size = 8"
+    )
+
+
+def test_every_refusal_is_told_at_once():
+    with pytest.raises(RecipeError) as error:
+        load_recipe("nam56r", ["moe.num_experts=12", "optimizer.min_lr=1", "data.split=x"])
+    first, *lines = str(error.value).splitlines()
+    assert first == "recipe nam56r: 3 keys cannot be as asked:" and len(lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "allowed"),
+    [
+        ("model.hidden_size=0", "greater than 0"),
+        ("model.seq_length=-1", "greater than 0"),
+        ("schedule.micro_batch_size=0", "greater than 0"),
+        ("parallel.expert_model_parallel_size=0", "greater than 0"),
+        ("moe.num_experts=0", "greater than 0, or leave it out"),
+        ("mamba3.chunk_size=0", "greater than 0"),
+        ("m2rnn.num_heads=0", "greater than 0, or leave it out"),
+        ("model.hidden_dropout=1.0", "less than 1"),
+        ("optimizer.adam_beta2=1.5", "less than 1"),
+        ("optimizer.weight_decay=-0.1", "at least 0"),
+        ("schedule.seed=-1", "at least 0"),
+    ],
+)
+def test_numbers_out_of_range(override, allowed):
+    with pytest.raises(RecipeError) as error:
+        load_recipe("nam56r", [override])
+    key, _, value = override.partition("=")
+    assert f"{key} = {value} (--set {override}): must be {allowed}" in str(error.value)
+
+
+@pytest.mark.parametrize("size", ["tensor", "pipeline"])
+def test_a_parallel_size_of_zero(size):
+    with pytest.raises(RecipeError, match=r"recipe nam56r: "):
+        load_recipe("nam56r", [f"parallel.{size}_model_parallel_size=0"])
