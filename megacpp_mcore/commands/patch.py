@@ -138,7 +138,8 @@ def run_status(args: argparse.Namespace) -> int:
     else:
         for row in rows:
             _print_status(row)
-    return 0 if all(row["complete"] for row in rows) else 1
+    installed = any(row["installed"] for row in rows)
+    return 0 if installed and all(row["complete"] for row in rows) else 1
 
 
 def _print_status(row: dict[str, Any]) -> None:
@@ -153,6 +154,8 @@ def _print_status(row: dict[str, Any]) -> None:
     for patch in row["patches"]:
         files = f": {', '.join(patch['files'])}" if patch["files"] else ""
         print(f"  {patch['state']:<12}  {patch['id']}{files}")
+    if any(patch["state"] == "drifted" for patch in row["patches"]):
+        print("  drifted: someone else changed these files; apply and revert refuse to touch them")
     for path in row["leftovers"]:
         print(f"  left by another release of the lane: {path}")
 
@@ -171,7 +174,7 @@ def run_change(args: argparse.Namespace) -> int:
     for path in outcome.changed:
         print(f"changed {path}")
     for package, ids in outcome.applied.items():
-        print(f"{package}: {len(ids)} patches are applied{': ' if ids else ''}{', '.join(ids)}")
+        print(f"{package}: applied: {', '.join(ids) or 'no patch'}")
     if not outcome.changed:
         print(f"nothing to {args.operation}: it is so already")
     return 0

@@ -71,13 +71,20 @@ def _run(
         try:
             while True:
                 plans, absent = [], []
-                missing = [s for s in state.stores(folder) if s.unfinished() and s.site not in held]
-                if not missing:
-                    plans, absent = _plan(manifest, operation, folder, selected, not only)
-                    missing = [p.store for p in plans if p.writes and p.store.site not in held]
-                if not missing:
+                to_lock = [s for s in state.stores(folder) if s.unfinished() and s.site not in held]
+                if not to_lock:
+                    try:
+                        plans, absent = _plan(manifest, operation, folder, selected, not only)
+                    except PatchError:
+                        # Read without the lock, the state may be torn by a run beside this one.
+                        to_lock = [s for s in _writable(manifest, folder) if s.site not in held]
+                        if not to_lock:
+                            raise
+                    else:
+                        to_lock = [p.store for p in plans if p.writes and p.store.site not in held]
+                if not to_lock:
                     break
-                for store in sorted(missing, key=lambda store: store.site):
+                for store in sorted(to_lock, key=lambda store: store.site):
                     plan.check_folder(store.site)
                     locks.enter_context(store.locked(wait))
                     locks.callback(_clean, store)
@@ -131,6 +138,18 @@ def _plan(
             f"nothing to {operation}"
         )
     return plan.build(manifest, working, operation, selected, all_), absent
+
+
+def _writable(manifest: Manifest, folder: Path | None) -> list[Store]:
+    """The stores of the sites that have a pinned package and let this user write."""
+    sites = {}
+    for package in manifest.packages:
+        with contextlib.suppress(PatchError):
+            installed = site.find(package, folder)
+            if installed is not None:
+                plan.check_folder(installed.site)
+                sites[installed.site] = Store(installed.site)
+    return list(sites.values())
 
 
 def _where(folder: Path | None) -> str:

@@ -156,17 +156,15 @@ def finish(
     ]
     found = {action["path"]: digest(store.site / action["path"]) for action in actions}
     patched = [action for action in actions if action["patched"]]
-    foreign = [a["path"] for a in actions if found[a["path"]] not in (a["before"], a["after"])]
-    if foreign and any(found[action["path"]] != action["before"] for action in patched):
-        raise PatchError(
-            f"{name} was interrupted, and these files were changed by someone else since: "
-            f"{', '.join(foreign)}. Reinstall the package (pip install --force-reinstall "
-            f"--no-deps), then run this again"
-        )
     done = f"finished {name}"
     try:
-        void = len(actions) < len(journal["actions"])
-        if foreign or (void and not patched):
+        blocked = _blocked(store, actions, found)
+        if blocked and any(found[action["path"]] != action["before"] for action in patched):
+            raise PatchError(
+                f"{name} was interrupted and cannot be finished: {blocked}. Reinstall the package "
+                f"(pip install --force-reinstall --no-deps), then run this again"
+            )
+        if blocked or (len(actions) < len(journal["actions"]) and not patched):
             done = f"dropped {name}: the package was reinstalled or removed since"
         else:
             _switch(store, actions, found, step)
@@ -180,14 +178,18 @@ def finish(
     return done
 
 
-def _switch(store: Store, actions: list[dict], found: Mapping[str, str], step: Step) -> None:
+def _blocked(store: Store, actions: list[dict], found: Mapping[str, str]) -> str:
+    """Why the switch cannot be completed: a file changed by someone else, or no staged copy."""
     for action in actions:
-        staged = store.stage / action["staged"]
-        if action["after"] not in (ABSENT, found[action["path"]], digest(staged)):
-            raise PatchError(
-                f"{staged}: the staged copy of {action['path']} is missing or damaged: reinstall "
-                f"the package, then run this again"
-            )
+        path, now = action["path"], found[action["path"]]
+        if now not in (action["before"], action["after"]):
+            return f"{path} was changed by someone else since"
+        if action["after"] not in (ABSENT, now, digest(store.stage / action["staged"])):
+            return f"the staged copy of {path} is missing or damaged"
+    return ""
+
+
+def _switch(store: Store, actions: list[dict], found: Mapping[str, str], step: Step) -> None:
     for action in actions:
         path = store.site / action["path"]
         if found[action["path"]] != action["after"]:

@@ -6,7 +6,9 @@ import os
 import stat
 from pathlib import Path
 
-from megacpp_mcore.patching import diffs, manifest
+import pytest
+
+from megacpp_mcore.patching import PatchError, diffs, manifest, state
 
 ONE = b"".join(b"one = %d\n" % n for n in range(20))
 TWO = b"def two():\r\n    return 2\r\n\r\n# no newline at the end"
@@ -34,6 +36,13 @@ PATCHES = {
     "beta": {"fakepkg/one.py": (ONE_A, ONE_B)},
     "gamma": {"fakepkg/one.py": (ONE_B, ONE_G), "fakepkg/new.py": (None, NEW)},
 }
+# A reproducer's text: right when one.py has the line `text`.
+CHECKS = """import sys
+import fakepkg.one
+text = open(fakepkg.one.__file__).read()
+print("has it" if {text!r} in text else "has it not")
+sys.exit({text!r} not in text)
+"""
 REPRODUCER = "import sys\nfrom fakepkg import one\nsys.exit(0)\n"
 
 
@@ -103,3 +112,18 @@ def snapshot(folder: Path) -> dict[str, tuple]:
                 mode,
             )
     return found
+
+
+def states(lane, site) -> dict[str, str]:
+    """patch id -> its state, of a lane with one package."""
+    (row,) = state.status(lane, site)
+    return {patch["id"]: patch["state"] for patch in row["patches"]}
+
+
+def refused(function, message, *arguments) -> None:
+    """The call is refused with `message`, and the site is left as it was."""
+    site = arguments[1]
+    before = snapshot(site)
+    with pytest.raises(PatchError, match=message):
+        function(*arguments)
+    assert snapshot(site) == before

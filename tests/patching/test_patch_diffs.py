@@ -118,7 +118,7 @@ HEAD = GIT + b"--- a/p/x.py\n+++ b/p/x.py\n"
         (HEAD + b"@@ -1,1 +1,1 @@\n a\n", "changes nothing"),
         (HEAD + b"@@ -3,0 +4,1 @@\n+b\n", "has no context line"),
         (GIT + b"old mode 100644\nnew mode 100755\n", "old mode 100644"),
-        (GIT + b"deleted file mode 100644\n--- a/p/x.py\n+++ /dev/null\n@@ -1 +0,0 @@\n-a\n", "deleted"),
+        (GIT + b"deleted file mode 100644\n--- a/p/x.py\n+++ /dev/null\n@@ -1 +0,0 @@\n-a\n", "de"),
         (b"diff --git a/p/x.py b/p/y.py\nsimilarity index 100%\n", "does not start with"),
         (GIT + b"Binary files a/p/x.py and b/p/x.py differ\n", "binary"),
         (GIT + b"--- a/p/y.py\n+++ b/p/x.py\n@@ -1 +1 @@\n-a\n+b\n", "no `--- a/p/x.py`"),

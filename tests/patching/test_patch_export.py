@@ -1,0 +1,155 @@
+"""export, with the real `git am`, and port."""
+
+import subprocess
+
+import pytest
+from fakelane import FILES, ONE, ONE_A, TWO, edit, make_lane, make_site, snapshot
+
+from megacpp_mcore.patching import PatchError, export, manifest, port
+from megacpp_mcore.patching.operations import apply
+
+
+def git(folder, *arguments, data=None):
+    run = subprocess.run(
+        ["git", "-c", "user.name=T", "-c", "user.email=t@example.org", *arguments],
+        cwd=folder, input=data, capture_output=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr.decode()
+    return run.stdout.decode()
+
+
+@pytest.fixture
+def repository(tmp_path):
+    folder = tmp_path / "upstream"
+    make_site(folder)
+    git(folder, "init", "-q")
+    git(folder, "-c", "core.autocrlf=false", "add", "fakepkg")
+    git(folder, "commit", "-q", "-m", "release")
+    return folder
+
+
+AUTHOR = "Jörg Doe <joerg@example.org>"
+
+
+@pytest.mark.parametrize("applied_first", [False, True])
+def test_git_am_takes_an_exported_patch(lane, site, repository, applied_first):
+    if applied_first:
+        apply(lane, site)
+    (lane.lane / "reproducers/beta.py").write_text("# ---\ndiff = 'ü'\nFrom = 1\n")
+    git(repository, "am", data=export.export(lane, "beta", site, AUTHOR))
+    expected = edit(ONE, (b"one = 15\n", b"one = 1515\n"))  # alpha is no part of it
+    assert (repository / "fakepkg/one.py").read_bytes() == expected
+    message = git(repository, "log", "-1", "--format=%an <%ae>%n%B")
+    assert message.startswith(f"{AUTHOR}\nWhy beta.\n\nwhy beta\n\nAgainst fakepkg 1.0.\n")
+    assert "    # ---\n    diff = 'ü'\n    From = 1\n" in message
+    assert git(repository, "status", "--porcelain", "fakepkg") == ""
+
+
+def test_git_am_takes_a_series(lane, site, repository):
+    """gamma builds on alpha; alpha changes a file with carriage returns."""
+    mail = export.export(lane, "gamma", site, AUTHOR)
+    assert b"Apply first: alpha." in mail
+    alpha = export.export(lane, "alpha", site, AUTHOR)
+    assert b"git am --keep-cr" in alpha
+    git(repository, "-c", "core.autocrlf=false", "am", "--keep-cr", data=alpha)
+    git(repository, "-c", "core.autocrlf=false", "am", "--keep-cr", data=mail)
+    apply(lane, site, ["alpha", "gamma"])
+    for path in ("fakepkg/one.py", "fakepkg/sub/two.py", "fakepkg/new.py"):
+        assert (repository / path).read_bytes() == (site / path).read_bytes()
+
+
+def test_prose_that_git_would_misread(lane, repository):
+    path = lane.lane / "alpha.patch"
+    reason = b"Why alpha.\n\n--- is no separator\ndiff is a word\nFrom here on\nSubject: x\n\n"
+    path.write_bytes(reason + path.read_bytes().split(b"\n\n", 1)[1])
+    mail = export.export(manifest.load(lane.lane), "alpha", None, AUTHOR)
+    git(repository, "-c", "core.autocrlf=false", "am", "--keep-cr", data=mail)
+    message = git(repository, "log", "-1", "--format=%B")
+    for line in reason.decode().split("\n\n", 1)[1].splitlines():
+        assert line in message
+    assert (repository / "fakepkg/one.py").read_bytes() == ONE_A
+
+
+def test_export_refuses(lane, tmp_path):
+    with pytest.raises(PatchError, match="author 'nobody' is not of the form"):
+        export.export(lane, "alpha", None, "nobody")
+    with pytest.raises(PatchError, match=r"'beta' shares a file .* fakepkg is not installed"):
+        export.export(lane, "beta", tmp_path, AUTHOR)
+    with pytest.raises(PatchError, match="unknown patch"):
+        export.export(lane, "delta", None, AUTHOR)
+
+
+def ported(lane, tmp_path, files, version="1.1"):
+    site = make_site(tmp_path / "next", {**FILES, **files}, version=version)
+    before = snapshot(site)
+    reports = port.port(lane, version, site)
+    assert snapshot(site) == before
+    return {report.patch: (report.result, report.details) for report in reports}
+
+
+def test_port_as_is(lane, tmp_path):
+    assert set(ported(lane, tmp_path, {}).values()) == {("applies as is", ())}
+
+
+def test_port_moved(lane, tmp_path):
+    found = ported(lane, tmp_path, {"fakepkg/one.py": b"new\n" * 4 + ONE})
+    assert found["alpha"] == ("applies, moved", ("fakepkg/one.py: hunk 1: from line 1 to 5",))
+    assert found["beta"] == ("applies, moved", ("fakepkg/one.py: hunk 1: from line 14 to 18",))
+    assert found["gamma"][0] == "applies, moved"
+
+
+def test_port_already_upstream(lane, tmp_path):
+    upstream = edit(ONE, (b"one = 15\n", b"one = 1515\n"))
+    found = ported(lane, tmp_path, {"fakepkg/one.py": b"new\n" + upstream})
+    assert [result for result, _ in found.values()] == [
+        "applies, moved", "already upstream", "applies, moved",
+    ]  # fmt: skip
+
+
+def test_port_lines_added_at_the_end_of_a_file(tmp_path):
+    """The lines before the change are still there when upstream has it: it must not go on twice."""
+    after = ONE + b"more = 1\n"
+    lane = manifest.load(make_lane(tmp_path / "l2", {"tail": {"fakepkg/one.py": (ONE, after)}}))
+    assert ported(lane, tmp_path, {"fakepkg/one.py": after})["tail"][0] == "already upstream"
+    assert ported(lane, tmp_path, {"fakepkg/one.py": ONE})["tail"][0] == "applies as is"
+
+
+def test_port_conflicts(lane, tmp_path):
+    changed = edit(ONE, (b"one = 2\n", b"one = 22\n"), (b"one = 16\n", b"two = 16\n"))
+    found = ported(lane, tmp_path, {"fakepkg/one.py": b"new\n" + changed})
+    result, (detail,) = found["alpha"]
+    assert result == "conflicts"
+    assert detail == (
+        "fakepkg/one.py: hunk 1, line 4: expected 'one = 2\\n', found 'one = 22\\n' "
+        "(made for line 1)"
+    )
+    assert "line 18: expected 'one = 16" in found["beta"][1][0]
+    assert found["gamma"][0] == "conflicts"
+
+
+def test_port_partly_upstream_is_a_conflict(lane, tmp_path):
+    found = ported(lane, tmp_path, {"fakepkg/one.py": ONE_A, "fakepkg/sub/two.py": TWO})
+    assert found["alpha"] == ("conflicts", ("part of the patch is already there",))
+
+
+def test_port_other_conflicts(tmp_path):
+    twice = b"".join(b"%d\n" % n for n in range(9))
+    patches = {
+        "twice": {"fakepkg/one.py": (twice, twice.replace(b"4", b"44"))},
+        "makes": {"fakepkg/new.py": (None, b"mine\n")},
+        "gone": {"fakepkg/gone.py": (b"a\n", b"b\n")},
+    }
+    lane = manifest.load(make_lane(tmp_path / "lane2", patches))
+    files = {"fakepkg/one.py": b"x\n" + twice + twice, "fakepkg/new.py": b"theirs\n"}
+    found = ported(lane, tmp_path, files)
+    assert {result for result, _ in found.values()} == {"conflicts"}
+    assert found["twice"][1] == (
+        "fakepkg/one.py: hunk 1: its lines stand more than once: at 3, 12",
+    )
+    assert "exists already" in found["makes"][1][0]
+    assert "is not in this version" in found["gone"][1][0]
+
+
+def test_port_needs_the_version_installed(lane, site):
+    with pytest.raises(PatchError, match=r"no package .* has version 3.0; found fakepkg 1.0"):
+        port.port(lane, "3.0", site)
