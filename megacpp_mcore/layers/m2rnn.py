@@ -1,0 +1,387 @@
+"""The R block: M2RNN as the token mixer of a Megatron TransformerLayer.
+
+    q, k, v, g, x_f = in_proj(x)              q and k: one head shared by all H heads
+    q, k, v = silu(causal_conv(q, k, v))      depthwise
+    f   = exp(-exp(A_log) * softplus(x_f + dt_bias))
+    y   = m2rnn(q, k, v, W, f)                math: megacpp_mcore.kernels.m2rnn
+    out = out_proj(RMSNorm((y + D * v) * silu(g)))
+
+The norm runs over all H * V channels, as in the M2RNN authors' models.
+
+Tensor parallelism: v, g, x_f and every parameter of a head are split by head. The shared q and k
+are split too, by channel, through the projection and the (depthwise) convolution, and gathered only
+then; the gradient of each channel comes back summed over the heads of all ranks. So no parameter is
+replicated, and under sequence parallelism none needs its gradient reduced: between in_proj's gather
+and out_proj's reduce-scatter each rank sees the whole sequence. The norm sums its squares over the
+ranks.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.utils import _split_tensor_factory
+from megatron.core.tensor_parallel import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from megatron.core.utils import deprecate_inference_params
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+from megacpp_mcore import dispatch
+from megacpp_mcore.kernels.m2rnn import m2rnn_step
+from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout, M2RNNMixerError
+from megacpp_mcore.layers.settings import PluginSettings, plugin_settings
+from megacpp_mcore.settings import M2RNNSettings
+
+_FP32_PARAMETERS = ("W", "A_log", "dt_bias", "D")
+_A_RANGE = (1.0, 16.0)  # exp(A_log) is drawn from it, as in Mamba-2
+
+
+@dataclass
+class M2RNNMixerSubmodules:
+    """in_proj: a column-parallel linear. out_proj: a row-parallel linear."""
+
+    in_proj: ModuleSpec | type
+    out_proj: ModuleSpec | type
+
+
+class M2RNNState(NamedTuple):
+    """What `M2RNNMixer.step` carries from one token to the next, for the heads of this rank.
+
+    conv: (conv_kernel - 1, B, channels), the last inputs of the convolution, in the model's dtype.
+    recurrent: (B, H, K, V), float32 (float64 in a float64 model).
+    """
+
+    conv: Tensor
+    recurrent: Tensor
+
+
+class M2RNNMixer(MegatronModule):
+    """M2RNN with the constructor and forward of a TransformerLayer's `self_attention`.
+
+    settings: None takes those of the recipe (`layers.settings.plugin_settings`), backends included.
+    cp_comm_type is what TransformerLayer passes under context parallelism, which is refused.
+
+    W, A_log, dt_bias and D are float32 and stay it when the model is cast to bf16 or fp16.
+    Random values are drawn for all heads on every rank and then sliced, so a model does not depend
+    on its tensor parallelism. Raises M2RNNMixerError for sizes or parallelism it cannot serve.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: M2RNNMixerSubmodules,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+        *,
+        settings: M2RNNSettings | None = None,
+        cp_comm_type: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.layer_number = layer_number
+        self.tp_group = pg_collection.tp
+        plugin = plugin_settings(config) if settings is None else PluginSettings(m2rnn=settings)
+        self.settings = settings = plugin.m2rnn
+        self.layout = M2RNNLayout.of(config, settings, self.tp_group.size())
+        linear = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
+        self.in_proj = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            sum(self.layout.in_proj.values()) * self.layout.tp,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            name=f"{name}.in_proj" if name else None,
+            **linear,
+        )
+        # How resharding tools know that the rows are parts, each split on its own.
+        self.in_proj.weight.partition_sizes = list(self.layout.in_proj.values())
+        self.out_proj = build_module(
+            submodules.out_proj,
+            self.layout.channels,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            name=f"{name}.out_proj" if name else None,
+            **linear,
+        )
+        self._add_parameters()
+        self.m2rnn = self._choose_backend(plugin)
+
+    def _add_parameters(self) -> None:
+        """Whole parameters, the same on every rank, of which each rank keeps its slice."""
+        s, dtype = self.settings, self.config.params_dtype
+        heads, channels = self.layout.heads, self.layout.channels
+        conv_sizes = [s.k_head_dim, s.k_head_dim, channels]
+        bound = s.conv_kernel**-0.5  # torch's own for a depthwise Conv1d
+        conv_weight = torch.empty(sum(conv_sizes), 1, s.conv_kernel).uniform_(-bound, bound)
+        conv_bias = torch.empty(sum(conv_sizes)).uniform_(-bound, bound)
+        low, high = math.log(s.dt_min), math.log(s.dt_max)
+        dt = torch.empty(heads).uniform_(low, high).exp().clamp(min=s.dt_init_floor)
+        self.conv1d_weight = self._shard(conv_weight.to(dtype), conv_sizes)
+        self.conv1d_bias = self._shard(conv_bias.to(dtype), conv_sizes)
+        self.W = self._shard(torch.eye(s.v_head_dim).repeat(heads, 1, 1))
+        self.A_log = self._shard(torch.empty(heads).uniform_(*_A_RANGE).log())
+        self.dt_bias = self._shard(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
+        # One value a channel, and one-dimensional: Megatron does not decay such parameters.
+        self.D = self._shard(torch.ones(channels))
+        self.norm_weight = self._shard(torch.ones(channels, dtype=dtype))
+
+    def _shard(self, whole: Tensor, sections: Sequence[int] | None = None) -> torch.nn.Parameter:
+        """This rank's slice of each section of `whole` along dim 0, marked as such."""
+        parts = whole.split(sections or [whole.shape[0]])
+        local = [part.chunk(self.layout.tp)[self.tp_group.rank()] for part in parts]
+        on_cpu = self.config.use_cpu_initialization or not torch.cuda.is_available()
+        device = "cpu" if on_cpu else torch.cuda.current_device()
+        parameter = torch.nn.Parameter(torch.cat(local).to(device))
+        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+        if sections:
+            parameter.partition_sizes = [part.shape[0] for part in local]
+        return parameter
+
+    def _choose_backend(self, plugin: PluginSettings) -> Callable:
+        """The backend of the recurrence; called as `megacpp_mcore.kernels.m2rnn.m2rnn`."""
+        problem = dispatch.Problem.of(
+            "cuda" if torch.cuda.is_available() else "cpu",
+            str(self.config.params_dtype).removeprefix("torch."),
+            heads=self.layout.local_heads,
+            k_head_dim=self.layout.k_dim,
+            v_head_dim=self.layout.v_dim,
+            chunk_size=self.settings.chunk_size,
+        )
+        return dispatch.decide("m2rnn", problem, plugin.backends).load()
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        inference_context=None,
+        rotary_pos_emb: Tensor | None = None,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
+        rotary_pos_cos_sin: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        sequence_len_offset: Tensor | None = None,
+        *,
+        inference_params=None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states [s, b, h] -> (output [s, b, h], bias | None).
+
+        Under sequence parallelism s is the rank's part. A causal recurrence reads no mask and no
+        rotary embedding.
+
+        packed_seq_params: THD documents packed into one row (b = 1); each starts anew, in state and
+        convolution. Tokens behind the last are a document of their own. inference_context: static
+        batching only; the state is kept in it between calls. Raises M2RNNMixerError for dynamic
+        batching, packed documents at inference, another packed format, and an attention bias.
+        """
+        context = deprecate_inference_params(inference_context, inference_params)
+        if attention_bias is not None:
+            raise M2RNNMixerError("the M2RNN mixer has no scores to add an attention_bias to")
+        if context is not None:
+            return self._infer(hidden_states, context, packed_seq_params)
+        projected, _ = self.in_proj(hidden_states)
+        mixed, _ = self._mix(projected, cu_seqlens=_documents(packed_seq_params, projected))
+        return self.out_proj(mixed)
+
+    def _infer(
+        self, hidden_states: Tensor, context, packed_seq_params: PackedSeqParams | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """`step` from the state that the static inference context keeps for this layer."""
+        if not context.is_static_batching():
+            raise M2RNNMixerError(
+                f"{type(context).__name__} (dynamic batching) is not served by the M2RNN mixer; "
+                "use a StaticInferenceContext"
+            )
+        if packed_seq_params is not None:
+            raise M2RNNMixerError(
+                "packed documents are not served at inference; pass one sequence a batch row"
+            )
+        states = context.key_value_memory_dict
+        if context.sequence_len_offset == 0:
+            states[self.layer_number] = self.zero_state(hidden_states.shape[1])
+        if self.layer_number not in states:
+            raise M2RNNMixerError(
+                f"layer {self.layer_number} has no state at token {context.sequence_len_offset}: "
+                "run the prompt through the model with the same inference context first"
+            )
+        *out, states[self.layer_number] = self.step(hidden_states, states[self.layer_number])
+        return tuple(out)
+
+    def zero_state(self, batch: int) -> M2RNNState:
+        """The state before the first token."""
+        layout, weight = self.layout, self.conv1d_weight
+        return M2RNNState(
+            weight.new_zeros(weight.shape[-1] - 1, batch, weight.shape[0]),
+            self.W.new_zeros(batch, layout.local_heads, layout.k_dim, layout.v_dim),
+        )
+
+    def step(
+        self, hidden_states: Tensor, state: M2RNNState
+    ) -> tuple[Tensor, Tensor | None, M2RNNState]:
+        """The next tokens of a sequence, [s, b, h]: s = 1 decodes, more prefill.
+
+        Returns what `forward` returns, and the next state; `state` itself is left as it is. Raises
+        M2RNNMixerError under sequence parallelism, which splits the tokens over ranks.
+        """
+        if self.config.sequence_parallel:
+            raise M2RNNMixerError(
+                "sequence_parallel splits the tokens over ranks, and the M2RNN mixer's step needs "
+                "them all; turn it off for inference"
+            )
+        projected, _ = self.in_proj(hidden_states)
+        mixed, state = self._mix(projected, state)
+        return *self.out_proj(mixed), state
+
+    def _mix(
+        self, projected: Tensor, state: M2RNNState | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, M2RNNState]:
+        """Everything between the projections: [s, b, in_proj rows] -> [s, b, heads * V]."""
+        *qkv, gate, x_f = projected.split(list(self.layout.in_proj.values()), dim=-1)
+        conv_in = torch.cat(qkv, dim=-1)
+        history = self.zero_state(projected.shape[1]).conv if state is None else state.conv
+        conv_in = torch.cat((history.to(conv_in.dtype), conv_in))
+        offset = None if cu_seqlens is None else _offsets_in_document(cu_seqlens, projected)
+        qkv = _causal_conv_silu(conv_in, self.conv1d_weight, self.conv1d_bias, offset)
+        q, k, v = self._heads(qkv)
+        x_f = x_f.to(self.dt_bias.dtype) + self.dt_bias
+        f = torch.exp(-self.A_log.exp() * softplus(x_f)).transpose(0, 1)
+        if state is not None and v.shape[1] == 1:
+            token = (x.squeeze(1) for x in (q, k, v))
+            y, recurrent = m2rnn_step(*token, self.W, f.squeeze(1), state.recurrent)
+            y = y.unsqueeze(1)
+        else:
+            y, recurrent = self.m2rnn(
+                q, k, v, self.W, f,
+                initial_state=None if state is None else state.recurrent,
+                cu_seqlens=cu_seqlens,
+                chunk_size=self.settings.chunk_size,
+            )  # fmt: skip
+        next_state = M2RNNState(conv_in[projected.shape[0] :], recurrent)
+        return self._gated_norm(y, v, gate), next_state
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[s, b, channels] -> q, k (b, s, 1, K), whole on every rank, and v (b, s, heads, V)."""
+        share = self.layout.conv["query"]
+        qk, v = qkv.split((2 * share, qkv.shape[-1] - 2 * share), dim=-1)
+        qk = all_gather_last_dim_from_tensor_parallel_region(qk, group=self.tp_group)
+        # Each rank's q, k -> all of q, all of k
+        qk = qk.unflatten(-1, (-1, 2, share)).transpose(-3, -2).flatten(-2).transpose(0, 1)
+        q, k = qk.split(1, dim=2)
+        return q, k, v.unflatten(-1, (-1, self.layout.v_dim)).transpose(0, 1)
+
+    def _gated_norm(self, y: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+        """RMSNorm((y + D * v) * silu(gate)) over the channels of all ranks, [s, b, heads * V]."""
+        y, v = (x.flatten(2).transpose(0, 1).to(self.D.dtype) for x in (y, v))
+        x = (y + self.D * v) * silu(gate.to(self.D.dtype))
+        squares = x.square().sum(-1, keepdim=True)
+        # Every rank needs the sum, and every rank sends back a gradient of it.
+        squares = reduce_from_tensor_model_parallel_region(squares, group=self.tp_group)
+        squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
+        x = x * torch.rsqrt(squares / self.layout.channels + self.config.layernorm_epsilon)
+        return (x * self.norm_weight.to(x.dtype)).to(gate.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "M2RNNMixer":
+        """Module casts and moves, without the cast to 16 bits for the float32 parameters."""
+        parameters = [getattr(self, name) for name in _FP32_PARAMETERS]
+        kept = parameters + [p.grad for p in parameters if p.grad is not None]
+
+        def apply(tensor: Tensor) -> Tensor:
+            applied = fn(tensor)
+            if applied.dtype in (torch.bfloat16, torch.float16) and any(x is tensor for x in kept):
+                return tensor.to(applied.device)
+            return applied
+
+        return super()._apply(apply, recurse)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict:
+        """Split by head, q and k by channel: a checkpoint loads under any tensor parallelism."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        own: dict[str, Tensor] = {}
+        self._save_to_state_dict(own, "", keep_vars=True)
+        sharded = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            dict.fromkeys(own, 0),
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        for name, module in self.named_children():
+            sharded |= sharded_state_dict_default(
+                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+            )
+        for name, sections in (
+            ("in_proj.weight", self.layout.in_proj),
+            ("conv1d_weight", self.layout.conv),
+            ("conv1d_bias", self.layout.conv),
+        ):
+            sharded[prefix + name] = _split_tensor_factory(
+                sharded[prefix + name], list(sections.values()), list(sections), 0
+            )
+        return sharded
+
+
+def _documents(packed: PackedSeqParams | None, projected: Tensor) -> Tensor | None:
+    """Bounds of the packed documents, up to the last token, or None; M2RNNMixerError."""
+    if packed is None:
+        return None
+    tokens, batch, _ = projected.shape
+    padded = packed.cu_seqlens_q_padded
+    bounds = packed.cu_seqlens_q if padded is None else padded
+    if packed.qkv_format != "thd" or batch != 1 or bounds is None:
+        raise M2RNNMixerError(
+            f"packed_seq_params has qkv_format {packed.qkv_format!r} and cu_seqlens_q "
+            f"{'missing' if bounds is None else 'given'}, at batch {batch}; the M2RNN mixer takes "
+            "'thd' with cu_seqlens_q and batch 1"
+        )
+    # Always one more, perhaps empty, document: whether one is needed is known on the device only.
+    return torch.cat((bounds, bounds.new_full((1,), tokens)))
+
+
+def _offsets_in_document(cu_seqlens: Tensor, projected: Tensor) -> Tensor:
+    """(t, 1, 1): how many tokens of its own document come before each token."""
+    token = torch.arange(projected.shape[0], dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+    return (token - cu_seqlens[document]).view(-1, 1, 1)
+
+
+def _causal_conv_silu(x: Tensor, weight: Tensor, bias: Tensor, offset: Tensor | None) -> Tensor:
+    """silu of a depthwise causal convolution, in float32 or wider.
+
+    x: (kernel - 1 + s, b, c), history first. weight: (c, 1, kernel). offset: (s, 1, 1), how many
+    tokens of its own document come before each; None for one document. Returns (s, b, c) in x's
+    dtype.
+    """
+    kernel = weight.shape[-1]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    taps = weight.squeeze(1).to(wide).unbind(-1)
+    length = x.shape[0] - kernel + 1
+    out = bias.to(wide)
+    for start, tap in enumerate(taps):
+        term = x[start : start + length].to(wide) * tap
+        if offset is not None:
+            term = term * (offset >= kernel - 1 - start)
+        out = out + term
+    return silu(out).to(x.dtype)
