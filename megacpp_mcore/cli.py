@@ -8,7 +8,7 @@ import sys
 from megacpp_mcore import __version__
 from megacpp_mcore.errors import MegacppError
 
-COMMANDS = ("translate", "patch")
+COMMANDS = ("translate", "recipe", "data", "train", "report", "patch", "catalog", "doctor")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -22,13 +22,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Returns its exit status: 0 done, 2 refused (the reason is on stderr)."""
+    """Run one command. Returns its exit status: 0 done, 2 refused, 1 failed (why, on stderr)."""
     args = build_parser().parse_args(argv)
     try:
         return args.run(args)
     except MegacppError as error:
         print(f"megacpp: {error}", file=sys.stderr)
-        return 2
+        return error.exit_status
     except BrokenPipeError:
         # The reader (head, less) has gone: say nothing more, and keep Python from trying to flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

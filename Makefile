@@ -1,0 +1,46 @@
+# make train: environment, data, and the CPU lane.   make test: environment and tests.
+# The environment is .venv, made once and reused while the pins it was made from stay the same.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help env data train test lint clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+PINS := $(shell cat constraints.txt pyproject.toml .python-version | sha256sum | cut -c1-16)
+STAMP := $(VENV)/.pins-$(PINS)
+CORPUS := runs/data/torch-include
+RECIPE ?= nam56r-tiny
+OUT ?= runs/$(RECIPE)
+
+help:
+	@grep -E '^# make|^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^# //; s/:.*## /: /'
+
+env: $(STAMP) ## create .venv, or reuse it when its pins match
+
+$(STAMP):
+	@python=; for p in "$${PYTHON:-}" python3.12 python3 python; do \
+	  [ -n "$$p" ] && "$$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null \
+	    && { python=$$p; break; }; done; \
+	[ -n "$$python" ] || { echo "Python 3.12 is needed (megatron-core 0.19.2 has no other); install it, or set PYTHON" >&2; exit 1; }; \
+	rm -rf $(VENV); "$$python" -m venv $(VENV)
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+$(CORPUS).idx: | $(STAMP)
+	$(BIN)/megacpp data build --torch-headers --out $(CORPUS) --overwrite
+
+data: $(CORPUS).idx ## build the corpus: the C++ headers that the installed torch ships
+
+train: data ## train nam56r-tiny on the CPU; RECIPE= and OUT= choose another
+	$(BIN)/megacpp train $(RECIPE) --out $(OUT) --overwrite
+
+lint: $(STAMP) ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+test: lint ## lint and the test suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+clean: ## remove the environment, the runs and the caches
+	rm -rf $(VENV) runs build dist .pytest_cache .hypothesis .ruff_cache

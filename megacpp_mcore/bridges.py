@@ -1,0 +1,75 @@
+"""What Megatron-Core 0.19.2 cannot do on a machine with no GPU, bridged in this one place.
+
+Nothing here changes anything on a machine with CUDA. Each bridge names its reason; one that belongs
+upstream names the patch of the patch lane that replaces it.
+"""
+
+import contextlib
+import importlib.util
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import torch
+
+
+def before_megatron() -> None:
+    """Prepare this process for Megatron's first import.
+
+    Megatron catches only ImportError around Transformer Engine, and TE without a driver dies with
+    `OSError: libcuda.so.1` (patch: te-import-without-driver). A None in sys.modules makes Megatron
+    take its path without TE.
+
+    Megatron compiles elementwise functions with torch.compile as it defines them. On a CPU that
+    costs some 20 s of C++ compilation a process and gains nothing.
+
+    Megatron warns of each CUDA package that is not there, torch of CUDA itself: nobody asked.
+    """
+    if torch.cuda.is_available():
+        return
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    if importlib.util.find_spec("transformer_engine") is not None:
+        sys.modules.setdefault("transformer_engine", None)
+    torch._dynamo.config.disable = True
+
+
+def install() -> None:
+    """Let Megatron's modules be built, run and saved where there is no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    # RoPE tables, the router's expert bias, MTP's counters, sequence-parallel gathers: each asks
+    # for the current CUDA device to place a tensor, although the model is on the CPU
+    # (patch, for the first of them: rope-tables-on-cpu).
+    torch.cuda.current_device = _cpu
+    # dist_checkpointing waits for the device before it writes, without asking whether there is one.
+    torch.cuda.synchronize = _nothing
+
+
+def _cpu() -> torch.device:
+    return torch.device("cpu")
+
+
+def _nothing(device=None) -> None:
+    return None
+
+
+@contextlib.contextmanager
+def answering_for_a_gpu() -> Iterator[None]:
+    """Answer Megatron's questions about the GPU as an H200 would, while arguments are validated.
+
+    validate_args asks for the compute capability whatever the launch; nothing is run meanwhile.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    saved = torch.cuda.get_device_properties, torch.cuda.get_device_capability
+    h200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
+    torch.cuda.get_device_properties = lambda device=None: h200
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    try:
+        yield
+    finally:
+        torch.cuda.get_device_properties, torch.cuda.get_device_capability = saved

@@ -1,0 +1,63 @@
+"""`megacpp train`: train a recipe on this machine's CPU."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def register(subparsers: Any) -> None:
+    """Add `train`."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a CPU recipe here; on GPUs launch Megatron with `megacpp recipe args`",
+        description="Train a recipe whose launch.device is 'cpu', in one process, through "
+        "Megatron's own arguments, model and data classes.",
+    )
+    add = parser.add_argument
+    add("recipe", metavar="RECIPE", help="a shipped recipe's name, or the path of a TOML file")
+    add("--set", dest="overrides", metavar="A.B=C", action="append", default=[],
+        help="override one key; may be given again")  # fmt: skip
+    add("--steps", type=int, metavar="N",
+        help="stop after N steps in all; the schedule stays the recipe's")  # fmt: skip
+    add("--out", metavar="DIR", help="folder of the run (default: runs/RECIPE)")
+    add("--resume", action="store_true",
+        help="go on from the newest complete checkpoint in DIR, or begin if there is none")  # fmt: skip
+    add("--overwrite", action="store_true", help="replace the run that DIR holds")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, then print the result and draw its curves."""
+    from megacpp_mcore import bridges
+    from megacpp_mcore.errors import MegacppError
+    from megacpp_mcore.recipe import load_recipe
+
+    if args.steps is not None and args.steps < 1:
+        raise MegacppError(f"--steps {args.steps}: at least 1 is needed")
+    if args.resume and args.overwrite:
+        raise MegacppError("--resume continues the run in DIR and --overwrite removes it: give one")
+    recipe = load_recipe(args.recipe, args.overrides)
+    out = Path(args.out or f"runs/{recipe.name}")
+
+    bridges.before_megatron()
+    from megacpp_mcore.training.cpu_lane import train
+
+    outcome = train(recipe, out, steps=args.steps, resume=args.resume, overwrite=args.overwrite)
+    _report(outcome.receipt, out)
+    return outcome.exit_status
+
+
+def _report(receipt: dict[str, Any], out: Path) -> None:
+    from megacpp_mcore import plotting, report
+
+    plotting.plot(receipt, out / "curves.png")
+    print(report.show(receipt, str(out / "receipt.json")))
+    result = receipt["result"]
+    if "unigram_entropy" in result and result["final_loss"] is not None:
+        gain = result["unigram_entropy"] - result["final_loss"]
+        print(
+            f"\nfinal training loss {result['final_loss']:.4f} nats per token, {gain:.4f} below the "
+            f"corpus's unigram entropy {result['unigram_entropy']:.4f} (bigram "
+            f"{result['bigram_entropy']:.4f})"
+        )
+    print(f"curves  {out / 'curves.png'}")

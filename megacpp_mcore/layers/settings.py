@@ -1,0 +1,85 @@
+"""Where a layer finds the plugin's own settings: on Megatron's config, or through MEGACPP_RECIPE.
+
+Megatron hands every layer its `TransformerConfig` and nothing else of ours. Our own entry points
+attach the settings to it; Megatron's stock `pretrain_hybrid.py` cannot, so there they come from the
+recipe that the environment names, which must then agree with the config Megatron parsed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.settings import M2RNNSettings, Mamba3Settings
+
+_ATTRIBUTE = "megacpp_settings"
+
+# (section, key) of a recipe -> field of Megatron's config. A command line of one recipe with the
+# environment of another would otherwise train a model that nobody asked for.
+_SHARED_FIELDS = {
+    ("model", "depth"): "num_layers",
+    ("model", "hidden_size"): "hidden_size",
+    ("model", "num_attention_heads"): "num_attention_heads",
+    ("moe", "num_experts"): "num_moe_experts",
+    ("moe", "moe_router_topk"): "moe_router_topk",
+    ("mamba3", "mamba_num_heads"): "mamba_num_heads",
+    ("mamba3", "mamba_head_dim"): "mamba_head_dim",
+    ("mamba3", "mamba_state_dim"): "mamba_state_dim",
+    ("mamba3", "mamba_num_groups"): "mamba_num_groups",
+}
+
+
+class SettingsError(MegacppError):
+    """No settings for our layers, or settings of another recipe than Megatron's command line."""
+
+
+@dataclass(frozen=True)
+class PluginSettings:
+    """What our layers need beyond Megatron's config. backends: surface -> requested backend."""
+
+    mamba3: Mamba3Settings = Mamba3Settings()
+    m2rnn: M2RNNSettings = M2RNNSettings()
+    backends: Mapping[str, str] = field(default_factory=dict)
+
+
+def attach(config, settings: PluginSettings):
+    """Put `settings` on a Megatron TransformerConfig, and return the config."""
+    setattr(config, _ATTRIBUTE, settings)
+    return config
+
+
+def plugin_settings(config) -> PluginSettings:
+    """The settings for layers built from `config`.
+
+    Raises SettingsError when neither the config carries settings nor MEGACPP_RECIPE names a recipe,
+    and when the recipe it names disagrees with `config`.
+    """
+    attached = getattr(config, _ATTRIBUTE, None)
+    if attached is not None:
+        return attached
+    from megacpp_mcore.recipe import recipe_from_environment
+
+    recipe = recipe_from_environment()
+    if recipe is None:
+        raise SettingsError(
+            "our layers have no settings: MEGACPP_RECIPE is not set. Export it as "
+            "`megacpp recipe args RECIPE --env` prints it, or call "
+            "megacpp_mcore.layers.settings.attach(config, PluginSettings(...))"
+        )
+    _check_agreement(config, recipe)
+    settings = PluginSettings(recipe.mamba3, recipe.m2rnn, recipe.backends)
+    attach(config, settings)
+    return settings
+
+
+def _check_agreement(config, recipe) -> None:
+    differing = []
+    for (section, key), field_name in _SHARED_FIELDS.items():
+        asked, parsed = getattr(getattr(recipe, section), key), getattr(config, field_name)
+        if asked is not None and asked != parsed:
+            differing.append(f"{section}.{key} is {asked} there, Megatron parsed {parsed}")
+    if differing:
+        raise SettingsError(
+            f"MEGACPP_RECIPE names recipe {recipe.name}, which is not the one that Megatron's "
+            f"command line was made from: {'; '.join(differing)}. Make both with one "
+            "`megacpp recipe args` call"
+        )

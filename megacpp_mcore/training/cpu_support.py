@@ -1,0 +1,82 @@
+"""Which recipe keys the CPU lane serves; any other key that the recipe sets is refused.
+
+The model's own sections are served by Megatron's model code and ours. Of the rest the lane serves
+what is listed here; a key that it does not know must stand at its default, so that no option is
+parsed and then ignored.
+"""
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.recipe_schema import SECTIONS
+
+_MODEL_SECTIONS = {"model", "attention", "moe", "mamba3", "m2rnn", "mtp"}
+_SERVED: dict[str, set[str]] = {
+    "parallel": set(),
+    "precision": {
+        "gradient_accumulation_fusion", "masked_softmax_fusion", "bias_swiglu_fusion",
+        "bias_dropout_fusion", "no_persist_layer_norm", "disable_jit_fuser",
+        "attention_softmax_in_fp32",
+    },
+    "optimizer": {
+        "lr", "min_lr", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps",
+    },
+    "schedule": {
+        "train_iters", "micro_batch_size", "global_batch_size", "lr_decay_style", "lr_decay_iters",
+        "lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init", "lr_wsd_decay_style",
+        "lr_wsd_decay_iters", "eval_interval", "eval_iters", "log_interval", "seed",
+    },
+    "data": {
+        "data_path", "split", "data_cache_path", "tokenizer_type", "null_tokenizer_eod_id",
+        "reset_position_ids", "eod_mask_loss", "dataloader_type",
+        "create_attention_mask_in_dataloader", "num_workers",
+    },
+    "checkpoint": {"save_interval"},
+    "launch": {"device", "environment", "distributed_backend", "use_cpu_initialization"},
+}  # fmt: skip
+# key -> the values that are served, where the default is not the only one
+_ONLY: dict[tuple[str, str], tuple[Any, ...]] = {
+    ("launch", "device"): ("cpu",),
+    ("launch", "distributed_backend"): ("gloo",),
+    ("launch", "use_cpu_initialization"): (True,),
+    ("data", "tokenizer_type"): ("NullTokenizer",),
+    ("data", "num_workers"): (0,),
+    ("data", "dataloader_type"): (None, "single"),
+    ("data", "create_attention_mask_in_dataloader"): (False,),
+    ("model", "transformer_impl"): ("local",),
+    ("moe", "moe_token_dispatcher_type"): ("allgather",),
+}
+
+
+class CpuLaneError(MegacppError):
+    """The recipe asks for something that the CPU lane does not do."""
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse a recipe that the CPU lane would not run as written.
+
+    Raises CpuLaneError naming every key, its value, and the one that is served.
+    """
+    problems = []
+    for (section, key), served in _ONLY.items():
+        asked = getattr(getattr(recipe, section), key)
+        if asked not in served:
+            problems.append(f"{section}.{key} is {asked!r}; the CPU lane serves {served[-1]!r}")
+    for section, cls in SECTIONS.items():
+        if section in _MODEL_SECTIONS:
+            continue
+        for field in fields(cls):
+            asked = getattr(getattr(recipe, section), field.name)
+            default = field.default
+            if field.default_factory is not MISSING:
+                default = field.default_factory()
+            if field.name not in _SERVED[section] and asked != default:
+                problems.append(
+                    f"{section}.{field.name} is {asked!r}; the CPU lane serves {default!r}"
+                )
+    if not recipe.data.data_path:
+        problems.append("data.data_path is not set; build one with `megacpp data build`")
+    if problems:
+        raise CpuLaneError(f"recipe {recipe.name} cannot train on the CPU: {'; '.join(problems)}")

@@ -1,0 +1,30 @@
+"""What `--spec megacpp_mcore.specs.nam56r NAME` names.
+
+The backends come from the recipe in MEGACPP_RECIPE when it is set. An import error in here would
+make Megatron use its default spec without a word (spec_utils.import_module returns None), so it
+leaves this module as SpecError instead.
+"""
+
+from megacpp_mcore.errors import MegacppError
+
+
+class SpecError(MegacppError):
+    """The stack spec could not be made; the message says what failed to import."""
+
+
+try:
+    from megacpp_mcore.layers.stack import stack_spec
+    from megacpp_mcore.recipe import recipe_from_environment
+except ImportError as error:
+    raise SpecError(
+        f"megacpp_mcore.specs.nam56r cannot be used: {error}. Without this error Megatron would "
+        "train its default spec instead; run `megacpp doctor` or reinstall the pinned stack"
+    ) from error
+
+_recipe = recipe_from_environment()
+_backends = _recipe.backends if _recipe else None
+
+# M2RNN in the G slot: patterns with R
+nam56r_stack_spec = stack_spec(_backends, recurrent="m2rnn")
+# Megatron's GatedDeltaNet in the G slot: patterns with D
+nam56r_deltanet_stack_spec = stack_spec(_backends, recurrent="deltanet")
