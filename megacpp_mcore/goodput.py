@@ -24,9 +24,17 @@ class GoodputError(MegacppError):
     """An unknown category, or spans that do not nest."""
 
 
+_UTC = "%Y-%m-%dT%H:%M:%SZ"
+
+
 def utc_now() -> str:
     """The time as a receipt writes it: UTC, ISO 8601, whole seconds, `Z`."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return datetime.now(UTC).strftime(_UTC)
+
+
+def parse_utc(text: str) -> datetime:
+    """The time that `utc_now` wrote. Raises ValueError for another form, or no such day."""
+    return datetime.strptime(text, _UTC).replace(tzinfo=UTC)
 
 
 class Goodput:

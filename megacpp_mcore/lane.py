@@ -6,7 +6,7 @@ import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megacpp_mcore import __version__
 
@@ -27,12 +27,13 @@ PACKAGES = (
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def lane(device: str | None = None) -> dict[str, Any]:
-    """The `lane` of a receipt. What is not there is null; nothing raises.
+def lane(device: Literal["cpu"] | None = None) -> dict[str, Any]:
+    """The `lane` of a receipt, as observed here. What is not there is null; nothing raises.
 
-    device: "cuda" or "cpu", the one the work runs on; by default cuda where torch can use it.
+    device: "cpu" for work that runs on the CPU although there may be a GPU; None for this process's
+    GPU where torch can use one, else the CPU.
     """
-    found = _from_torch(device)
+    found = _from_torch(device == "cpu")
     return {
         "device": found["device"],
         "driver": _driver() if found["device"]["type"] == "cuda" else None,
@@ -59,7 +60,7 @@ def code() -> dict[str, Any]:
     return {"version": __version__, "commit": commit, "dirty": dirty}
 
 
-def _from_torch(device: str | None) -> dict[str, Any]:
+def _from_torch(cpu_only: bool) -> dict[str, Any]:
     cpu = {"type": "cpu", "name": _cpu_name(), "count": 1, "memory_bytes": None, "capability": None}
     found = {"device": cpu, "cuda": None, "cudnn": None, "threads": None}
     try:
@@ -67,7 +68,7 @@ def _from_torch(device: str | None) -> dict[str, Any]:
     except (ImportError, OSError):  # OSError: a CUDA library the build wants is not on the machine
         return found
     found["threads"] = torch.get_num_threads()
-    if device == "cpu" or not torch.cuda.is_available():
+    if cpu_only or not torch.cuda.is_available():
         return found
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return found | {

@@ -17,6 +17,7 @@ from typing import Any
 
 from megacpp_mcore import __version__
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.goodput import parse_utc
 
 SCHEMA_VERSION = 1
 _SHOWN = 5  # problems listed in one message
@@ -80,9 +81,34 @@ def validate(document: Any, source: str = "this document") -> None:
 
 @functools.cache
 def _validator() -> Any:
-    from jsonschema import Draft202012Validator
+    from jsonschema import Draft202012Validator, validators
 
-    return Draft202012Validator(schema())
+    default = Draft202012Validator.VALIDATORS["items"]
+
+    def items(validator: Any, entry: Any, instance: Any, parent: Any) -> Iterator[Any]:
+        """`items` as the draft says, but a column of numbers at the cost of its lowest one."""
+        if not _column_is_valid(validator, entry, instance):
+            yield from default(validator, entry, instance, parent)
+
+    return validators.extend(Draft202012Validator, {"items": items})(schema())
+
+
+def _column_is_valid(validator: Any, entry: dict[str, Any], instance: Any) -> bool:
+    """True only if each entry is sure to be valid; False says nothing."""
+    if not isinstance(instance, list) or not entry.keys() <= {
+        "type",
+        "minimum",
+        "exclusiveMinimum",
+    }:
+        return False
+    numbers = {int, float} if "number" in entry.get("type", ()) else {int}
+    types = set(map(type, instance))
+    if not types <= {*numbers, type(None)}:
+        return False
+    # of numbers of these types only the lowest can break a minimum; null stands for itself
+    samples = [min((value for value in instance if value is not None), default=None)]
+    samples += [None] if type(None) in types else []
+    return bool(instance) and all(validator.evolve(schema=entry).is_valid(s) for s in samples)
 
 
 def _not_finite(value: Any, path: str) -> Iterator[str]:
@@ -136,12 +162,20 @@ def _between_fields(document: dict[str, Any]) -> Iterator[str]:
         yield f"topology: tp * pp * cp * dp is {ranks}, world_size {topology['world_size']}"
     if recipe and recipe["sha256"] != (found := content_sha256(recipe["content"])):
         yield f"recipe.sha256: {recipe['sha256']}, but the content hashes to {found}"
+    yield from _time_problems("created", document["created"])
     if document["kind"] == "run":
         yield from _goodput_problems(document["goodput"])
         yield from _column_problems("series", document["series"], "step", "tokens")
         yield from _column_problems("evaluations", document["evaluations"], "step")
     else:
         yield from _row_problems(document["rows"], document["baseline"])
+
+
+def _time_problems(path: str, text: str) -> Iterator[str]:
+    try:
+        parse_utc(text)
+    except ValueError:  # the schema's pattern lets a 31 February pass
+        yield f"{path}: {text} is no date and time"
 
 
 def _goodput_problems(goodput: dict[str, Any]) -> Iterator[str]:
@@ -153,6 +187,11 @@ def _goodput_problems(goodput: dict[str, Any]) -> Iterator[str]:
         # 10 us: each of the seconds is rounded to a microsecond
         if abs(total - part["wall_s"]) > 0.01 * part["wall_s"] + 1e-5:
             yield f"{path}: the parts add up to {total:.6f} s, wall_s is {part['wall_s']:.6f}"
+    for index, segment in enumerate(goodput["segments"]):
+        yield from _time_problems(f"goodput.segments[{index}].started", segment["started"])
+    step_s, wall_s = goodput["seconds"]["step"], goodput["wall_s"]
+    if abs(goodput["useful"] * wall_s - step_s) > 0.01 * wall_s + 1e-5:
+        yield f"goodput.useful: {goodput['useful']}, but step is {step_s} s of {wall_s}"
     segments = math.fsum(segment["wall_s"] for segment in goodput["segments"])
     if abs(segments - goodput["wall_s"]) > 0.01 * goodput["wall_s"] + 1e-5:
         yield f"goodput: the segments add up to {segments:.6f} s, wall_s is {goodput['wall_s']:.6f}"

@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 from megacpp_mcore.comparison import (
@@ -15,6 +14,7 @@ from megacpp_mcore.comparison import (
     judge_runs,
     unlike,
 )
+from megacpp_mcore.goodput import parse_utc
 from megacpp_mcore.receipts import ReceiptError
 from megacpp_mcore.report_text import duration, gib, number, percent, rate, table, wrapped
 from megacpp_mcore.run_receipt import warm_rows
@@ -127,11 +127,8 @@ def _goodput(goodput: Mapping[str, Any]) -> list[str]:
 
 
 def _between(goodput: Mapping[str, Any]) -> float:
-    """Seconds from the first segment's start to the last one's end that are in none of them."""
-    starts = [
-        datetime.strptime(segment["started"], "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
-        for segment in goodput["segments"]
-    ]
+    """Seconds between the segments, by the wall clock: no process was there to measure them."""
+    starts = [parse_utc(segment["started"]) for segment in goodput["segments"]]
     span = (starts[-1] - starts[0]).total_seconds()
     measured = sum(segment["wall_s"] for segment in goodput["segments"][:-1])
     return max(0.0, span - measured)

@@ -29,7 +29,7 @@ class RunReceipt:
     """The receipt of a run in progress; one process (rank 0) holds it.
 
     recipe: from `recipe_entry`. topology, plan, backends, environment, lane: as in the schema
-    (`lane.lane()`, `[asdict(decision) for decision in dispatch.decisions()]`, which is complete
+    (`lane.lane(...)`, `[asdict(decision) for decision in dispatch.decisions()]`, which is complete
     once the model is built). goodput: the ledger of this process. Nothing is written until `write`.
     Raises ReceiptError at once when one of them is not as the schema says.
     """

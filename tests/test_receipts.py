@@ -9,10 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import receipt_samples as samples
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from megacpp_mcore import run_receipt
@@ -31,6 +34,8 @@ from megacpp_mcore.receipts import (
     write,
 )
 from megacpp_mcore.run_receipt import warm_rows
+
+STOCK = Draft202012Validator(schema())
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +78,36 @@ def test_a_bench_reads_back_as_it_was_written(tmp_path):
 
 def test_any_json_schema_validator_can_use_the_shipped_schema(document):
     Draft202012Validator.check_schema(schema())
-    validator = Draft202012Validator(schema())
-    validator.validate(document)
-    validator.validate(samples.bench(te=0.7))
+    STOCK.validate(document)
+    STOCK.validate(samples.bench(te=0.7))
     document["series"]["loss"][3] = "low"
-    assert not validator.is_valid(document)
+    assert not STOCK.is_valid(document)
+
+
+entries = st.one_of(
+    st.integers(-1, 3), st.sampled_from([0.0, 1.0, 1.5, -0.5]), st.none(), st.booleans(), st.text()
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    name=st.sampled_from(["ms", "loss", "peak_memory_bytes"]),
+    column=st.lists(entries, min_size=1),
+)
+@example(name="peak_memory_bytes", column=[1, 1.5])
+def test_a_column_is_valid_exactly_when_the_stock_validator_says_so(run_document, name, column):
+    """`validate` looks at a column of numbers as a whole; that must not change the answer."""
+    document = run_document | {"series": dict(run_document["series"])}
+    series = document["series"]
+    series["step"] = series["tokens"] = list(range(1, len(column) + 1))
+    for other in ("ms", "tokens_per_s", "loss", "peak_memory_bytes", "grad_norm", "lr"):
+        series[other] = [1] * len(column)
+    series[name] = column
+    if STOCK.is_valid(document):
+        validate(document)
+    else:
+        with pytest.raises(ReceiptError, match=rf"series.{name}\["):
+            validate(document)
 
 
 def set_at(document, path, value):
@@ -96,6 +126,13 @@ WRONG = {
     "kind": (("kind",), "sweep", 'kind: "sweep"; allowed: "run", "bench"'),
     "minimum": (("topology", "tp"), 0, "topology.tp: 0 breaks minimum 1"),
     "pattern": (("created",), "yesterday", 'created: "yesterday" breaks pattern'),
+    "no such day": (("created",), "2026-02-31T00:00:00Z", "created: .* is no date and time"),
+    "no such start": (
+        ("goodput", "segments", 0, "started"),
+        "2026-11-21T25:00:00Z",
+        r"goodput.segments\[0\].started: .* is no date and time",
+    ),
+    "useful": (("goodput", "useful"), 0.2, "goodput.useful: 0.2, but step is"),
     "bench field in a run": (("rows",), [], "rows: does not belong in a receipt of this kind"),
     "run without recipe": (("recipe",), None, "recipe: null is null; allowed: object"),
     "failed without reason": (("result", "status"), "failed", "result.reason: null is null"),
@@ -374,6 +411,26 @@ def test_a_resumed_run_drops_what_came_after_the_checkpoint(tmp_path):
     assert document["notes"] == ["resumed from the checkpoint of step 40"]
 
 
+def test_a_resume_drops_gaps_and_cold_marks_after_the_checkpoint(tmp_path):
+    path = tmp_path / "r.json"
+    run = samples.start(path)
+    for step in range(1, 6):
+        bad = math.nan if step in (2, 4) else 1.0
+        run.step(step, tokens=8, ms=1.0, loss=2.0, grad_norm=bad, cold=step in (3, 5))
+    run.write()
+    run = samples.start(path)
+    run.resume(read(path), step=3, tokens=24)
+    info = run.write()["series_info"]
+    assert [gap["step"] for gap in info["gaps"]] == [2]
+    assert info["cold_steps"] == [1, 3]
+
+
+def test_segments_that_do_not_make_up_the_wall_time_are_refused(document):
+    document["goodput"]["segments"] *= 2
+    with pytest.raises(ReceiptError, match="goodput: the segments add up to"):
+        validate(document)
+
+
 def test_a_run_resumed_elsewhere_keeps_its_losses_but_not_its_speeds(tmp_path):
     path = tmp_path / "r.json"
     samples.train(path, steps=20, status="running")
@@ -451,6 +508,38 @@ def test_the_lane_is_gathered_here_and_is_valid(document):
     assert document["lane"]["device"]["type"] == "cpu"
     assert document["lane"]["packages"]["torch"].startswith("2.")
     assert document["lane"]["cpu"]["count"] >= 1
+
+
+DRIVERS = {
+    "closed": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27\nGCC 12.3.0\n",
+    "open": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n",
+}
+
+
+@pytest.mark.parametrize("kind", [*DRIVERS, None])
+def test_the_lane_of_a_gpu(kind, document, monkeypatch, tmp_path):
+    """A GPU as torch describes one; the driver's version is the kernel module's."""
+    import torch
+
+    if kind:
+        (tmp_path / "version").write_text(DRIVERS[kind])
+    monkeypatch.setattr("megacpp_mcore.lane._DRIVER", tmp_path / "version")
+    gpu = SimpleNamespace(name="NVIDIA H200", total_memory=150_754_820_096, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    document["lane"] = lane()
+    validate(document)
+    assert document["lane"]["device"] == {
+        "type": "cuda",
+        "name": "NVIDIA H200",
+        "count": 8,
+        "memory_bytes": 150_754_820_096,
+        "capability": "9.0",
+    }
+    assert document["lane"]["driver"] == ("580.65.06" if kind else None)
+    assert lane("cpu")["device"]["type"] == "cpu"
 
 
 def test_the_lane_is_gathered_where_torch_cannot_be_imported(document, monkeypatch):

@@ -11,6 +11,7 @@ from PIL import Image
 from megacpp_mcore import run_receipt
 from megacpp_mcore.cli import main
 from megacpp_mcore.comparison import time_ratio
+from megacpp_mcore.goodput import Goodput
 from megacpp_mcore.receipts import read, recipe_entry, write
 
 TRITON = [{"surface": "m2rnn", "requested": "triton", "observed": "triton", "reason": "named"}]
@@ -67,6 +68,20 @@ def test_show_tells_of_a_failure_a_gap_and_a_resume(cli, tmp_path):
     assert "loss of step 21 is nan" in out
     assert "note      resumed from the checkpoint of step 20" in out
     assert "2 processes;" in out
+
+
+def test_show_tells_how_long_no_process_ran(cli, tmp_path):
+    path = tmp_path / "r.json"
+    clock = samples.Clock()
+    run = samples.start(path, goodput=Goodput(clock=clock, started="2026-11-21T09:00:00Z"))
+    clock.sleep(100)
+    run.write()
+    run = samples.start(path, goodput=Goodput(clock=clock, started="2026-11-21T09:10:00Z"))
+    run.resume(read(path), step=0, tokens=0)
+    clock.sleep(7)
+    run.write()
+    _, out, _ = cli("report", "show", path)
+    assert "2 processes; 8 min 20 s between them" in out
 
 
 def test_show_of_a_run_that_has_done_nothing_yet(cli, tmp_path):
@@ -148,9 +163,11 @@ def test_compare_tells_when_a_longer_compilation_has_paid_for_itself(cli, base, 
 
 def test_the_margin_is_what_a_difference_must_exceed(cli, base, tmp_path):
     samples.train(tmp_path / "b.json", ms=820.0, noise=1)
-    for margin, expected in ((0.01, "keep"), (0.2, "undecided")):
+    for margin, keep, drop in ((0.01, "keep", "drop"), (0.2, "undecided", "undecided")):
         _, out, _ = cli("report", "compare", base, tmp_path / "b.json", "--margin", margin)
-        assert verdict(out) == expected
+        assert verdict(out) == keep
+        _, out, _ = cli("report", "compare", tmp_path / "b.json", base, "--margin", margin)
+        assert verdict(out) == drop
     for margin in ("-0.1", "1", "nan"):
         status, _, err = cli("report", "compare", base, base, "--margin", margin)
         assert status == 2 and "it is a share, 0 or more and below 1" in err
@@ -180,7 +197,7 @@ def test_compare_refuses_unlike_receipts_and_names_each_difference(cli, base, tm
     assert status == 2
     assert [line.strip() for line in err.splitlines()[1:-1]] == differences
     assert "--allow-unlike" in err
-    assert "verdict" not in out
+    assert out == ""
     status, out, _ = cli("report", "compare", base, tmp_path / "b.json", "--allow-unlike")
     assert status == 0
     assert all(f"UNLIKE   {difference}" in out for difference in differences)
@@ -244,6 +261,15 @@ def test_the_interval_holds_the_true_ratio_as_often_as_it_says():
 
     ratios = [time_ratio(times(own.randint(5, 60), 1.0), times(40, 0.9)) for _ in range(500)]
     assert sum(ratio.low <= 0.9 <= ratio.high for ratio in ratios) >= 480
+
+
+@pytest.mark.parametrize(("m", "n", "critical"), [(8, 8, 7), (5, 8, 2), (5, 5, 0), (6, 7, 3)])
+def test_the_interval_cuts_off_what_the_mann_whitney_table_says(m, n, critical):
+    """Critical U at 1 %, two-sided, from the printed table: so many ratios lie below the low."""
+    a = [2.0 ** (-n * i) for i in range(m)]
+    b = [2.0**j for j in range(n)]  # the ratios are 2 ** 0, 2 ** 1, ... 2 ** (m n - 1)
+    ratio = time_ratio(a, b)
+    assert (math.log2(ratio.low), math.log2(ratio.high)) == (critical, m * n - 1 - critical)
 
 
 def test_drift_widens_the_interval_instead_of_deciding():

@@ -48,10 +48,10 @@ def _compare(args: argparse.Namespace) -> int:
     from megacpp_mcore import receipts, report
     from megacpp_mcore.comparison import MARGIN
 
-    print(f"A  {args.a}\nB  {args.b}\n")
     a, b = receipts.read(args.a), receipts.read(args.b)
     margin = MARGIN if args.margin is None else args.margin
-    print(report.compare(a, b, margin=margin, allow_unlike=args.allow_unlike))
+    text = report.compare(a, b, margin=margin, allow_unlike=args.allow_unlike)
+    print(f"A  {args.a}\nB  {args.b}\n\n{text}")
     return 0
 
 
