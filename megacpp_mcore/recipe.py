@@ -18,10 +18,12 @@ from typing import Any
 from megacpp_mcore import recipe_rules, recipe_schema
 from megacpp_mcore.pattern import PatternError, translate
 from megacpp_mcore.plan import HybridPlan
-from megacpp_mcore.recipe_source import BACKENDS, RecipeError, Settings, locate, read
+from megacpp_mcore.recipe_fields import Target
+from megacpp_mcore.recipe_source import BACKENDS, KEYS, RecipeError, Settings, locate, read
 from megacpp_mcore.settings import M2RNNSettings
 
 ENVIRONMENT_VARIABLE = "MEGACPP_RECIPE"
+_PIPELINE = "parallel.pipeline_model_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     recipe = Recipe(
         name=name,
         **sections,
-        plan=_plan(name, sections, settings.origins),
+        plan=_plan(name, sections, settings),
         description=settings.description,
         source=source,
         overrides=tuple(overrides),
@@ -177,7 +179,7 @@ def _sections(settings: Settings, name: str) -> dict[str, Any]:
     return {**sections, BACKENDS: backends}
 
 
-def _plan(name: str, sections: dict[str, Any], origins: dict[str, str]) -> HybridPlan:
+def _plan(name: str, sections: dict[str, Any], settings: Settings) -> HybridPlan:
     model, attention, mtp = sections["model"], sections["attention"], sections["mtp"]
     try:
         return translate(
@@ -191,7 +193,9 @@ def _plan(name: str, sections: dict[str, Any], origins: dict[str, str]) -> Hybri
             vpp=sections["parallel"].virtual_pipeline_model_parallel_size,
         )
     except PatternError as error:
-        origin = origins.get("model.pattern", "default")
-        raise RecipeError(
-            f"recipe {name}: model.pattern = {model.pattern!r} ({origin}): {error}"
-        ) from error
+        asked = ", ".join(
+            f"{dotted} = {value!r} ({settings.origins[dotted]})"
+            for dotted, value in settings.values.items()
+            if dotted == _PIPELINE or (dotted in KEYS and KEYS[dotted].lowers_to is Target.PLAN)
+        )
+        raise RecipeError(f"recipe {name}: no layer plan from {asked}: {error}") from error

@@ -182,7 +182,7 @@ def _answer_for_transformer_engine() -> None:
     for module in (moe_utils, rope_utils):
         for name, value in vars(module).items():
             if name.startswith("fused_") and value is None:
-                setattr(module, name, _answer_for_transformer_engine)
+                setattr(module, name, object())  # asked about, never called
 
 
 def _words(error: Exception) -> str:

@@ -64,6 +64,7 @@ def refusals(recipe: "Recipe") -> Sequence[Refusal]:
     """Everything that cannot be as asked; empty for a recipe that can run."""
     rules = Rules(recipe)
     _ranges(rules)
+    _words(rules)
     if rules.found:
         return rules.found  # the rules below divide by these values
     for topic in _TOPICS:
@@ -85,4 +86,19 @@ def _ranges(r: Rules) -> None:
             value >= 1 and _BELOW_ONE.fullmatch(dotted),
             dotted,
             f"must be less than 1{unset}",
+        )
+
+
+def _words(r: Rules) -> None:
+    """Texts that a command line would take for something else."""
+    for dotted, key in KEYS.items():
+        if key.flag is None:
+            continue
+        value = r[dotted]
+        r.refuse(value == (), dotted, "must have an entry, or be left out")
+        texts = value if isinstance(value, tuple) else (value,)
+        r.refuse(
+            any(isinstance(text, str) and (not text or text[0] == "-") for text in texts),
+            dotted,
+            "must not be empty or begin with a dash: Megatron would take it for a flag",
         )

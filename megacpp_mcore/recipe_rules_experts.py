@@ -11,7 +11,8 @@ def check(r: Rules) -> None:
 
 
 def _experts(r: Rules) -> None:
-    experts = r["moe.num_experts"]
+    experts, width = r["moe.num_experts"], "moe.moe_ffn_hidden_size"
+    r.refuse(experts is None and r[width] is not None, width, "needs moe.num_experts")
     if not r.has("E"):
         r.refuse(
             r["parallel.expert_model_parallel_size"] > 1,
@@ -49,7 +50,6 @@ def _router(r: Rules) -> None:
     kinds, coefficients = r["moe.moe_router_load_balancing_type"], r["moe.moe_aux_loss_coeff"]
     score = r["moe.moe_router_score_function"]
     topk = r["moe.moe_router_topk"]
-    r.refuse(not kinds, "moe.moe_router_load_balancing_type", "needs at least one type")
     r.refuse(
         len(kinds) != len(coefficients),
         "moe.moe_aux_loss_coeff",

@@ -40,6 +40,9 @@ def _fp8(r: Rules) -> None:
         "precision.first_last_layers_bf16",
         'must be false with precision.fp8_recipe = "delayed"',
     )
+    stage = r["model.depth"] // r["parallel.pipeline_model_parallel_size"]
+    for key in ("precision.num_layers_at_start_in_bf16", "precision.num_layers_at_end_in_bf16"):
+        r.refuse(r[key] > stage, key, f"must be at most the {stage} layers of a pipeline stage")
     r.refuse(
         delayed and {"moe_act", "layernorm"} & set(r["parallel.recompute_modules"] or ()),
         "parallel.recompute_modules",

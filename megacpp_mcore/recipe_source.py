@@ -62,7 +62,7 @@ def locate(name_or_path: str, beside: Path | None = None) -> tuple[str, str]:
     Raises RecipeError for a name that is not shipped.
     """
     if name_or_path.endswith(SUFFIX) or "/" in name_or_path:
-        path = ((beside or Path()) / name_or_path).absolute()
+        path = ((beside or Path()) / name_or_path).resolve()
         return str(path), str(path)
     if name_or_path not in shipped():
         raise RecipeError(
@@ -127,16 +127,15 @@ def _read_section(settings: Settings, section: str, table: Any, path: str) -> No
     if not isinstance(table, dict):
         raise RecipeError(f"{path}: {section} = {table!r}: expected a section, [{section}]")
     for name, value in table.items():
-        dotted = f"{section}.{name}"
-        if isinstance(value, dict) and dotted in KEYS:
-            for entry, text in value.items():
-                _put(settings, f"{dotted}.{entry}", text, path)
-        else:
-            _put(settings, dotted, value, path)
+        _put(settings, f"{section}.{name}", value, path)
 
 
 def _put(settings: Settings, dotted: str, value: Any, origin: str) -> None:
     hint = _known(dotted, origin)
+    if hint == dict[str, str] and isinstance(value, dict):
+        for entry, text in value.items():
+            _put(settings, f"{dotted}.{entry}", text, origin)
+        return
     try:
         value = coerce(value, hint)
     except TypeMismatch as error:
