@@ -1,0 +1,349 @@
+"""The rows of the kernel catalog, as data.
+
+Times are medians on one H200 in bf16, forward / forward + backward, 16,384 tokens of NAM56R's
+shapes (hidden 3584), unless a row says otherwise.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Role = Literal["chosen", "fallback", "vendor", "donor", "deferred", "experimental"]
+Keep = Literal["keep", "borderline", "not carried"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One backend, or one that we deliberately do not carry (`not_carried` says why).
+
+    blocks: letters of the block families it touches; empty: the head and the loss. role: chosen
+    (what the pinned stack should run on an H200), fallback (plain torch), vendor (another package's
+    that we may run), donor (a source of ideas), deferred (not written, and when it would be) or
+    experimental (runs only when named). removes: the whole-path cost it takes away. layout, dtypes:
+    what it takes and gives. fallback: the backend that serves when it cannot; None for a reference,
+    and where nothing is registered for the surface. tests: paths in the repository. receipt: a file
+    under examples/receipts/h200/, or None and `no_receipt` says why. exit_when: the condition under
+    which the row is decided anew. skips: check of the admission suite -> why it is not run.
+    """
+
+    surface: str
+    backend: str
+    blocks: str
+    role: Role
+    keep: Keep
+    removes: str
+    layout: str = ""
+    dtypes: str = ""
+    fallback: str | None = None
+    tests: tuple[str, ...] = ()
+    receipt: str | None = None
+    no_receipt: str | None = None
+    exit_when: str
+    not_carried: str | None = None
+    skips: Mapping[str, str] = field(default_factory=dict)
+
+
+_NO_BENCH = "not benched yet: the first `megacpp bench` of the surface on an H200 writes one"
+_IN_MODEL = "benched only inside the whole model so far"
+_REFERENCE_EXIT = "never: it is the definition that the others are held to"
+_TE_SKIPS = {"all": "vendor code that runs on a GPU only; its admission run needs an H200"}
+_DISPATCH_TESTS = ("tests/test_dispatch.py",)
+_MAMBA3_TESTS = ("tests/kernels/test_mamba3_kernel.py", "tests/layers/test_mamba3_layer.py")
+
+LINEAR = (
+    Row(
+        surface="linear",
+        backend="te",
+        blocks="AEMR",
+        role="chosen",
+        keep="keep",
+        removes="FP8 casts outside the GEMM, and tensor-parallel communication that does not "
+        "overlap it; in bf16 on one GPU nothing, both call cuBLAS",
+        layout="[s, b, in] -> [s, b, out], weight [out, in]",
+        dtypes="bf16, fp16, fp32; fp8 inside",
+        fallback="reference",
+        tests=_DISPATCH_TESTS,
+        no_receipt=_IN_MODEL,
+        exit_when="torch's linears train NAM56R at the same tokens/s, FP8 included",
+        skips=_TE_SKIPS,
+    ),
+    Row(
+        surface="linear",
+        backend="reference",
+        blocks="AEMR",
+        role="fallback",
+        keep="keep",
+        removes="nothing: Megatron's own linears in plain torch",
+        layout="[s, b, in] -> [s, b, out], weight [out, in]",
+        dtypes="bf16, fp16, fp32",
+        tests=_DISPATCH_TESTS,
+        no_receipt=_IN_MODEL,
+        exit_when=_REFERENCE_EXIT,
+    ),
+)
+
+NORM = (
+    Row(
+        surface="norm",
+        backend="te",
+        blocks="AEMR",
+        role="chosen",
+        keep="keep",
+        removes="a read and a write of the activations between the square sum and the scaling",
+        layout="[..., h], normalised over h",
+        dtypes="bf16, fp16, fp32; sums in fp32",
+        fallback="reference",
+        tests=_DISPATCH_TESTS,
+        no_receipt=_NO_BENCH,
+        exit_when="torch's RMSNorm is within the noise of it over a whole step",
+        skips=_TE_SKIPS,
+    ),
+    Row(
+        surface="norm",
+        backend="reference",
+        blocks="AEMR",
+        role="fallback",
+        keep="keep",
+        removes="nothing: torch.nn.RMSNorm and LayerNorm, sequence parallelism added",
+        layout="[..., h], normalised over h",
+        dtypes="bf16, fp16, fp32",
+        tests=_DISPATCH_TESTS,
+        no_receipt=_NO_BENCH,
+        exit_when=_REFERENCE_EXIT,
+    ),
+    Row(
+        surface="norm",
+        backend="own_triton",
+        blocks="AEMR",
+        role="deferred",
+        keep="not carried",
+        removes="the same round trip that te and Liger remove already",
+        fallback="te",
+        not_carried="TE, Liger and torch each have one that a far larger user base tests; one of "
+        "our own removes no memory traffic that theirs do not",
+        exit_when="a norm fused with a neighbour that no package offers saves step time in a run",
+    ),
+)
+
+MOE_EXPERTS = (
+    Row(
+        surface="moe_experts",
+        backend="te",
+        blocks="E",
+        role="chosen",
+        keep="keep",
+        removes="one GEMM launch an expert. The whole MoE layer takes 3.14 / 9.50 ms with it, of "
+        "a 5.1 ms floor: the rest is sort, permute and copies",
+        layout="tokens [t, h] sorted by expert, counts [experts] on the host",
+        dtypes="bf16, fp16, fp32; fp8 inside",
+        fallback="reference",
+        tests=_DISPATCH_TESTS,
+        no_receipt=_NO_BENCH,
+        exit_when="a path that never writes the permuted copies wins a whole run",
+        skips=_TE_SKIPS,
+    ),
+    Row(
+        surface="moe_experts",
+        backend="reference",
+        blocks="E",
+        role="fallback",
+        keep="keep",
+        removes="nothing: Megatron's SequentialMLP, one expert after another",
+        layout="tokens [t, h] sorted by expert, counts [experts] on the host",
+        dtypes="bf16, fp16, fp32",
+        tests=_DISPATCH_TESTS,
+        no_receipt=_NO_BENCH,
+        exit_when=_REFERENCE_EXIT,
+    ),
+    Row(
+        surface="moe_experts",
+        backend="sonicmoe",
+        blocks="E",
+        role="donor",
+        keep="not carried",
+        removes="the stored expert output: router gradients come from dA' . A, so that only X and "
+        "the pre-activation are kept",
+        fallback="te",
+        not_carried="0.1.2.post1 needs torch <= 2.9.1 and cutlass-dsl 4.4.2; its algorithm carries "
+        "over, its package does not",
+        exit_when="a release serves the pinned torch: then it is benched as a vendor",
+    ),
+)
+
+CORE_ATTENTION = (
+    Row(
+        surface="core_attention",
+        backend="te",
+        blocks="A",
+        role="vendor",
+        keep="borderline",
+        removes="the [s, s] scores, as SDPA does; and it alone serves context parallelism",
+        layout="q, k [s, b, heads, dqk], v [s, b, heads, dv] -> [s, b, heads * dv]; thd packed",
+        dtypes="bf16, fp16",
+        fallback="sdpa",
+        tests=_DISPATCH_TESTS,
+        no_receipt="cannot run a backward pass on the pinned stack: it needs cuDNN >= 9.22, torch "
+        "2.11 brings 9.19",
+        exit_when="SDPA is as fast on the same cuDNN and serves context parallelism",
+        skips=_TE_SKIPS,
+    ),
+    Row(
+        surface="core_attention",
+        backend="sdpa",
+        blocks="A",
+        role="chosen",
+        keep="keep",
+        removes="the [s, s] scores of every head. dqk 128 and dv 64 as they are through cuDNN: "
+        "1.48 / 6.5 ms, against 3.10 / 12.27 for flash with v padded to 128",
+        layout="q, k [s, b, heads, dqk], v [s, b, heads, dv] -> [s, b, heads * dv]; thd packed, "
+        "one document at a time",
+        dtypes="bf16, fp16, fp32",
+        fallback="reference",
+        tests=_DISPATCH_TESTS,
+        no_receipt=_NO_BENCH,
+        exit_when="another backend is faster over a whole step with the same dims",
+    ),
+    Row(
+        surface="core_attention",
+        backend="reference",
+        blocks="A",
+        role="fallback",
+        keep="keep",
+        removes="nothing: softmax(q k^T) v with the scores in memory",
+        layout="q, k [s, b, heads, dqk], v [s, b, heads, dv] -> [s, b, heads * dv]; thd packed, "
+        "one document at a time",
+        dtypes="bf16, fp16, fp32, fp64; softmax in fp32 or wider",
+        tests=_DISPATCH_TESTS,
+        no_receipt=_NO_BENCH,
+        exit_when=_REFERENCE_EXIT,
+    ),
+)
+
+MLA = (
+    Row(
+        surface="mla_projection",
+        backend="own_fused",
+        blocks="A",
+        role="deferred",
+        keep="not carried",
+        removes="the traffic between down projection, norm and up projection",
+        not_carried="cuBLAS has caught up: the GEMMs are about 2.2 ms of the MLA layer's 13.43, "
+        "while copies around RoPE cost 3 - 4 ms; and it carries a recompute contract of its own "
+        "in the backward pass",
+        exit_when="a run shows a compiled projection losing to it at long context, in memory or "
+        "tokens/s",
+    ),
+    Row(
+        surface="mla_rope",
+        backend="megatron_fused",
+        blocks="A",
+        role="vendor",
+        keep="not carried",
+        removes="concatenations and copies around RoPE, 3 - 4 ms of the layer's 13.43",
+        not_carried="megatron-core 0.19.2's kernel serves YaRN only, and its head mask forgets the "
+        "block offset: at 56 heads silently wrong or an illegal access, as the autotuner picks",
+        exit_when="a release passes parity at 56 heads and serves plain RoPE: then it is benched",
+    ),
+)
+
+MAMBA3_SCAN = (
+    Row(
+        surface="mamba3_scan",
+        backend="reference",
+        blocks="M",
+        role="fallback",
+        keep="keep",
+        removes="nothing: the chunked scan in plain torch",
+        layout="q, k (B, S, G, N), v, z (B, S, H, P) -> (B, S, H, P); MIMO adds a rank dim",
+        dtypes="bf16, fp16, fp32, fp64; dt, decay and state in fp32 or wider",
+        tests=_MAMBA3_TESTS,
+        no_receipt=_NO_BENCH,
+        exit_when=_REFERENCE_EXIT,
+    ),
+    Row(
+        surface="mamba3_scan",
+        backend="own_scan",
+        blocks="M",
+        role="deferred",
+        keep="not carried",
+        removes="rotated Q, scaled K, expanded angles and chunk states in memory: upstream's SISO "
+        "kernel takes 0.73 / 1.94 ms, of 0.09 ms of input and output in the forward pass",
+        fallback="reference",
+        not_carried="upstream's kernel is the one to beat, and no H200 receipt shows a scan of our "
+        "own that beats it over a whole step",
+        exit_when="such a receipt exists",
+    ),
+)
+
+M2RNN = (
+    Row(
+        surface="m2rnn",
+        backend="reference",
+        blocks="R",
+        role="fallback",
+        keep="keep",
+        removes="the per-step graph: states are kept once a chunk and made again in the backward "
+        "pass",
+        layout="q, k (B, S, 1 or H, K), v (B, S, H, V) -> (B, S, H, V), state (B, H, K, V)",
+        dtypes="bf16, fp16, fp32, fp64; computed in fp32 or wider",
+        tests=("tests/kernels/test_m2rnn_kernel.py",),
+        no_receipt=_NO_BENCH,
+        exit_when=_REFERENCE_EXIT,
+    ),
+    Row(
+        surface="m2rnn",
+        backend="xma",
+        blocks="R",
+        role="donor",
+        keep="not carried",
+        removes="the launches of 4096 dependent steps: 3.31 / 14.28 ms and 1.70 GiB at 44 heads",
+        fallback="reference",
+        not_carried="over ten times the latency floor of 0.19 - 0.30 ms, 3.4e-3 relative error in "
+        "fp32 (it multiplies in tf32), and it clamps the state's gradient by default",
+        exit_when="our own kernel is at the floor: then it is the figure to compare with",
+    ),
+)
+
+HEAD = (
+    Row(
+        surface="linear_cross_entropy",
+        backend="own_mega_kernel",
+        blocks="",
+        role="deferred",
+        keep="not carried",
+        removes="the logits: plain linear and cross entropy 44.1 ms and 12.0 GiB, Liger 37.8 ms "
+        "and 0.67 GiB, floor 31 ms",
+        not_carried="it is made of 23 TFLOP of GEMM, and cuBLAS runs those; chunked logits with "
+        "one small kernel over each chunk save the same memory",
+        exit_when="a chunked path cannot come within reach of the floor on an H200",
+    ),
+    Row(
+        surface="linear_cross_entropy",
+        backend="megatron_te",
+        blocks="",
+        role="vendor",
+        keep="not carried",
+        removes="a pass over the logits",
+        not_carried="Megatron's cross_entropy_fusion_impl 'te' is reported to give grad norm 0 or "
+        "divergence (Megatron-LM #1627 and #1750)",
+        exit_when="both reports are closed by a fix and our gradient test passes on it",
+    ),
+)
+
+RESIDUAL = (
+    Row(
+        surface="residual",
+        backend="own_triton",
+        blocks="AEMR",
+        role="deferred",
+        keep="not carried",
+        removes="elementwise launches between a block's output and the next block's input",
+        not_carried="bias, dropout and addition are one kernel of torch.compile already; a Triton "
+        "kernel would be a border that the compiler cannot fuse across",
+        exit_when="torch.compile stops fusing them in the pinned stack, seen in a trace of a run",
+    ),
+)
+
+ROWS: tuple[Row, ...] = (
+    LINEAR + NORM + MOE_EXPERTS + CORE_ATTENTION + MLA + MAMBA3_SCAN + M2RNN + HEAD + RESIDUAL
+)

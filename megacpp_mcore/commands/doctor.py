@@ -1,0 +1,48 @@
+"""`megacpp doctor`: is the stack of this machine sound."""
+
+import argparse
+import dataclasses
+import json
+import textwrap
+from typing import Any
+
+_WIDTH = 100
+
+
+def register(subparsers: Any) -> None:
+    """Add `doctor`."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="check this machine's stack: versions, and the traps that are known",
+        description="Versions against the pinned stack, and every known trap with its remedy. "
+        "Exit status 1 when something would fail a run on this machine.",
+    )
+    parser.add_argument("--json", action="store_true", help="a list of checks")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine this machine and print. 1 when a check fails."""
+    from megacpp_mcore import stack, stack_facts
+
+    checks = stack.examine(stack_facts.gather())
+    if args.json:
+        print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
+    else:
+        for check in checks:
+            _print(check)
+        counts = [
+            f"{sum(check.status == status for check in checks)} {status}"
+            for status in (stack.OK, stack.WARN, stack.FAIL, stack.NOT_APPLICABLE)
+        ]
+        print(", ".join(counts))
+    return 1 if any(check.status == stack.FAIL for check in checks) else 0
+
+
+def _print(check: Any) -> None:
+    status = "-" if check.status == "not applicable" else check.status
+    head = f"{status:<5} {check.name:<25} "
+    print(textwrap.fill(check.found, _WIDTH, initial_indent=head, subsequent_indent=" " * 32))
+    if check.remedy:
+        print(textwrap.fill(check.remedy, _WIDTH, initial_indent=" " * 32 + "do: ",
+                            subsequent_indent=" " * 36))  # fmt: skip
