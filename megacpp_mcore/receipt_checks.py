@@ -68,7 +68,10 @@ def validate(document: Any, source: str = "this document") -> None:
             f"{source} has schema_version {_short(version)}; megacpp {__version__} knows "
             f"{SCHEMA_VERSION} only. Use the megacpp that wrote it"
         )
-    problems = list(_not_finite(document, ""))
+    try:
+        problems = list(_not_finite(document, ""))
+    except RecursionError:
+        raise ReceiptError(f"{source} is no receipt: it is nested too deeply") from None
     if not problems:
         problems = [_sentence(error) for error in _validator().iter_errors(document)]
     if not problems:

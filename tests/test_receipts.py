@@ -225,6 +225,7 @@ NO_RECEIPT = {
     "newer": (b'{"schema_version": 2}', "has schema_version 2; megacpp .* knows 1 only"),
     "version text": (b'{"schema_version": "1"}', 'has schema_version "1"'),
     "deep": (b'{"a":' + b"[" * 100_000, "is not a receipt"),
+    "deep json": (b'{"schema_version": 1, "a":' + b"[" * 990 + b"]" * 990 + b"}", "too deeply"),
     "huge number": (b'{"schema_version": ' + b"9" * 5000 + b"}", "is not a receipt"),
     "infinite": (b'{"schema_version": 1, "x": 1e999}', "x: inf is not a JSON number"),
     "nan": (b'{"schema_version": 1, "x": NaN}', "x: nan is not a JSON number"),
