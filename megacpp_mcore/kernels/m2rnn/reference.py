@@ -23,7 +23,8 @@ Shapes are those of `megacpp_mcore.kernels.m2rnn.m2rnn`, which checks them; noth
 The computation is in float32, or float64 when v is float64.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -247,6 +248,8 @@ def _gradients(ctx, dy, dh, _):
 
 _forward.register_autograd(_gradients, setup_context=_save)
 
+_SHARED_STATE = 2**15  # elements; below it torch's own elementwise loops stay on one thread, too
+
 _STATE_IN = (1, 3, 0, 2)  # (B, H, K, V) -> (H, V, B, K)
 _STATE_OUT = (2, 0, 3, 1)  # (H, V, B, K) -> (B, H, K, V)
 _KEYS_OUT = (2, 0, 1, 3)  # (C, heads, B, K) -> (B, C, heads, K)
@@ -285,10 +288,26 @@ def _run_chunk(
     z = torch.mul(v, k, out=torch.empty_like(states[1:]))
     rows = _flat(states).unbind()
     steps = zip(_flat(z).unbind(), _per_row(f, k), rows[:-1], rows[1:], strict=True)
-    for z_t, f_t, before, after in steps:
-        z_t.baddbmm_(weight, before).tanh_()
-        torch.lerp(z_t, before, f_t, out=after)
+    with _threads_for(state):
+        for z_t, f_t, before, after in steps:
+            z_t.baddbmm_(weight, before).tanh_()
+            torch.lerp(z_t, before, f_t, out=after)
     return states, z
+
+
+@contextlib.contextmanager
+def _threads_for(state: Tensor) -> Iterator[None]:
+    """One CPU thread for the steps of a state too small to share.
+
+    MKL's tanh shares 4096 numbers between two threads: a fifth faster on an idle machine, tens of
+    times slower where another process holds a core, since every step then waits for that thread.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads if state.numel() >= _SHARED_STATE else 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -340,12 +359,13 @@ def _run_back(
     """
     rows = _flat(g).unbind()
     steps = list(zip(rows[:-1], rows[1:], _flat(a).unbind(), f, strict=True))
-    for t, (before, after, a_t, f_t) in reversed(list(enumerate(steps))):
-        a_t.mul_(after)
-        if grad_clamp is None or t == 0:  # what leaves the chunk is clamped where it arrives
-            before.addcmul_(f_t, after).baddbmm_(weight, a_t)
-        else:
-            before += _clamped(torch.mul(f_t, after).baddbmm_(weight, a_t), grad_clamp)
+    with _threads_for(g[0]):
+        for t, (before, after, a_t, f_t) in reversed(list(enumerate(steps))):
+            a_t.mul_(after)
+            if grad_clamp is None or t == 0:  # what leaves the chunk is clamped where it arrives
+                before.addcmul_(f_t, after).baddbmm_(weight, a_t)
+            else:
+                before += _clamped(torch.mul(f_t, after).baddbmm_(weight, a_t), grad_clamp)
 
 
 def _clamped(x: Tensor, limit: float | None) -> Tensor:
