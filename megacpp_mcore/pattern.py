@@ -15,6 +15,7 @@ from megacpp_mcore.plan import (
     Mtp,
     Requires,
     Segment,
+    Spec,
     module_of,
     spec_of,
 )
@@ -82,7 +83,8 @@ def translate(
     main = "|".join(segment.megatron_pattern for segment in segments)
     mtp_symbols = _symbols(mtp_letters, attention)
     mtp = Mtp(mtp_depths, mtp_letters, mtp_symbols) if mtp_depths else None
-    layers = (*_main_layers(segments, target), *_mtp_layers(mtp, segments[-1], target))
+    spec = spec_of(letters + mtp_letters, target)
+    layers = (*_main_layers(segments, spec), *_mtp_layers(mtp, segments[-1], spec))
     return HybridPlan(
         source_pattern="|".join(pieces),
         megatron_pattern=main + f"/{mtp_symbols}" * mtp_depths,
@@ -95,7 +97,7 @@ def translate(
         layers=layers,
         segments=segments,
         mtp=mtp,
-        requires=Requires(spec_of(letters + mtp_letters, target)),
+        requires=Requires(spec),
         notes=tuple(_notes(typed, layers, pp)),
     )
 
@@ -281,7 +283,7 @@ def _segments(pieces: Sequence[str], symbols: str, pp: int) -> Iterable[Segment]
         done = end
 
 
-def _main_layers(segments: Iterable[Segment], target: str) -> Iterable[Layer]:
+def _main_layers(segments: Iterable[Segment], spec: Spec | None) -> Iterable[Layer]:
     rank = 0
     for segment in segments:
         pairs = zip(segment.source_pattern, segment.megatron_pattern, strict=True)
@@ -292,14 +294,14 @@ def _main_layers(segments: Iterable[Segment], target: str) -> Iterable[Layer]:
                 letter=letter,
                 symbol=symbol,
                 a_rank=rank if letter == "A" else None,
-                module=module_of(letter, symbol, target),
+                module=module_of(letter, symbol, spec),
                 stage=segment.stage,
                 virtual_stage=segment.virtual_stage,
                 mtp_depth=None,
             )
 
 
-def _mtp_layers(mtp: Mtp | None, last: Segment, target: str) -> Iterable[Layer]:
+def _mtp_layers(mtp: Mtp | None, last: Segment, spec: Spec | None) -> Iterable[Layer]:
     for depth in range(1, mtp.depths + 1) if mtp else ():
         pairs = zip(mtp.source_pattern, mtp.megatron_pattern, strict=True)
         for number, (letter, symbol) in enumerate(pairs, 1):
@@ -308,7 +310,7 @@ def _mtp_layers(mtp: Mtp | None, last: Segment, target: str) -> Iterable[Layer]:
                 letter=letter,
                 symbol=symbol,
                 a_rank=None,
-                module=module_of(letter, symbol, target),
+                module=module_of(letter, symbol, spec),
                 stage=last.stage,
                 virtual_stage=last.virtual_stage,
                 mtp_depth=depth,

@@ -25,6 +25,7 @@ _NATIVE_MODULES = {
     ("D", "G"): f"{_CORE}.ssm.gated_delta_net.GatedDeltaNet",
 }
 _OUR_MODULES = {
+    ("A", "+"): "megacpp_mcore.layers.mla.MLASelfAttention",
     ("M", "M"): "megacpp_mcore.layers.mamba3.Mamba3Mixer",
     ("R", "G"): "megacpp_mcore.layers.m2rnn.M2RNNMixer",
 }
@@ -168,9 +169,9 @@ def _counts(layers: Sequence[Layer]) -> dict[str, dict[str, int]]:
     }
 
 
-def module_of(letter: str, symbol: str, target: str) -> str:
-    """Dotted path of the class in the layer's mixer slot."""
-    ours = _OUR_MODULES if target == "nam56r" else {}
+def module_of(letter: str, symbol: str, spec: Spec | None) -> str:
+    """Dotted path of the class in the layer's mixer slot, under `spec` or Megatron's own."""
+    ours = _OUR_MODULES if spec else {}
     return ours.get((letter, symbol)) or _NATIVE_MODULES[letter, symbol]
 
 

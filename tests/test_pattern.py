@@ -290,7 +290,7 @@ def test_to_dict_is_json_with_stable_keys():
         "letter": "A",
         "symbol": "+",
         "a_rank": 2,
-        "module": "megatron.core.transformer.multi_latent_attention.MLASelfAttention",
+        "module": "megacpp_mcore.layers.mla.MLASelfAttention",
         "stage": 0,
         "virtual_stage": 0,
         "mtp_depth": None,

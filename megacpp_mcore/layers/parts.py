@@ -6,11 +6,16 @@ from functools import partial
 
 @dataclass(frozen=True)
 class Linears:
-    """Linear classes of one backend. duplicated: weights whole on every tensor-parallel rank."""
+    """Linear classes of one backend.
+
+    duplicated: weights whole on every tensor-parallel rank. is_te: they are Transformer Engine's,
+    which can hold a norm inside.
+    """
 
     column: type
     row: type
     duplicated: type
+    is_te: bool
 
 
 def te_linears() -> Linears:
@@ -21,14 +26,14 @@ def te_linears() -> Linears:
         TERowParallelLinear,
     )
 
-    return Linears(TEColumnParallelLinear, TERowParallelLinear, TELinear)
+    return Linears(TEColumnParallelLinear, TERowParallelLinear, TELinear, is_te=True)
 
 
 def megatron_linears() -> Linears:
     """Megatron's own, in plain torch. It has no duplicated one: column-parallel and gathered is it."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    return Linears(ColumnParallelLinear, RowParallelLinear, ColumnParallelLinear)
+    return Linears(ColumnParallelLinear, RowParallelLinear, ColumnParallelLinear, is_te=False)
 
 
 def te_norm() -> type:

@@ -32,10 +32,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.multi_latent_attention import (
-    MLASelfAttention,
-    MLASelfAttentionSubmodules,
-)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -52,6 +49,7 @@ from megatron.core.transformer.transformer_layer import (
 from megacpp_mcore import bridges, dispatch
 from megacpp_mcore.layers.m2rnn import M2RNNMixer, M2RNNMixerSubmodules
 from megacpp_mcore.layers.mamba3 import Mamba3Mixer, Mamba3MixerSubmodules
+from megacpp_mcore.layers.mla import MLASelfAttention
 from megacpp_mcore.layers.parts import Linears
 from megacpp_mcore.layers.settings import plugin_settings
 
@@ -181,10 +179,23 @@ def _mla_layer(linears: Linears, norm: type) -> ModuleSpec:
         module=MLASelfAttention,
         params=_CAUSAL,
         submodules=MLASelfAttentionSubmodules(
-            core_attention=DispatchedCoreAttention, **_mla_projections(linears)
+            core_attention=DispatchedCoreAttention,
+            **_mla_projections(linears),
+            **_mla_norms(linears, norm),
         ),
     )
-    return _attention_layer(norm, attention)
+    # The keys of Megatron's own hybrid spec, where the norms are part of TE's up-projections.
+    keys = {
+        f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_"
+        for x in ("q", "kv")
+    }
+    return _attention_layer(norm, attention, sharded_state_dict_keys_map=keys)
+
+
+def _mla_norms(linears: Linears, norm: type) -> dict[str, type]:
+    """Q/KV norms as modules; TE's linears have them inside."""
+    module = IdentityOp if linears.is_te else norm
+    return {"q_layernorm": module, "kv_layernorm": module}
 
 
 def _dsa_layer(linears: Linears, norm: type) -> ModuleSpec:
@@ -202,7 +213,10 @@ def _dsa_layer(linears: Linears, norm: type) -> ModuleSpec:
         module=AbsorbedMLASelfAttention,
         params=_CAUSAL,
         submodules=AbsorbedMLASelfAttentionSubmodules(
-            core_attention=core, **_mla_projections(linears)
+            core_attention=core,
+            **_mla_projections(linears),
+            q_layernorm=IdentityOp,
+            kv_layernorm=IdentityOp,
         ),
     )
     return _attention_layer(norm, attention)
@@ -216,8 +230,6 @@ def _mla_projections(linears: Linears) -> dict[str, type]:
         "linear_kv_down_proj": linears.duplicated,
         "linear_kv_up_proj": linears.column,
         "linear_proj": linears.row,
-        "q_layernorm": IdentityOp,
-        "kv_layernorm": IdentityOp,
     }
 
 
@@ -234,7 +246,7 @@ def _mlp_layer(linears: Linears, norm: type) -> ModuleSpec:
 
 def _moe_layer(linears: Linears, norm: type, experts) -> ModuleSpec:
     # num_experts only has to be a number here; the layer reads the config's.
-    upstream = get_moe_module_spec(use_te=linears.column.__name__.startswith("TE"), num_experts=1)
+    upstream = get_moe_module_spec(use_te=linears.is_te, num_experts=1)
     moe = replace(upstream.keywords["submodules"], experts=experts)
     submodules = TransformerLayerSubmodules(
         pre_mlp_layernorm=norm,

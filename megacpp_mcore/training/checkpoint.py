@@ -21,18 +21,27 @@ from megatron.core.dist_checkpointing.optimizer import (
     optim_state_to_sharding_state,
 )
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.training.megatron_setup import quiet
 from megacpp_mcore.training.step import Trainer
 
 TRACKER = "latest_checkpointed_iteration.txt"
 PROGRESS = "progress.json"
-# What a checkpoint's run may differ in from the run that resumes it, and end with the same losses.
-_FREE_SECTIONS = ("launch", "checkpoint", "backends")
+# A damaged file or a full disk surfaces as many types (OSError, pickle's, zip's, Megatron's own);
+# torch's CheckpointException is no Exception at all, but a BaseException.
+_ANY_FAILURE = (Exception, CheckpointException)
 
 
 class CheckpointError(MegacppError):
-    """A checkpoint that cannot be written or read, or that belongs to another recipe."""
+    """A checkpoint that cannot be read, or that belongs to another recipe or to other data."""
+
+
+class CheckpointWriteError(CheckpointError):
+    """A checkpoint that cannot be written: disk full, no permission."""
+
+    exit_status = 1
 
 
 @dataclass
@@ -51,8 +60,7 @@ class Progress:
 def save(directory: Path, trainer: Trainer, progress: Progress) -> Path:
     """Write the checkpoint of `progress.iteration`; older ones stay. Returns its folder.
 
-    Raises CheckpointError when it cannot be written (disk full, no permission); what was there
-    before is untouched.
+    Raises CheckpointWriteError when it cannot be written; what was there before is untouched.
     """
     final = directory / f"iter_{progress.iteration:07d}"
     partial = directory / f".tmp-{final.name}"
@@ -70,10 +78,10 @@ def save(directory: Path, trainer: Trainer, progress: Progress) -> Path:
             shutil.rmtree(final)
         partial.rename(final)
         _write_tracker(directory, progress.iteration)
-    except Exception as error:  # dist_checkpointing wraps a writer's OSError in types of its own
+    except _ANY_FAILURE as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(
-            f"the checkpoint {final} could not be written: {error}; the last good one is "
+        raise CheckpointWriteError(
+            f"the checkpoint {final} could not be written: {_cause(error)}; the last good one is "
             f"{latest(directory) or 'none'}"
         ) from error
     return final
@@ -120,8 +128,8 @@ def load(checkpoint: Path, trainer: Trainer, current: Progress) -> Progress:
         with quiet():
             state = dist_checkpointing.load(_sharded_state(trainer), str(checkpoint))
         _restore(trainer, state)
-    except Exception as error:  # a damaged file surfaces as many types: pickle, zip, Megatron's own
-        raise CheckpointError(f"{checkpoint} cannot be loaded: {error}") from error
+    except _ANY_FAILURE as error:
+        raise CheckpointError(f"{checkpoint} cannot be loaded: {_cause(error)}") from error
     return progress
 
 
@@ -154,11 +162,9 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
 
 
 def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """`section.key: saved here, asked for there` for every key that decides how training goes."""
+    """`section.key was ... and is ...` for every key that differs."""
     changed = []
     for section in sorted(set(saved) | set(current)):
-        if section in _FREE_SECTIONS:
-            continue
         before, now = saved.get(section), current.get(section)
         if not (isinstance(before, Mapping) and isinstance(now, Mapping)):
             before, now = {"": before}, {"": now}
@@ -168,6 +174,13 @@ def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
             if before.get(key) != now.get(key)
         ]
     return changed
+
+
+def _cause(error: BaseException) -> str:
+    """The first rank's own failure, without the tracebacks that torch puts into its message."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}".strip().splitlines()[-1]
 
 
 def _check_space(directory: Path, trainer: Trainer) -> None:

@@ -4,6 +4,7 @@ What a run does at step n depends on the recipe and on n alone, so that a run ki
 and resumed ends with the same losses.
 """
 
+import contextlib
 import os
 import resource
 import signal
@@ -128,6 +129,7 @@ class _Run:
                     return self._interrupted(stop.signal, log)
                 if self._due(self.recipe.schedule.eval_interval, last):
                     self._evaluate(log)
+            return self._finish(log)
         except TrainingError as error:
             reason = f"step {self.iteration + 1}: {error}"
             self.receipt.write("failed", reason)
@@ -135,9 +137,12 @@ class _Run:
                 f"training stopped at {reason}; the last good checkpoint is "
                 f"{checkpoint.latest(self.folder.checkpoints) or 'none'}"
             ) from error
+        except checkpoint.CheckpointWriteError as error:
+            with contextlib.suppress(receipts.ReceiptError):  # the disk may be full for it too
+                self.receipt.write("failed", f"after step {self.iteration}: {error}")
+            raise
         finally:
             log.close()
-        return self._finish(log)
 
     def _due(self, interval: int | None, last: int) -> bool:
         """At the interval, but not at the end, where saving and evaluating happen anyway."""
@@ -216,7 +221,7 @@ class _Run:
 
 
 def _datasets(recipe: Recipe, cache: Path) -> tuple[TokenDataset, TokenDataset | None]:
-    """Training samples for the whole schedule, and as many held-out ones as one evaluation reads."""
+    """Training samples for the whole schedule, and held-out ones for one evaluation, or more."""
     schedule, data = recipe.schedule, recipe.data
     held_out = schedule.eval_iters * schedule.global_batch_size if schedule.eval_interval else 0
     train_data, valid_data, _ = build_datasets(

@@ -56,6 +56,8 @@ def build_model(args: Namespace) -> torch.nn.Module:
 def single_process(seed: int) -> Iterator[None]:
     """A gloo world of one with Megatron's process groups, seeded; taken down at the end."""
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     bridges.install()
     torch.distributed.init_process_group(
@@ -68,6 +70,9 @@ def single_process(seed: int) -> Iterator[None]:
         torch.manual_seed(seed)
         yield
     finally:
+        # Megatron's logs of MTP and MoE losses are per process and sized for one model.
+        MTPLossLoggingHelper.tracker.clear()
+        destroy_moe_metrics_tracker()
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
 

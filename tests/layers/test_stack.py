@@ -1,0 +1,183 @@
+"""Our specs inside Megatron's real HybridModel, built by Megatron's own builder from its own argv."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megacpp_mcore import dispatch
+from megacpp_mcore.layers.settings import SettingsError
+from megacpp_mcore.lowering import lower
+from megacpp_mcore.recipe import Recipe, load_recipe
+from megacpp_mcore.training.megatron_setup import build_model, megatron_args, single_process
+from megacpp_mcore.training.optimizer import build_optimizer, build_scheduler
+from megacpp_mcore.training.step import Trainer
+
+SMALL = [
+    "model.hidden_size=32", "model.ffn_hidden_size=64", "model.num_attention_heads=4",
+    "model.seq_length=32", "attention.q_lora_rank=8", "attention.kv_lora_rank=8",
+    "attention.qk_head_dim=8", "attention.qk_pos_emb_head_dim=8", "attention.v_head_dim=8",
+    "moe.moe_ffn_hidden_size=32", "moe.moe_shared_expert_intermediate_size=32",
+    "mamba3.mamba_num_heads=4", "mamba3.mamba_head_dim=8", "mamba3.mamba_state_dim=8",
+    "mamba3.mamba_num_groups=2", "mamba3.chunk_size=8", "m2rnn.k_head_dim=8", "m2rnn.v_head_dim=8",
+]  # fmt: skip
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Launch variables of one model, taken back at the test's end."""
+    names = ("MEGACPP_RECIPE", "MEGACPP_BACKENDS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    for name in names:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    # The spec reads the recipe as it is imported, so that each test imports it anew.
+    monkeypatch.delitem(sys.modules, "megacpp_mcore.specs.nam56r", raising=False)
+    return monkeypatch
+
+
+def small(*overrides: str) -> Recipe:
+    return load_recipe("nam56r-tiny", [*SMALL, *overrides])
+
+
+def batch(recipe: Recipe, rows: int = 2) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(0, 256, (rows, recipe.model.seq_length + 1))
+    return {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:].contiguous(),
+        "loss_mask": torch.ones(rows, recipe.model.seq_length),
+        "position_ids": torch.arange(recipe.model.seq_length).expand(rows, -1),
+    }
+
+
+def gradients_after_one_step(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """name -> gradient of every parameter after one real training step."""
+    lowered = lower(recipe)
+    args = megatron_args(lowered.argv, lowered.environment)
+    with single_process(recipe.schedule.seed):
+        model = build_model(args)
+        optimizer = build_optimizer(model, args)
+        trainer = Trainer(model, optimizer, build_scheduler(optimizer, args), args)
+        trainer.step([batch(recipe)])
+        return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_every_letter_of_nam56r_is_there_and_every_parameter_gets_a_gradient(environment):
+    gradients = gradients_after_one_step(small())
+    dead = [name for name, g in gradients.items() if g is None or not g.abs().max() > 0]
+    assert dead == []
+    modules = {
+        "A": "self_attention.linear_kv_up_proj", "E": "mlp.experts", "M": "mixer.dt_bias",
+        "R": "self_attention.A_log", "MTP": "mtp.layers.0",
+    }  # fmt: skip
+    for letter, part in modules.items():
+        assert any(part in name for name in gradients), letter
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(["attention.kind=gqa", "attention.num_query_groups=2"], id="gqa"),
+        pytest.param(["mamba3.variant=mimo", "mamba3.mimo_rank=2"], id="mimo"),
+        pytest.param(["mtp.mtp_num_layers=2", "mtp.pattern=MR"], id="mtp-2-MR"),
+        pytest.param(["attention.qk_layernorm=true"], id="qk-layernorm"),
+        pytest.param(["model.untie_embeddings_and_output_weights=false"], id="tied"),
+        pytest.param(["model.normalization=LayerNorm"], id="layernorm"),
+        pytest.param(["mamba3.decay=rational", "mamba3.rope_fraction=1.0"], id="rational"),
+    ],
+)
+def test_variants_of_the_recipe_train(environment, overrides):
+    gradients = gradients_after_one_step(small("model.pattern=AEMR", "model.depth=4", *overrides))
+    dead = [name for name, g in gradients.items() if g is None or not g.abs().max() > 0]
+    assert dead == []
+
+
+@pytest.mark.parametrize("kind", ["mla", "gqa"])
+def test_core_attention_backends_give_the_same_gradients(environment, kind):
+    """sdpa against the definition, through the whole model: fp32 rounding apart."""
+    overrides = ["model.pattern=AA", "model.depth=2", "mtp.mtp_num_layers=0", "mtp.pattern=",
+                 f"attention.kind={kind}"]  # fmt: skip
+    overrides += ["attention.num_query_groups=2"] if kind == "gqa" else []
+    found = {}
+    for backend in ("sdpa", "reference"):
+        environment.setenv("MEGACPP_BACKENDS", f"core_attention={backend}")
+        environment.delitem(sys.modules, "megacpp_mcore.specs.nam56r", raising=False)
+        torch.manual_seed(7)
+        found[backend] = gradients_after_one_step(small(*overrides))
+        observed = {d.observed for d in dispatch.decisions() if d.requested == backend}
+        assert observed == {backend}
+    # Sums of up to seq * hidden = 1024 terms in two orders: eps * sqrt(1024) = 32 eps, times the
+    # four matmuls between a weight and the loss.
+    tolerance = 4 * 32 * torch.finfo(torch.float32).eps
+    for name, expected in found["reference"].items():
+        error = (found["sdpa"][name] - expected).norm() / expected.norm()
+        assert error < tolerance, name
+
+
+def test_fp32_parameters_stay_fp32_in_a_bf16_model(environment):
+    from megatron.core.transformer.module import Float16Module
+
+    recipe = small("model.pattern=AEMR", "model.depth=4")
+    lowered = lower(recipe)
+    args = megatron_args(lowered.argv, lowered.environment)
+    with single_process(1):
+        model = build_model(args)
+        model.config.bf16 = True
+        wrapped = Float16Module(model.config, model)
+        kept = {n for n, p in wrapped.named_parameters() if p.dtype == torch.float32}
+    ends = ("dt_bias", ".D", "B_bias", "C_bias", "A_log", "state_weight", ".W")
+    assert {name.rsplit(".", 1)[1] for name in kept} >= {"dt_bias", "D", "B_bias", "C_bias", "A_log"}
+    assert all(name.endswith(ends) or "router" in name for name in kept), kept
+
+
+def test_the_spec_needs_settings(environment):
+    recipe = small("model.pattern=AEMR", "model.depth=4")
+    lowered = lower(recipe)
+    args = megatron_args(lowered.argv, {})  # as a launch that forgot the environment
+    assert "MEGACPP_RECIPE" not in os.environ
+    with single_process(1), pytest.raises(SettingsError, match="MEGACPP_RECIPE is not set"):
+        build_model(args)
+
+
+def test_settings_of_another_recipe_are_refused(environment):
+    lowered = lower(small("model.pattern=AEMR", "model.depth=4"))
+    environment.setenv("MEGACPP_RECIPE", "nam56r-tiny")
+    args = megatron_args(lowered.argv, {})
+    with (
+        single_process(1),
+        pytest.raises(SettingsError, match="model.depth is 12 there, Megatron parsed 4"),
+    ):
+        build_model(args)
+
+
+def test_an_import_error_inside_the_spec_is_loud():
+    """Megatron's import_module turns an ImportError into None and its default spec, silently."""
+    script = (
+        "import sys; from megacpp_mcore import bridges; bridges.before_megatron()\n"
+        "sys.modules['megacpp_mcore.layers.m2rnn'] = None\n"
+        "from megatron.core.transformer.spec_utils import import_module\n"
+        "import_module(('megacpp_mcore.specs.nam56r', 'nam56r_stack_spec'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "SpecError: megacpp_mcore.specs.nam56r cannot be used" in done.stderr
+
+
+def test_the_deltanet_spec_carries_megatrons_layer():
+    from megacpp_mcore.specs.nam56r import nam56r_deltanet_stack_spec, nam56r_stack_spec
+
+    def mixer(spec):
+        return spec.submodules.gdn_layer.submodules.self_attention.module.__name__
+
+    assert mixer(nam56r_stack_spec) == "M2RNNMixer"
+    assert mixer(nam56r_deltanet_stack_spec) == "GatedDeltaNet"
+
+
+def test_no_module_of_ours_imports_the_top_level_folders():
+    """`import specs` works in a checkout only; the wheel has them inside the package."""
+    root = Path(__file__).parents[2]
+    for path in [*root.glob("megacpp_mcore/**/*.py"), *root.glob("specs/*.py")]:
+        for line in path.read_text().splitlines():
+            assert not line.startswith(("import specs", "from specs", "from recipes", "from patches"))

@@ -1,0 +1,232 @@
+"""The CPU lane through its function and, where a process matters, through the command."""
+
+import json
+import math
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megacpp_mcore import receipts
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.recipe import load_recipe
+from megacpp_mcore.training import checkpoint
+from megacpp_mcore.training.cpu_lane import train
+from megacpp_mcore.training.cpu_support import CpuLaneError
+from megacpp_mcore.training.data_files import DataError
+from megacpp_mcore.training.run_folder import RunFolderError
+from megacpp_mcore.training.step import TrainingError
+
+
+def losses(run: Path) -> list[float]:
+    return receipts.read(run / "receipt.json")["series"]["loss"]
+
+
+def command(recipe: Path, out: Path, *more: str) -> list[str]:
+    return [
+        sys.executable, "-m", "megacpp_mcore.cli", "train", str(recipe), "--out", str(out), *more
+    ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def environment_of_one_run(monkeypatch):
+    """`train` sets launch variables for its process; a test's end takes them back."""
+    for name in ("MEGACPP_RECIPE", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def unbroken(small, tmp_path) -> Path:
+    out = tmp_path / "unbroken"
+    train(small, out)
+    return out
+
+
+def test_a_run_learns_and_leaves_a_whole_receipt(small, tmp_path):
+    outcome = train(small, tmp_path / "run")
+    receipt = receipts.read(tmp_path / "run" / "receipt.json")
+    assert outcome.exit_status == 0
+    assert receipt["result"]["status"] == "complete"
+    assert receipt["series"]["step"] == list(range(1, 9))
+    assert receipt["series"]["loss"][-1] < receipt["series"]["loss"][0]
+    assert receipt["evaluations"]["step"] == [4, 8]
+    # The very first loss is that of an untrained model: uniform over the vocabulary, within 5 %.
+    assert receipt["series"]["loss"][0] == pytest.approx(math.log(257), rel=0.05)
+    assert {row["surface"] for row in receipt["backends"]} >= {
+        "linear", "norm", "moe_experts", "core_attention", "mamba3_scan", "m2rnn"
+    }  # fmt: skip
+    seconds = receipt["goodput"]["seconds"]
+    assert sum(seconds.values()) == pytest.approx(receipt["goodput"]["wall_s"], rel=0.01)
+    assert 0 < receipt["result"]["bigram_entropy"] < receipt["result"]["unigram_entropy"]
+    assert (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text() == "8\n"
+
+
+def test_a_stopped_run_resumes_to_the_losses_of_an_unbroken_one(small, unbroken, tmp_path):
+    out = tmp_path / "run"
+    train(small, out, steps=5)  # saves at 3 and at 5
+    assert len(losses(out)) == 5
+    train(small, out, resume=True)
+    assert losses(out) == losses(unbroken)
+
+
+def test_resume_before_any_checkpoint_begins_anew(small, unbroken, tmp_path):
+    train(small, tmp_path / "run", resume=True)
+    assert losses(tmp_path / "run") == losses(unbroken)
+
+
+def test_a_run_killed_at_random_moments_ends_with_the_same_losses(small_recipe, unbroken, tmp_path):
+    out = tmp_path / "killed"
+    for _ in range(2):
+        process = subprocess.Popen(
+            command(small_recipe, out, "--resume"), stderr=subprocess.DEVNULL
+        )
+        # Past the imports, somewhere in training or saving.
+        deadline = time.monotonic() + 120
+        while not (out / "cache").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(random.uniform(0.0, 4.0))
+        process.kill()
+        process.wait()
+    subprocess.run(command(small_recipe, out, "--resume"), check=True, capture_output=True)
+    assert checkpoint.latest(out / "checkpoints").name == "iter_0000008"
+    done = dict(zip(*(receipts.read(out / "receipt.json")["series"][k] for k in ("step", "loss")),
+                    strict=True))  # fmt: skip
+    expected = dict(enumerate(losses(unbroken), start=1))
+    assert done  # steps whose receipt died with the process are missing; those known are equal
+    assert done == {step: expected[step] for step in done}
+    assert done[8] == expected[8]
+
+
+def test_sigint_finishes_the_step_saves_and_exits_130(small_recipe, tmp_path):
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        command(small_recipe, out, "--set", "schedule.train_iters=100000",
+                "--set", "schedule.lr_decay_iters=1000", "--set", "schedule.log_interval=1"),
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    for line in process.stderr:
+        if line.startswith("step 2/"):
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole group
+            break
+    rest = process.stderr.read()
+    assert process.wait(timeout=120) == 130
+    receipt = receipts.read(out / "receipt.json")
+    last = receipt["series"]["step"][-1]
+    assert receipt["result"]["status"] == "interrupted"
+    assert checkpoint.latest(out / "checkpoints").name == f"iter_{last:07d}"
+    assert f"SIGINT: stopped after step {last}, which is saved" in rest
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(small_recipe, tmp_path):
+    out = tmp_path / "run"
+    recipe = load_recipe(str(small_recipe), ["optimizer.lr=1e30", "checkpoint.save_interval=1"])
+    with pytest.raises(TrainingError, match=r"step \d+: the (loss|gradient norm) is (nan|inf)"):
+        train(recipe, out)
+    receipt = receipts.read(out / "receipt.json")
+    assert receipt["result"]["status"] == "failed"
+    good = checkpoint.latest(out / "checkpoints")
+    assert int(good.name.removeprefix("iter_")) == receipt["series"]["step"][-1]
+    assert all(math.isfinite(loss) for loss in losses(out))
+
+
+def test_a_checkpoint_of_another_recipe_is_refused_by_its_keys(small, small_recipe, tmp_path):
+    train(small, tmp_path / "run", steps=1)
+    other = load_recipe(str(small_recipe), ["optimizer.lr=1e-3"])
+    with pytest.raises(checkpoint.CheckpointError, match=r"optimizer\.lr was 0\.003 and is 0\.001"):
+        train(other, tmp_path / "run", resume=True)
+
+
+def test_a_checkpoint_trained_on_other_data_is_refused(small, corpus, tmp_path):
+    train(small, tmp_path / "run", steps=1)
+    progress = checkpoint.latest(tmp_path / "run/checkpoints") / "progress.json"
+    content = json.loads(progress.read_text())
+    progress.write_text(json.dumps(content | {"data_digest": "0" * 64}))
+    with pytest.raises(checkpoint.CheckpointError, match="on other data"):
+        train(small, tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove"])
+def test_a_damaged_checkpoint_is_refused(small, tmp_path, damage):
+    train(small, tmp_path / "run", steps=1)
+    shard = next(checkpoint.latest(tmp_path / "run/checkpoints").glob("*.distcp"))
+    if damage == "truncate":
+        with open(shard, "r+b") as file:
+            file.truncate(shard.stat().st_size // 2)
+    else:
+        shard.unlink()
+    with pytest.raises(checkpoint.CheckpointError, match="cannot be loaded"):
+        train(small, tmp_path / "run", resume=True)
+
+
+def test_a_half_written_checkpoint_is_never_loaded(small, tmp_path):
+    train(small, tmp_path / "run", steps=1)
+    checkpoints = tmp_path / "run/checkpoints"
+    (checkpoints / ".tmp-iter_0000002").mkdir()
+    (checkpoints / "iter_0000003").mkdir()  # no metadata: not one of ours
+    assert checkpoint.latest(checkpoints).name == "iter_0000001"
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_before_writing(small, tmp_path, monkeypatch):
+    train(small, tmp_path / "run", steps=1)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10})())
+    with pytest.raises(checkpoint.CheckpointWriteError, match="MiB are needed, 0 MiB are free"):
+        train(small, tmp_path / "run", resume=True)
+    assert checkpoint.latest(tmp_path / "run/checkpoints").name == "iter_0000001"
+    assert receipts.read(tmp_path / "run/receipt.json")["result"]["status"] == "failed"
+
+
+def test_a_write_that_fails_half_way_leaves_no_checkpoint_and_says_so(small_recipe, tmp_path):
+    out = tmp_path / "run"
+    limit = 200_000  # bytes a file may have: receipts fit, a checkpoint's shard does not
+    done = subprocess.run(
+        command(small_recipe, out, "--steps", "1"), capture_output=True, text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "could not be written" in done.stderr
+    assert "the last good one is none" in done.stderr
+    assert list((out / "checkpoints").iterdir()) == []
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(small, tmp_path):
+    train(small, tmp_path / "run", steps=1)
+    with pytest.raises(RunFolderError, match="--resume.*--overwrite"):
+        train(small, tmp_path / "run", steps=1)
+    train(small, tmp_path / "run", steps=2, overwrite=True)
+    assert len(losses(tmp_path / "run")) == 2
+
+
+def test_two_processes_cannot_train_in_one_folder(small, tmp_path):
+    from megacpp_mcore.training.run_folder import RunFolder
+
+    first = RunFolder(tmp_path / "run")
+    first.claim(resume=False, overwrite=False)
+    with pytest.raises(RunFolderError, match="another process"):
+        train(small, tmp_path / "run")
+    first.release()
+
+
+def test_missing_data_is_refused_with_how_to_build_it(small_recipe, tmp_path):
+    recipe = load_recipe(str(small_recipe), [f'data.data_path=["{tmp_path}/nowhere"]'])
+    with pytest.raises(DataError, match="megacpp data build"):
+        train(recipe, tmp_path / "run")
+
+
+@pytest.mark.parametrize("override", [
+    "launch.device=cuda", "precision.bf16=true", "optimizer.optimizer=muon",
+    "checkpoint.save=elsewhere", "data.reset_attention_mask=true",
+    "schedule.exit_duration_in_mins=5",
+])  # fmt: skip
+def test_a_key_that_the_lane_does_not_serve_is_refused_not_ignored(small_recipe, override, tmp_path):
+    key = override.split("=")[0]
+    with pytest.raises(MegacppError, match=key.replace(".", r"\.")) as refused:
+        train(load_recipe(str(small_recipe), [override]), tmp_path / "run")
+    assert isinstance(refused.value, CpuLaneError) or "recipe" in str(refused.value)
+    assert not (tmp_path / "run").exists()
