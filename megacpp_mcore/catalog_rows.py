@@ -47,7 +47,8 @@ _NO_BENCH = "not benched yet: the first `megacpp bench` of the surface on an H20
 _IN_MODEL = "benched only inside the whole model so far"
 _REFERENCE_EXIT = "never: it is the definition that the others are held to"
 _TE_SKIPS = {"all": "vendor code that runs on a GPU only; its admission run needs an H200"}
-_DISPATCH_TESTS = ("tests/test_dispatch.py",)
+_DISPATCH_TESTS = ("tests/test_dispatch.py",)  # that it is refused where it cannot serve
+_STACK_TESTS = ("tests/test_dispatch.py", "tests/layers/test_stack.py")
 _MAMBA3_TESTS = ("tests/kernels/test_mamba3_kernel.py", "tests/layers/test_mamba3_layer.py")
 
 LINEAR = (
@@ -76,7 +77,7 @@ LINEAR = (
         removes="nothing: Megatron's own linears in plain torch",
         layout="[s, b, in] -> [s, b, out], weight [out, in]",
         dtypes="bf16, fp16, fp32",
-        tests=_DISPATCH_TESTS,
+        tests=_STACK_TESTS,
         no_receipt=_IN_MODEL,
         exit_when=_REFERENCE_EXIT,
     ),
@@ -107,7 +108,7 @@ NORM = (
         removes="nothing: torch.nn.RMSNorm and LayerNorm, sequence parallelism added",
         layout="[..., h], normalised over h",
         dtypes="bf16, fp16, fp32",
-        tests=_DISPATCH_TESTS,
+        tests=_STACK_TESTS,
         no_receipt=_NO_BENCH,
         exit_when=_REFERENCE_EXIT,
     ),
@@ -151,7 +152,7 @@ MOE_EXPERTS = (
         removes="nothing: Megatron's SequentialMLP, one expert after another",
         layout="tokens [t, h] sorted by expert, counts [experts] on the host",
         dtypes="bf16, fp16, fp32",
-        tests=_DISPATCH_TESTS,
+        tests=_STACK_TESTS,
         no_receipt=_NO_BENCH,
         exit_when=_REFERENCE_EXIT,
     ),
@@ -199,7 +200,7 @@ CORE_ATTENTION = (
         "one document at a time",
         dtypes="bf16, fp16, fp32",
         fallback="reference",
-        tests=_DISPATCH_TESTS,
+        tests=_STACK_TESTS,
         no_receipt=_NO_BENCH,
         exit_when="another backend is faster over a whole step with the same dims",
     ),
@@ -213,7 +214,7 @@ CORE_ATTENTION = (
         layout="q, k [s, b, heads, dqk], v [s, b, heads, dv] -> [s, b, heads * dv]; thd packed, "
         "one document at a time",
         dtypes="bf16, fp16, fp32, fp64; softmax in fp32 or wider",
-        tests=_DISPATCH_TESTS,
+        tests=_STACK_TESTS,
         no_receipt=_NO_BENCH,
         exit_when=_REFERENCE_EXIT,
     ),

@@ -1,7 +1,7 @@
-"""The pinned stack, and what `megacpp doctor` checks of it.
+"""The pinned stack, and what is to be known of a machine to hold it against the pins.
 
     facts = stack_facts.gather()      what this machine has
-    checks = stack.examine(facts)     what of it is sound, one Check each
+    checks = doctor.examine(facts)    what of it is sound, one Check each
 
 Facts are plain data, so that a stack which is not on this machine can be examined too.
 """
@@ -127,14 +127,6 @@ class Check:
     remedy: str = ""
 
 
-def examine(facts: Facts) -> list[Check]:
-    """Every check on `facts`: versions against the pins, then the known traps."""
-    from megacpp_mcore.stack_checks import TRAPS, patch_lane
-
-    checks = [_python(facts), *(_pin(facts, pin) for pin in PINS)]
-    return [*checks, *(trap(facts) for trap in TRAPS), *patch_lane(facts)]
-
-
 def release(version: str) -> tuple[int, ...]:
     """The leading numbers of a version: "2.17.1.post2+cu130" -> (2, 17, 1)."""
     numbers = []
@@ -143,25 +135,3 @@ def release(version: str) -> tuple[int, ...]:
             break
         numbers.append(int(part))
     return tuple(numbers)
-
-
-def _python(facts: Facts) -> Check:
-    found = ".".join(map(str, facts.python))
-    if facts.python[:2] == PYTHON:
-        return Check("python", OK, found)
-    return Check(
-        "python", FAIL, f"{found}; megatron-core >= 0.17 has only Python 3.12 (pip on another "
-        "version silently offers 0.16.1)", "make the environment with Python 3.12",
-    )  # fmt: skip
-
-
-def _pin(facts: Facts, pin: Pin) -> Check:
-    found = facts.version(pin.name)
-    get = pin.get or f"pip install {pin.name}=={pin.version}"
-    if found is None and pin.cuda and facts.gpu is None:
-        return Check(pin.name, NOT_APPLICABLE, "absent, and there is no GPU to use it")
-    if found is None:
-        return Check(pin.name, pin.missing, f"absent; pinned {pin.version}: {pin.why}", get)
-    if found.split("+")[0] == pin.version:
-        return Check(pin.name, OK, found)
-    return Check(pin.name, pin.other, f"{found}; pinned {pin.version}: {pin.why}", get)

@@ -1,4 +1,4 @@
-"""What this machine has, for `megacpp_mcore.stack.examine`. Imports torch only where a GPU is."""
+"""What this machine has, for `megacpp_mcore.doctor.examine`. Imports torch only where a GPU is."""
 
 import ctypes
 import glob

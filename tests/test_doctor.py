@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacpp_mcore import cli, stack, stack_facts
+from megacpp_mcore import cli, doctor, stack, stack_facts
 from megacpp_mcore.patching import manifest
 from megacpp_mcore.stack import FAIL, NOT_APPLICABLE, OK, PINS, WARN, Facts, Gpu, Library
 from megacpp_mcore.stack_checks import MAMBA_PATCH, TE_DRIVER_PATCH
@@ -68,13 +68,13 @@ def having(facts, **versions):
 
 
 def check(facts, name):
-    (found,) = [c for c in stack.examine(facts) if c.name == name]
+    (found,) = [c for c in doctor.examine(facts) if c.name == name]
     assert found.found and bool(found.remedy) == (found.status in (WARN, FAIL))
     return found
 
 
 def by_status(facts, status):
-    return {c.name for c in stack.examine(facts) if c.status == status}
+    return {c.name for c in doctor.examine(facts) if c.status == status}
 
 
 class TestSoundStacks:
@@ -87,7 +87,7 @@ class TestSoundStacks:
         assert by_status(H200, WARN) == {"te-attention-cudnn", "nccl-ncclep"}
 
     def test_names_are_unique(self):
-        names = [c.name for c in stack.examine(H200)]
+        names = [c.name for c in doctor.examine(H200)]
         assert len(set(names)) == len(names)
 
 

@@ -23,9 +23,9 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examine this machine and print. 1 when a check fails."""
-    from megacpp_mcore import stack, stack_facts
+    from megacpp_mcore import doctor, stack, stack_facts
 
-    checks = stack.examine(stack_facts.gather())
+    checks = doctor.examine(stack_facts.gather())
     if args.json:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
     else:
