@@ -1,0 +1,199 @@
+"""What the reproducers share: exit codes, a process without GPU, a tiny model.
+
+A reproducer is run as `python SCRIPT` with PYTHONPATH naming the tree under test. It prints one
+line with what it saw and exits 0 (right), 1 (the defect shows), 77 (cannot run here) or 3 (the
+reproducer itself is broken, which must never pass for the defect).
+"""
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+RIGHT, DEFECT, BROKEN, CANNOT_RUN = 0, 1, 3, 77
+
+
+def run(main: Callable[[], int]) -> None:
+    """Exit with what main returns, or with BROKEN and a traceback when it raises."""
+    try:
+        code = main()
+    except BaseException:
+        traceback.print_exc()
+        code = BROKEN
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # gloo's threads now and then abort an interpreter that ends in order
+
+
+def report(code: int, saw: str) -> int:
+    """Print the line that says what was seen and return the code."""
+    print(saw, flush=True)
+    return code
+
+
+def hide_gpu(hide_transformer_engine: bool = True) -> None:
+    """Make this process one without a GPU; call it before torch or Megatron is imported."""
+    warnings.simplefilter("ignore")  # a dozen optional packages that Megatron misses
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Megatron compiles elementwise functions as it is imported: on a CPU, seconds of C++ builds.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    if hide_transformer_engine:
+        sys.modules["transformer_engine"] = None
+
+
+def asks_for_cuda(error: BaseException) -> bool:
+    """Whether torch raised this because there is no CUDA device."""
+    return any(word in str(error) for word in ("CUDA", "NVIDIA", "cuda"))
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0].split(". ")[0]
+
+
+def place_on_cpu() -> None:
+    """Let torch.cuda.current_device() answer "cpu".
+
+    Megatron asks it where to put the router's weights, MTP's counters and logged losses, which is
+    not what the reproducers that call this are about.
+    """
+    import torch
+
+    torch.cuda.current_device = lambda: torch.device("cpu")
+
+
+def one_process() -> None:
+    """Initialize torch.distributed and Megatron's process groups for this process alone."""
+    import torch
+    from megatron.core import parallel_state
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+
+
+def tiny_config(mla: bool = False, **changes):
+    """A config on the CPU: hidden size 32, 4 heads, 4 experts of which each token takes 2."""
+    import torch
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    values = {
+        "num_layers": 1,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_token_dispatcher_type": "allgather",
+        "moe_aux_loss_coeff": 1.0,
+        "use_cpu_initialization": True,
+        "params_dtype": torch.float32,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "is_hybrid_model": True,
+        "bias_dropout_fusion": False,
+        "add_bias_linear": False,
+    }
+    if mla:
+        values |= {
+            "multi_latent_attention": True,
+            "q_lora_rank": None,
+            "kv_lora_rank": 16,
+            "qk_head_dim": 8,
+            "qk_pos_emb_head_dim": 8,
+            "v_head_dim": 8,
+        }
+    return (MLATransformerConfig if mla else TransformerConfig)(**(values | changes))
+
+
+def stack_spec(stack: type | None = None, **params):
+    """A hybrid stack of Megatron's own torch modules: MLP (-) and MoE (E) layers, and MTP.
+
+    It has no final norm, which in the pristine tree only Transformer Engine can make.
+    """
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionBlock,
+        MultiTokenPredictionBlockSubmodules,
+        MultiTokenPredictionLayer,
+        MultiTokenPredictionLayerSubmodules,
+    )
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import (
+        MoETransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    residual = {"pre_mlp_layernorm": WrappedTorchNorm, "mlp_bda": get_bias_dropout_add}
+    mtp_layer = ModuleSpec(
+        module=MultiTokenPredictionLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=WrappedTorchNorm,
+            hnorm=WrappedTorchNorm,
+            layer_norm=WrappedTorchNorm,
+            eh_proj=ColumnParallelLinear,
+        ),
+    )
+    submodules = HybridStackSubmodules(
+        mlp_layer=ModuleSpec(
+            module=MLPLayer,
+            submodules=TransformerLayerSubmodules(
+                mlp=partial(MLP.as_mlp_submodule, submodules=mlp), **residual
+            ),
+        ),
+        moe_layer=ModuleSpec(
+            module=MoETransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                mlp=get_moe_module_spec(use_te=False, num_experts=4), **residual
+            ),
+        ),
+        mtp_block_spec=ModuleSpec(
+            module=MultiTokenPredictionBlock,
+            submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[mtp_layer]),
+        ),
+    )
+    return ModuleSpec(
+        module=stack or HybridStack,
+        params={"post_layer_norm": False, **params},
+        submodules=submodules,
+    )
+
+
+def hybrid_model(pattern: str, spec=None, **config):
+    """A HybridModel of the pattern, vocabulary 64, sequence 16, on the CPU and in training mode."""
+    import torch
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    place_on_cpu()
+    main, *mtp = pattern.split("/")
+    config = {"num_layers": len(main), "mtp_num_layers": len(mtp) or None} | config
+    torch.manual_seed(0)
+    return HybridModel(
+        config=tiny_config(**config),
+        hybrid_stack_spec=spec or stack_spec(),
+        vocab_size=64,
+        max_sequence_length=16,
+        hybrid_layer_pattern=pattern,
+    ).train()
+
+
+def forward(model, padding_mask=None):
+    """The per-token loss [batch 2, sequence 16] on random tokens."""
+    import torch
+
+    tokens = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(16).expand(2, 16)
+    return model(
+        input_ids=tokens[:, :-1],
+        position_ids=positions,
+        attention_mask=None,
+        labels=tokens[:, 1:],
+        padding_mask=padding_mask,
+    )
