@@ -7,7 +7,7 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
-PINS := $(shell cat constraints.txt pyproject.toml .python-version | sha256sum | cut -c1-16)
+PINS := $(shell { cat constraints.txt .python-version; sed -n '/^dependencies/,/^]/p; /^dev =/p; /^packages/,/^]/p' pyproject.toml; } | sha256sum | cut -c1-16)
 STAMP := $(VENV)/.pins-$(PINS)
 CORPUS := runs/data/torch-include
 RECIPE ?= nam56r-tiny

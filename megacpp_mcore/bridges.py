@@ -1,7 +1,7 @@
 """What Megatron-Core 0.19.2 cannot do on a machine with no GPU, bridged in this one place.
 
-Nothing here changes anything on a machine with CUDA. Each bridge names its reason; one that belongs
-upstream names the patch of the patch lane that replaces it.
+Nothing here changes anything on a machine with CUDA. Each bridge names its reason; one that a patch
+of the lane makes needless is not laid where the patch is applied.
 """
 
 import contextlib
@@ -14,13 +14,15 @@ from types import SimpleNamespace
 
 import torch
 
+from megacpp_mcore.patching import applied
+
 
 def before_megatron() -> None:
     """Prepare this process for Megatron's first import.
 
     Megatron catches only ImportError around Transformer Engine, and TE without a driver dies with
-    `OSError: libcuda.so.1` (patch: te-import-without-driver). A None in sys.modules makes Megatron
-    take its path without TE.
+    `OSError: libcuda.so.1`. A None in sys.modules makes Megatron take its path without TE; with the
+    patch te-import-without-driver Megatron does so itself.
 
     Megatron compiles elementwise functions with torch.compile as it defines them. On a CPU that
     costs some 20 s of C++ compilation a process and gains nothing.
@@ -31,7 +33,8 @@ def before_megatron() -> None:
         return
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    if importlib.util.find_spec("transformer_engine") is not None:
+    te_is_installed = importlib.util.find_spec("transformer_engine") is not None
+    if te_is_installed and "te-import-without-driver" not in applied("megatron-core"):
         sys.modules.setdefault("transformer_engine", None)
     torch._dynamo.config.disable = True
 
@@ -41,8 +44,8 @@ def install() -> None:
     if torch.cuda.is_available():
         return
     # RoPE tables, the router's expert bias, MTP's counters, sequence-parallel gathers: each asks
-    # for the current CUDA device to place a tensor, although the model is on the CPU
-    # (patch, for the first of them: rope-tables-on-cpu).
+    # for the current CUDA device to place a tensor, although the model is on the CPU. The patch
+    # rope-tables-on-cpu serves the first of them only, so that it cannot replace this.
     torch.cuda.current_device = _cpu
     # dist_checkpointing waits for the device before it writes, without asking whether there is one.
     torch.cuda.synchronize = _nothing

@@ -14,7 +14,7 @@ class Mamba3Settings:
 
     variant: Literal["siso", "mimo"] = "siso"
     mimo_rank: int = 4  # R; read only when variant is "mimo"
-    rope_fraction: float = 0.5  # share of the state that is rotated: state_dim * fraction / 2 angles
+    rope_fraction: float = 0.5  # share of the state that is rotated
     decay: Literal["softplus", "rational"] = "softplus"  # A = -softplus(x), or -(1+x | 1/(1-x))
     decay_floor: float = 1e-4  # -A is at least this
     dt_min: float = 1e-3  # dt_bias is drawn so that dt starts log-uniform in [dt_min, dt_max]

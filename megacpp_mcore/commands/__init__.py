@@ -1,1 +1,1 @@
-"""One module a command, each with `register(subparsers)`; nothing here may import torch at the top."""
+"""One module a command, each with `register(subparsers)`; none imports torch at the top."""

@@ -21,7 +21,7 @@ def register(subparsers: Any) -> None:
         help="stop after N steps in all; the schedule stays the recipe's")  # fmt: skip
     add("--out", metavar="DIR", help="folder of the run (default: runs/RECIPE)")
     add("--resume", action="store_true",
-        help="go on from the newest complete checkpoint in DIR, or begin if there is none")  # fmt: skip
+        help="go on from the newest complete checkpoint in DIR, or begin")  # fmt: skip
     add("--overwrite", action="store_true", help="replace the run that DIR holds")
     parser.set_defaults(run=run)
 
@@ -56,8 +56,8 @@ def _report(receipt: dict[str, Any], out: Path) -> None:
     if "unigram_entropy" in result and result["final_loss"] is not None:
         gain = result["unigram_entropy"] - result["final_loss"]
         print(
-            f"\nfinal training loss {result['final_loss']:.4f} nats per token, {gain:.4f} below the "
-            f"corpus's unigram entropy {result['unigram_entropy']:.4f} (bigram "
+            f"\nfinal training loss {result['final_loss']:.4f} nats per token, {gain:.4f} below "
+            f"the corpus's unigram entropy {result['unigram_entropy']:.4f} (bigram "
             f"{result['bigram_entropy']:.4f})"
         )
     print(f"curves  {out / 'curves.png'}")

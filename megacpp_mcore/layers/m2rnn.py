@@ -43,7 +43,7 @@ from megatron.core.utils import deprecate_inference_params
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from megacpp_mcore import dispatch
+from megacpp_mcore import dispatch, problems
 from megacpp_mcore.kernels.m2rnn import m2rnn_step
 from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout, M2RNNMixerError
 from megacpp_mcore.layers.settings import PluginSettings, plugin_settings
@@ -161,14 +161,7 @@ class M2RNNMixer(MegatronModule):
 
     def _choose_backend(self, plugin: PluginSettings) -> Callable:
         """The backend of the recurrence; called as `megacpp_mcore.kernels.m2rnn.m2rnn`."""
-        problem = dispatch.Problem.of(
-            "cuda" if torch.cuda.is_available() else "cpu",
-            str(self.config.params_dtype).removeprefix("torch."),
-            heads=self.layout.local_heads,
-            k_head_dim=self.layout.k_dim,
-            v_head_dim=self.layout.v_dim,
-            chunk_size=self.settings.chunk_size,
-        )
+        problem = problems.m2rnn(problems.current_device(), self.config, self.layout, self.settings)
         return dispatch.decide("m2rnn", problem, plugin.backends).load()
 
     def forward(

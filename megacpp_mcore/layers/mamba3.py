@@ -34,7 +34,7 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import deprecate_inference_params
 from torch import Tensor
 
-from megacpp_mcore import dispatch
+from megacpp_mcore import dispatch, problems
 from megacpp_mcore.kernels.mamba3 import mamba3_step
 from megacpp_mcore.layers.mamba3_layout import IN_PROJ_PARTS, Mamba3Layout, Mamba3MixerError
 from megacpp_mcore.layers.settings import PluginSettings, plugin_settings
@@ -158,17 +158,8 @@ class Mamba3Mixer(MegatronModule):
         return dt + torch.log(-torch.expm1(-dt))
 
     def _choose_scan(self, plugin: PluginSettings):
-        problem = dispatch.Problem.of(
-            "cuda" if torch.cuda.is_available() else "cpu",
-            str(self.config.params_dtype).removeprefix("torch."),
-            variant=self.settings.variant,
-            heads=self.layout.local_heads,
-            groups=self.layout.scan_groups,
-            head_dim=self.layout.head_dim,
-            state_dim=self.layout.state_dim,
-            rank=self.layout.rank,
-            angles=self.layout.angles,
-            chunk_size=self.chunk_size,
+        problem = problems.mamba3_scan(
+            problems.current_device(), self.config, self.layout, self.settings
         )
         return dispatch.decide("mamba3_scan", problem, plugin.backends).load()
 

@@ -36,8 +36,8 @@ class SettingsError(MegacppError):
 class PluginSettings:
     """What our layers need beyond Megatron's config. backends: surface -> requested backend."""
 
-    mamba3: Mamba3Settings = Mamba3Settings()
-    m2rnn: M2RNNSettings = M2RNNSettings()
+    mamba3: Mamba3Settings = field(default_factory=Mamba3Settings)
+    m2rnn: M2RNNSettings = field(default_factory=M2RNNSettings)
     backends: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -46,51 +46,45 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from megacpp_mcore import bridges, dispatch
+from megacpp_mcore import bridges, dispatch, problems
 from megacpp_mcore.layers.m2rnn import M2RNNMixer, M2RNNMixerSubmodules
 from megacpp_mcore.layers.mamba3 import Mamba3Mixer, Mamba3MixerSubmodules
 from megacpp_mcore.layers.mla import MLASelfAttention
 from megacpp_mcore.layers.parts import Linears
 from megacpp_mcore.layers.settings import plugin_settings
+from megacpp_mcore.patching import applied
 
 _CAUSAL = {"attn_mask_type": AttnMaskType.causal}
-
-
-def current_device() -> str:
-    """ "cuda" where this process can use a GPU, else "cpu"."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class DispatchedCoreAttention:
     """Builds the attention core that dispatch chooses for the layer's config."""
 
     def __new__(cls, config, **kwargs) -> torch.nn.Module:
-        head_dim = kwargs.get("k_channels") or config.kv_channels
-        problem = dispatch.Problem.of(
-            current_device(),
-            str(config.params_dtype).removeprefix("torch."),
-            dqk=head_dim,
-            dv=kwargs.get("v_channels") or head_dim,
-            heads=config.num_attention_heads,
-            context_parallel_size=config.context_parallel_size,
+        if config.multi_latent_attention and "k_channels" not in kwargs:
+            return IdentityOp()  # MLA's base class builds one with other sizes, and MLA replaces it
+        problem = problems.core_attention(
+            problems.current_device(), config, kwargs.get("k_channels"), kwargs.get("v_channels")
         )
         requests = plugin_settings(config).backends
         return dispatch.decide("core_attention", problem, requests).load()(config=config, **kwargs)
 
 
 class MegacppStack(HybridStack):
-    """Megatron's HybridStack with the final norm that the spec names.
+    """Megatron's HybridStack with our settings checked, and the final norm that the spec names.
 
-    Upstream hard-codes TENorm (patch lane: final-norm-from-spec). MTP's inner stack has no final
-    norm, so that upstream's own class serves there.
+    Upstream hard-codes TENorm. With the patch final-norm-from-spec the norm is one of the
+    submodules, and final_norm is None. MTP's inner stack has no final norm, so that upstream's own
+    class serves there.
     """
 
-    def __init__(self, config, submodules, final_norm, post_layer_norm=True, **kwargs) -> None:
+    def __init__(self, config, submodules, final_norm=None, post_layer_norm=True, **kwargs) -> None:
         bridges.install()
         plugin_settings(config)  # fails here, with the reason, rather than in some layer
-        super().__init__(config, submodules, post_layer_norm=False, **kwargs)
+        upstream_builds_it = post_layer_norm and final_norm is None
+        super().__init__(config, submodules, post_layer_norm=upstream_builds_it, **kwargs)
         self.post_layer_norm = post_layer_norm
-        if self.post_process and self.post_layer_norm:
+        if self.post_process and post_layer_norm and final_norm is not None:
             self.final_norm = final_norm(
                 config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
             )
@@ -105,14 +99,16 @@ def stack_spec(
     backends: surface -> requested backend (a recipe's `[backends]`). recurrent: what the G slot
     carries; one pattern cannot have both. Raises DispatchError when a named backend cannot serve.
     """
-    problem = dispatch.Problem.of(current_device(), "any")
+    problem = problems.stack_part(problems.current_device())
     linears, norm, experts = (
         dispatch.decide(surface, problem, backends).load()()
         for surface in ("linear", "norm", "moe_experts")
     )
     submodules = HybridStackSubmodules(
         mamba_layer=_mamba3_layer(linears, norm),
-        gdn_layer=_m2rnn_layer(linears, norm) if recurrent == "m2rnn" else _gdn_layer(linears, norm),
+        gdn_layer=_m2rnn_layer(linears, norm)
+        if recurrent == "m2rnn"
+        else _gdn_layer(linears, norm),
         attention_layer=_gqa_layer(linears, norm),
         dsa_layer=_dsa_layer(linears, norm),
         mla_layer=_mla_layer(linears, norm),
@@ -120,6 +116,9 @@ def stack_spec(
         moe_layer=_moe_layer(linears, norm, experts),
         mtp_block_spec=_mtp_block(linears, norm),
     )
+    if "final-norm-from-spec" in applied("megatron-core"):
+        submodules.final_norm = norm
+        return ModuleSpec(module=MegacppStack, submodules=submodules)
     return ModuleSpec(module=MegacppStack, params={"final_norm": norm}, submodules=submodules)
 
 

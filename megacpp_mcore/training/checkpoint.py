@@ -20,7 +20,6 @@ from megatron.core.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
     optim_state_to_sharding_state,
 )
-
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megacpp_mcore.errors import MegacppError

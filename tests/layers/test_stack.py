@@ -1,4 +1,4 @@
-"""Our specs inside Megatron's real HybridModel, built by Megatron's own builder from its own argv."""
+"""Our specs inside Megatron's real HybridModel, built by its own builder from its own argv."""
 
 import os
 import subprocess
@@ -128,7 +128,13 @@ def test_fp32_parameters_stay_fp32_in_a_bf16_model(environment):
         wrapped = Float16Module(model.config, model)
         kept = {n for n, p in wrapped.named_parameters() if p.dtype == torch.float32}
     ends = ("dt_bias", ".D", "B_bias", "C_bias", "A_log", "state_weight", ".W")
-    assert {name.rsplit(".", 1)[1] for name in kept} >= {"dt_bias", "D", "B_bias", "C_bias", "A_log"}
+    assert {name.rsplit(".", 1)[1] for name in kept} >= {
+        "dt_bias",
+        "D",
+        "B_bias",
+        "C_bias",
+        "A_log",
+    }
     assert all(name.endswith(ends) or "router" in name for name in kept), kept
 
 
@@ -147,7 +153,7 @@ def test_settings_of_another_recipe_are_refused(environment):
     args = megatron_args(lowered.argv, {})
     with (
         single_process(1),
-        pytest.raises(SettingsError, match="model.depth is 12 there, Megatron parsed 4"),
+        pytest.raises(SettingsError, match=r"model\.depth is 12 there, Megatron parsed 4"),
     ):
         build_model(args)
 
@@ -180,4 +186,6 @@ def test_no_module_of_ours_imports_the_top_level_folders():
     root = Path(__file__).parents[2]
     for path in [*root.glob("megacpp_mcore/**/*.py"), *root.glob("specs/*.py")]:
         for line in path.read_text().splitlines():
-            assert not line.startswith(("import specs", "from specs", "from recipes", "from patches"))
+            assert not line.startswith(
+                ("import specs", "from specs", "from recipes", "from patches")
+            )

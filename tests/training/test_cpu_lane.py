@@ -197,7 +197,7 @@ def test_a_write_that_fails_half_way_leaves_no_checkpoint_and_says_so(small_reci
 
 def test_a_folder_that_holds_a_run_is_not_written_over(small, tmp_path):
     train(small, tmp_path / "run", steps=1)
-    with pytest.raises(RunFolderError, match="--resume.*--overwrite"):
+    with pytest.raises(RunFolderError, match=r"--resume.*--overwrite"):
         train(small, tmp_path / "run", steps=1)
     train(small, tmp_path / "run", steps=2, overwrite=True)
     assert len(losses(tmp_path / "run")) == 2
@@ -224,7 +224,9 @@ def test_missing_data_is_refused_with_how_to_build_it(small_recipe, tmp_path):
     "checkpoint.save=elsewhere", "data.reset_attention_mask=true",
     "schedule.exit_duration_in_mins=5",
 ])  # fmt: skip
-def test_a_key_that_the_lane_does_not_serve_is_refused_not_ignored(small_recipe, override, tmp_path):
+def test_a_key_that_the_lane_does_not_serve_is_refused_not_ignored(
+    small_recipe, override, tmp_path
+):
     key = override.split("=")[0]
     with pytest.raises(MegacppError, match=key.replace(".", r"\.")) as refused:
         train(load_recipe(str(small_recipe), [override]), tmp_path / "run")
