@@ -1,13 +1,19 @@
 """What of a machine's stack is sound, what is not, and what to do about it."""
 
+from collections.abc import Mapping
+
 from megacpp_mcore.stack import FAIL, NOT_APPLICABLE, OK, PINS, PYTHON, Check, Facts, Pin
-from megacpp_mcore.stack_checks import TRAPS, patch_lane
+from megacpp_mcore.stack_checks import TRAPS, patch_lane, patches_of_recipe
 
 
-def examine(facts: Facts) -> list[Check]:
-    """Every check on `facts`: versions against the pins, then the known traps."""
+def examine(facts: Facts, needs: Mapping[str, str] | None = None) -> list[Check]:
+    """Every check on `facts`: versions against the pins, then the known traps.
+
+    needs: what `patch_needs.needed` says of the recipe to be run; None when there is none.
+    """
     checks = [_python(facts), *(_pin(facts, pin) for pin in PINS)]
-    return [*checks, *(trap(facts) for trap in TRAPS), *patch_lane(facts)]
+    checks += [trap(facts) for trap in TRAPS]
+    return [*checks, *patch_lane(facts), patches_of_recipe(facts, needs)]
 
 
 def _python(facts: Facts) -> Check:

@@ -22,6 +22,7 @@ from megacpp_mcore.plan import (
 
 ATTENTION = {"mla": "+", "gqa": "*", "dsa": "D"}
 TARGETS = ("nam56r", "native")
+MOE_TRACKER_PATCH = "moe-tracker-layer-count"  # needed where only some pipeline stages have E
 MAX_LAYERS = 10_000  # of the main decoder, and of all MTP depths together: stops a mistyped number
 
 _MAIN, _MTP = "pattern", "MTP pattern"  # what a position in a message counts in
@@ -97,7 +98,7 @@ def translate(
         layers=layers,
         segments=segments,
         mtp=mtp,
-        requires=Requires(spec),
+        requires=Requires(spec, (MOE_TRACKER_PATCH,) if _without_experts(layers, pp) else ()),
         notes=tuple(_notes(typed, layers, pp)),
     )
 
@@ -322,12 +323,16 @@ def _notes(typed: str, layers: Sequence[Layer], pp: int) -> Iterable[str]:
     size = len(typed) - typed.count("|")
     if depth < size:
         yield f"depth {depth} uses only the first {depth} of the pattern's {size} letters"
-    with_experts = {layer.stage for layer in layers if layer.letter == "E"}
-    without = [str(stage) for stage in range(pp) if stage not in with_experts]
-    if with_experts and without:
+    if without := _without_experts(layers, pp):
         yield (
-            f"pipeline stage {', '.join(without)} has no E while another has: Megatron 0.19.2 "
-            "sizes its log of MoE losses by another count there, so that its all-reduce over the "
-            "stages aborts or hangs; move a cut to give every stage an E, or train without "
-            "auxiliary losses"
+            f"pipeline stage {', '.join(map(str, without))} has no E while another has: Megatron "
+            "0.19.2 sizes its log of MoE losses by another count there, so that its all-reduce "
+            f"over the stages aborts or hangs; apply the patch {MOE_TRACKER_PATCH}, move a cut to "
+            "give every stage an E, or train without auxiliary losses"
         )
+
+
+def _without_experts(layers: Sequence[Layer], pp: int) -> list[int]:
+    """The pipeline stages without E, where another stage has one."""
+    with_experts = {layer.stage for layer in layers if layer.letter == "E"}
+    return [stage for stage in range(pp) if stage not in with_experts] if with_experts else []

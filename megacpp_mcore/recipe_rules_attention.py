@@ -2,9 +2,6 @@
 
 from megacpp_mcore.recipe_refusal import Rules
 
-# Megatron's fused MLA RoPE tries these block sizes and rotates wrong heads where a block is cut.
-_ROPE_BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
-
 
 def check(r: Rules) -> None:
     r.refuse(
@@ -81,14 +78,6 @@ def _mla_rope_fusion(r: Rules) -> None:
         key,
         f"must be false: Megatron's kernel needs {r.told('attention.qk_pos_emb_head_dim')} to be "
         "a multiple of 4",
-    )
-    heads = r["model.num_attention_heads"] // r["parallel.tensor_model_parallel_size"]
-    cut = [block for block in _ROPE_BLOCKS if heads > block and heads % block]
-    r.refuse(
-        cut,
-        key,
-        f"must be false: with {heads} heads a rank Megatron 0.19.2's fused MLA RoPE may choose "
-        f"blocks of {', '.join(map(str, cut))} heads and then rotates the wrong ones",
     )
 
 

@@ -1,6 +1,6 @@
 """The known traps of the pinned stack, one check each. Every one was seen on a machine."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megacpp_mcore.errors import MegacppError
@@ -242,6 +242,21 @@ def patch_lane(facts: Facts) -> Iterator[Check]:
         yield Check("patch-lane", FAIL, facts.lane_error, "megacpp patch status")
     for row in facts.lane:
         yield _package_lane(row)
+
+
+def patches_of_recipe(facts: Facts, needs: Mapping[str, str] | None) -> Check:
+    """Whether the patches without which the recipe's results are wrong are applied."""
+    name = "recipe-patches"
+    if needs is None:
+        return Check(name, NOT_APPLICABLE, "no recipe: name one with --recipe, or MEGACPP_RECIPE")
+    applied = {
+        entry["id"] for row in facts.lane for entry in row["patches"] if entry["state"] == "applied"
+    }
+    absent = [patch for patch in needs if patch not in applied]
+    if not absent:
+        return Check(name, OK, ", ".join(needs) or "the recipe needs none")
+    found = "; ".join(f"{patch} is not applied: {needs[patch]}" for patch in absent)
+    return Check(name, FAIL, found, " ".join([_PATCH, *(f"--only {patch}" for patch in absent)]))
 
 
 TRAPS: tuple[Callable[[Facts], Check], ...] = (

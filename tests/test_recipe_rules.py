@@ -35,7 +35,6 @@ REFUSED = [
      "model.position_embedding_type", "assertion"),
     (["attention.rope_type=null"], "attention.rope_type", "silent default is yarn"),
     (["attention.apply_rope_fusion=true"], "attention.apply_rope_fusion", "yarn"),
-    (YARN, "attention.apply_rope_fusion", "blocks of 16, 32 heads"),
     ([*YARN, "attention.qk_pos_emb_head_dim=62"], "attention.apply_rope_fusion", "multiple of 4"),
     (["model.position_embedding_type=none", "attention.apply_rope_fusion=true",
       "attention.kind=gqa"], "attention.apply_rope_fusion", "turn it off"),

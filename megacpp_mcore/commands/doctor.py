@@ -17,15 +17,21 @@ def register(subparsers: Any) -> None:
         description="Versions against the pinned stack, and every known trap with its remedy. "
         "Exit status 1 when something would fail a run on this machine.",
     )
+    parser.add_argument(
+        "--recipe", help="also check the patches that this recipe needs (default: MEGACPP_RECIPE)"
+    )
     parser.add_argument("--json", action="store_true", help="a list of checks")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Examine this machine and print. 1 when a check fails."""
-    from megacpp_mcore import doctor, stack, stack_facts
+    from megacpp_mcore import doctor, patch_needs, stack, stack_facts
+    from megacpp_mcore.recipe import load_recipe, recipe_from_environment
 
-    checks = doctor.examine(stack_facts.gather())
+    recipe = load_recipe(args.recipe) if args.recipe else recipe_from_environment()
+    needs = None if recipe is None else patch_needs.needed(recipe)
+    checks = doctor.examine(stack_facts.gather(), needs)
     if args.json:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
     else:

@@ -51,11 +51,13 @@ def plugin_settings(config) -> PluginSettings:
     """The settings for layers built from `config`.
 
     Raises SettingsError when neither the config carries settings nor MEGACPP_RECIPE names a recipe,
-    and when the recipe it names disagrees with `config`.
+    and when the recipe it names disagrees with `config`; MissingPatchError when it needs a patch
+    that is not applied.
     """
     attached = getattr(config, _ATTRIBUTE, None)
     if attached is not None:
         return attached
+    from megacpp_mcore import patch_needs
     from megacpp_mcore.recipe import recipe_from_environment
 
     recipe = recipe_from_environment()
@@ -66,6 +68,7 @@ def plugin_settings(config) -> PluginSettings:
             "megacpp_mcore.layers.settings.attach(config, PluginSettings(...))"
         )
     _check_agreement(config, recipe)
+    patch_needs.check(recipe)
     settings = PluginSettings(recipe.mamba3, recipe.m2rnn, recipe.backends)
     attach(config, settings)
     return settings

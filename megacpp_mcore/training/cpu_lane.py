@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megacpp_mcore import dispatch, receipts
+from megacpp_mcore import dispatch, patch_needs, receipts
 from megacpp_mcore.goodput import Goodput
 from megacpp_mcore.lane import lane
 from megacpp_mcore.lowering import lower
@@ -51,11 +51,12 @@ def train(
     resume: go on from the newest complete checkpoint in `out`, or begin when there is none.
     SIGINT and SIGTERM finish the step, save and return.
 
-    Raises CpuLaneError for a recipe that the lane cannot run as written, RunFolderError,
-    DataError, CheckpointError, and TrainingError when the loss or a gradient is not finite; the
+    Raises CpuLaneError for a recipe that the lane cannot run as written, MissingPatchError for one
+    that needs a patch which is not applied, RunFolderError, DataError, CheckpointError, and TrainingError when the loss or a gradient is not finite; the
     receipt then says so, and the last good checkpoint is kept.
     """
     cpu_support.check(recipe)
+    patch_needs.check(recipe)
     goodput = Goodput()
     folder = RunFolder(out)
     latest = folder.claim(resume=resume, overwrite=overwrite)

@@ -1,0 +1,56 @@
+"""Which patches of the lane a recipe cannot do without, and why.
+
+Most patches help everyone a little. These decide whether a recipe's results are right, so that a
+run that needs one and does not have it is refused where the model is built.
+"""
+
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.pattern import MOE_TRACKER_PATCH
+from megacpp_mcore.recipe import Recipe
+
+# Megatron's fused MLA RoPE tries these block sizes and rotates wrong heads where a block is cut.
+_ROPE_BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class MissingPatchError(MegacppError):
+    """The recipe needs patches that are not applied to the installed packages."""
+
+
+def needed(recipe: Recipe) -> dict[str, str]:
+    """Patch id -> what goes wrong without it, for the patches that `recipe` needs."""
+    needs = {}
+    heads = recipe.model.num_attention_heads // recipe.parallel.tensor_model_parallel_size
+    cut = [block for block in _ROPE_BLOCKS if heads > block and heads % block]
+    if recipe.attention.apply_rope_fusion and "+" in recipe.plan.megatron_pattern and cut:
+        needs["mla-rope-head-mask"] = (
+            f"attention.apply_rope_fusion with {heads} heads a rank: Megatron's kernel may choose "
+            f"blocks of {', '.join(map(str, cut))} heads and then rotates the wrong ones"
+        )
+    mtp_experts = any(layer.letter == "E" for layer in recipe.plan.mtp_layers)
+    if recipe.mtp.mtp_use_repeated_layer and recipe.mtp.mtp_num_layers > 1 and mtp_experts:
+        needs["mtp-moe-aux-loss"] = (
+            "mtp.mtp_use_repeated_layer with E in the MTP pattern: the auxiliary loss counts in "
+            "full at every depth, so that gradients are wrong"
+        )
+    if MOE_TRACKER_PATCH in recipe.plan.requires.patches and any(recipe.moe.moe_aux_loss_coeff):
+        needs[MOE_TRACKER_PATCH] = (
+            "a pipeline stage without E: the all-reduce of logged MoE losses aborts or hangs"
+        )
+    return needs
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse a recipe that needs a patch which this interpreter's packages do not have.
+
+    Raises MissingPatchError naming every such patch, its reason and the command that applies it.
+    """
+    from megacpp_mcore import patching
+
+    needs = needed(recipe)
+    if absent := patching.missing(needs):
+        reasons = "; ".join(f"{patch} ({needs[patch]})" for patch in absent)
+        only = " ".join(f"--only {patch}" for patch in absent)
+        raise MissingPatchError(
+            f"recipe {recipe.name} needs patches that are not applied: {reasons}. Apply them with "
+            f"`megacpp patch apply {only}`"
+        )
