@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 from megacpp_mcore.lowering import Lowered, lower
@@ -145,13 +146,13 @@ def _answer(questions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _parse(question: Mapping[str, Any]) -> dict[str, Any]:
-    import megatron.core
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import parse_and_validate_args
 
     from megacpp_mcore import bridges
 
-    version = {"version": megatron.core.__version__}
+    # not megatron.core.__version__: in a .venv inside a checkout it has that checkout's commit
+    version = {"version": metadata.version("megatron-core")}
     os.environ.update(question["environment"])
     if question["device"] == "cuda":
         _answer_for_transformer_engine()
