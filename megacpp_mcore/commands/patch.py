@@ -202,9 +202,12 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def _print_proof(proof: Any) -> None:
     print(f"{proof.verdict:<12}  {proof.patch}: {proof.reason}", flush=True)
+    if proof.verdict == "not run here":
+        return
     for name, run in (("without", proof.pristine), ("with", proof.patched)):
-        for line in run.output.splitlines() if proof.verdict != "not run here" else ():
-            print(f"    {name}: {line}")
+        print(f"    {name}: {run.saw or '(it printed nothing)'}", flush=True)
+        for line in run.log.splitlines() if proof.verdict == "failed" else ():
+            print(f"      stderr: {line}")
 
 
 def run_new(args: argparse.Namespace) -> int:

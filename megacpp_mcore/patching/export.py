@@ -1,5 +1,6 @@
 """A patch of the lane as a mail that `git am` takes in the upstream repository."""
 
+import ast
 import subprocess
 import textwrap
 from collections.abc import Callable
@@ -44,10 +45,11 @@ def export(
         message.append("The diff holds carriage returns: use `git am --keep-cr`.")
     if "link" in patch.upstream:
         message.append(f"See {patch.upstream['link']}")
-    message.append(
-        "Reproducer (exit 0: right, 1: the defect, 77: cannot run here):\n\n"
-        + textwrap.indent(patch.reproducer.read_text(encoding="utf-8").rstrip(), "    ")
-    )
+    message.append("Reproducer (exit 0: right, 1: the defect, 77: cannot run here):")
+    message += [
+        f"{script.name}:\n\n" + textwrap.indent(script.read_text(encoding="utf-8").rstrip(), "    ")
+        for script in _scripts(patch.reproducer)
+    ]
     head = [
         f"From {'0' * 40} Mon Sep 17 00:00:00 2001",
         f"From: {_author(author)}",
@@ -97,6 +99,19 @@ def _diff(manifest: Manifest, patch: Patch, folder: Path | None) -> tuple[bytes,
         for path, (original, links) in files.items()
     )
     return body, [each.id for each in manifest.patches if each.id in chosen - {patch.id}]
+
+
+def _scripts(script: Path) -> list[Path]:
+    """The reproducer and the files beside it that it imports."""
+    found = [script]
+    for each in found:
+        for node in ast.walk(ast.parse(each.read_bytes())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            beside = [script.with_name(f"{name.split('.')[0]}.py") for name in names]
+            found += [path for path in beside if path.is_file() and path not in found]
+    return found
 
 
 def _title(patch: Patch) -> str:

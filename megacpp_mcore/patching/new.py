@@ -72,8 +72,8 @@ def new(
     if proof.verdict == verify.FAILED:
         raise PatchError(
             f"--test {test} does not prove the patch: {proof.reason}. "
-            f"Without it: {proof.pristine.output or 'no output'}. "
-            f"With it: {proof.patched.output or 'no output'}"
+            f"Without it: {proof.pristine.saw or proof.pristine.log or 'no output'}. "
+            f"With it: {proof.patched.saw or proof.patched.log or 'no output'}"
         )
     return _write(lane, files), proof
 

@@ -25,6 +25,17 @@ class Outcome:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class _Request:
+    """What is asked for. whole: no patch was named."""
+
+    operation: str
+    manifest: Manifest
+    folder: Path | None
+    selected: Sequence[Patch]
+    whole: bool
+
+
 def apply(
     manifest: Manifest,
     folder: Path | None = None,
@@ -38,7 +49,7 @@ def apply(
     Idempotent. Raises PatchError when anything is not as it must be; nothing has been changed then,
     except that a run broken off earlier may have been finished (its message says so).
     """
-    return _run(manifest, "apply", folder, only, wait, step)
+    return _run("apply", manifest, folder, only, wait, step)
 
 
 def revert(
@@ -52,108 +63,115 @@ def revert(
 
     Arguments and errors as in `apply`. Also takes off what another release of the lane applied.
     """
-    return _run(manifest, "revert", folder, only, wait, step)
+    return _run("revert", manifest, folder, only, wait, step)
 
 
 def _run(
-    manifest: Manifest,
     operation: str,
+    manifest: Manifest,
     folder: Path | None,
     only: Collection[str],
     wait: float,
     step: Step,
 ) -> Outcome:
     manifest.check_diffs()
-    selected = manifest.select(only)
+    request = _Request(operation, manifest, folder, manifest.select(only), not only)
     notes: list[str] = []
-    held: dict[Path, Store] = {}
     with contextlib.ExitStack() as locks:
         try:
-            while True:
-                plans, absent = [], []
-                to_lock = [s for s in state.stores(folder) if s.unfinished() and s.site not in held]
-                if not to_lock:
-                    try:
-                        plans, absent = _plan(manifest, operation, folder, selected, not only)
-                    except PatchError:
-                        # Read without the lock, the state may be torn by a run beside this one.
-                        to_lock = [s for s in _writable(manifest, folder) if s.site not in held]
-                        if not to_lock:
-                            raise
-                    else:
-                        to_lock = [p.store for p in plans if p.writes and p.store.site not in held]
-                if not to_lock:
-                    break
-                for store in sorted(to_lock, key=lambda store: store.site):
-                    plan.check_folder(store.site)
-                    locks.enter_context(store.locked(wait))
-                    locks.callback(_clean, store)
-                    held[store.site] = store
-                    notes += _recover(store, step)
-            plans = [each for each in plans if each.writes]
+            plans, absent = _locked_plans(request, locks, notes, wait, step)
             for each in plans:
                 transaction.stage(
                     each.store, operation, each.versions, each.writes, each.originals, step
                 )
-                transaction.finish(each.store, _versions(each.store), step)
+                completed, why = transaction.finish(each.store, _versions(each.store), step)
+                if not completed:
+                    raise PatchError(f"{each.store.site}: {why}. Nothing was changed there")
+        except OSError as error:  # of reading or locking: the transaction handles its own
+            said = [*notes, f"{error}: nothing was changed; {operation} again"]
+            raise PatchError("; ".join(said)) from error
         except PatchError as error:
             if not notes:
                 raise
-            raise PatchError("; ".join([*notes, str(error)])) from error
-        changed = [str(p.store.site / w.path) for p in plans for w in p.writes if w.patched]
+            raise type(error)("; ".join([*notes, str(error)])) from error
         applied = {
             package: tuple(p.id for p in manifest.of(package) if p.id in found.applied(manifest))
             for package in manifest.packages
             if (found := state.read(manifest, package, folder)).installed is not None
         }
+    changed = [str(p.store.site / w.path) for p in plans for w in p.writes if w.patched]
     return Outcome(operation, tuple(changed), applied, (*notes, *absent))
 
 
-def _plan(
-    manifest: Manifest,
-    operation: str,
-    folder: Path | None,
-    selected: Sequence[Patch],
-    all_: bool,
+def _locked_plans(
+    request: _Request, locks: contextlib.ExitStack, notes: list[str], wait: float, step: Step
 ) -> tuple[list[plan.Plan], list[str]]:
-    """The plans, and a sentence for each package that is left out because it is absent."""
+    """The plans that write something, with every site they write to locked, and nothing unfinished.
+
+    Plans first without any lock, so that a run with nothing to do writes nothing at all.
+    """
+    held: set[Path] = set()
+    while True:
+        plans, absent = [], []
+        wanted = [kept for kept in state.stores(request.folder) if kept.unfinished()]
+        if held.issuperset(kept.site for kept in wanted):
+            try:
+                plans, absent = _plan(request)
+                wanted = [each.store for each in plans]
+            except (PatchError, OSError):
+                # Read without the lock, the state may be torn by a run beside this one.
+                wanted = _writable(request)
+                if held.issuperset(kept.site for kept in wanted):
+                    raise
+        wanted = [kept for kept in wanted if kept.site not in held]
+        if not wanted:
+            return plans, absent
+        for kept in sorted(wanted, key=lambda kept: kept.site):
+            plan.check_folder(kept.site)
+            locks.enter_context(kept.locked(wait))
+            locks.callback(_clean, kept)
+            held.add(kept.site)
+            if kept.journal.exists():
+                _, done = transaction.finish(kept, _versions(kept), step)
+                notes.append(f"{kept.site}: {done}")
+
+
+def _plan(request: _Request) -> tuple[list[plan.Plan], list[str]]:
+    """The plans that write, and a sentence for each package that is left out because absent."""
+    manifest, where = request.manifest, request.folder or "this interpreter's site-packages"
     working: list[PackageState] = []
     absent: list[str] = []
-    for package in dict.fromkeys(patch.package for patch in selected):
-        found = state.read(manifest, package, folder)
-        if found.problem and not (found.foreign_version and found.files and operation == "revert"):
+    for package in dict.fromkeys(patch.package for patch in request.selected):
+        found = state.read(manifest, package, request.folder)
+        leftovers = found.foreign_version and found.files and request.operation == "revert"
+        if found.problem and not (leftovers and request.whole):
             raise PatchError(f"{found.problem}. Nothing was changed")
-        if found.problem and not all_:
-            raise PatchError(f"{found.problem}: only `revert` without --only can work on it")
         if found.installed is not None:
             working.append(found)
-            continue
-        count = len(manifest.of(package))
-        absent.append(f"{package} is not installed: its {count} patches are left out")
-        if not all_:
-            raise PatchError(f"{package} {found.pinned} is not installed in {_where(folder)}")
+        elif request.whole:
+            count = len(manifest.of(package))
+            absent.append(f"{package} is not installed: its {count} patches are left out")
+        else:
+            raise PatchError(f"{package} {found.pinned} is not installed in {where}")
     if not working:
         raise PatchError(
-            f"none of {', '.join(manifest.packages)} is installed in {_where(folder)}: there is "
-            f"nothing to {operation}"
+            f"none of {', '.join(manifest.packages)} is installed in {where}: there is nothing to "
+            f"{request.operation}"
         )
-    return plan.build(manifest, working, operation, selected, all_), absent
+    plans = plan.build(manifest, working, request.operation, request.selected, request.whole)
+    return [each for each in plans if each.writes], absent
 
 
-def _writable(manifest: Manifest, folder: Path | None) -> list[Store]:
+def _writable(request: _Request) -> list[Store]:
     """The stores of the sites that have a pinned package and let this user write."""
     sites = {}
-    for package in manifest.packages:
+    for package in request.manifest.packages:
         with contextlib.suppress(PatchError):
-            installed = site.find(package, folder)
+            installed = site.find(package, request.folder)
             if installed is not None:
                 plan.check_folder(installed.site)
                 sites[installed.site] = Store(installed.site)
     return list(sites.values())
-
-
-def _where(folder: Path | None) -> str:
-    return str(folder) if folder else "this interpreter's site-packages"
 
 
 def _versions(store: Store) -> Callable[[str], str | None]:
@@ -165,12 +183,6 @@ def _versions(store: Store) -> Callable[[str], str | None]:
         return found.version if found else None
 
     return installed_version
-
-
-def _recover(store: Store, step: Step) -> list[str]:
-    """Finish what an earlier run left here."""
-    done = transaction.finish(store, _versions(store), step)
-    return [f"{store.site}: {done}"] if done else []
 
 
 def _clean(store: Store) -> None:

@@ -12,7 +12,7 @@ from megacpp_mcore.patching.errors import DependencyError, PatchError
 from megacpp_mcore.patching.manifest import ABSENT, Manifest, Patch, sha256
 from megacpp_mcore.patching.state import PackageState
 from megacpp_mcore.patching.store import LEDGER, Entry, Store, ledger_bytes
-from megacpp_mcore.patching.transaction import Write
+from megacpp_mcore.patching.transaction import Write, bytecode
 
 _SLACK = 1 << 20  # bytes left free for the journal, the ledger and file system blocks
 
@@ -127,7 +127,8 @@ def _package(
         now = found.files[path].found
         mode = old.files.get(path, {}).get("mode", _mode(found.installed.site / path))
         if sha256(target) != now:
-            plan.writes.append(Write(path, now, target, mode, found.package, True))
+            before = sha256(original)
+            plan.writes.append(Write(path, now, before, target, mode, found.package, True))
         row = _original_row(old, rows, path, original, now, end)
         if target == original:
             changed_rows[path] = row
@@ -141,8 +142,8 @@ def _package(
     if changed == record:
         return new, []
     mode = _mode(record_path)
-    write = Write(found.installed.record, sha256(record), changed, mode, found.package, False)
-    return new, [write]
+    now = sha256(record)
+    return new, [Write(found.installed.record, now, now, changed, mode, found.package, False)]
 
 
 def _compose(
@@ -180,7 +181,8 @@ def _add_ledger(plan: Plan, ledger: dict[str, Entry]) -> None:
     before = path.read_bytes() if path.exists() else None
     after = ledger_bytes(ledger)
     if before != after:
-        plan.writes.append(Write(LEDGER, sha256(before), after, 0o644, "", False))
+        now = sha256(before)
+        plan.writes.append(Write(LEDGER, now, now, after, 0o644, "", False))
 
 
 def check_writable(plan: Plan) -> None:
@@ -195,6 +197,8 @@ def check_writable(plan: Plan) -> None:
         if not parent.is_dir():
             raise PatchError(f"{parent}: the folder of {write.path} does not exist")
         check_folder(parent)
+        for cache in {file.parent for file in bytecode(folder / write.path)}:
+            check_folder(cache)
         if parent.stat().st_dev != device:
             raise PatchError(
                 f"{parent} is on another file system than {folder}: its files cannot be switched "

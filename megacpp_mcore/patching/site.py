@@ -80,8 +80,12 @@ def _installed(package: str, site: Path, infos: list[Path]) -> Installed:
             f"Change the checkout itself, or install the wheel"
         )
     distribution = importlib.metadata.Distribution.at(info)
-    direct_url = json.loads(distribution.read_text("direct_url.json") or "{}")
-    if direct_url.get("dir_info", {}).get("editable"):
+    try:
+        direct_url = json.loads(distribution.read_text("direct_url.json") or "{}")
+        editable = direct_url.get("dir_info", {}).get("editable", False)
+    except (ValueError, AttributeError) as error:
+        raise PatchError(f"{package}: {info}/direct_url.json: cannot be read: {error}") from error
+    if editable:
         raise PatchError(
             f"{package}: is an editable install of {direct_url.get('url')}; the lane patches "
             f"installed wheels only. Change the checkout itself, or install the wheel"

@@ -1,7 +1,7 @@
 """What is applied: read from the files' digests, never from a note that they were changed."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megacpp_mcore.patching import chain, diffs, site, store, transaction
@@ -13,6 +13,7 @@ NOT_APPLIED = "not applied"
 PARTIAL = "partially applied"
 DRIFTED = "drifted"
 OUTDATED = "applied by another release of the lane"
+UNFINISHED = "unfinished"
 
 
 @dataclass(frozen=True)
@@ -20,13 +21,15 @@ class FileState:
     """One file that the lane manages.
 
     applied: the patches in it, or None when its bytes are none that the lane makes. outdated: they
-    are what another release of the lane left, with the original kept.
+    are what another release of the lane left, with the original kept. unfinished: they are what a
+    run that is not finished found or wrote.
     """
 
     path: str
     found: str
     applied: frozenset[str] | None
     outdated: bool = False
+    unfinished: bool = False
 
 
 @dataclass
@@ -51,11 +54,14 @@ class PackageState:
         return self.installed is not None and self.installed.version != self.pinned
 
     def of(self, patch: Patch) -> tuple[str, list[str]]:
-        """One of the five states above, and the files that make it so (drifted, half applied)."""
+        """One of the six states above, and the files that make it so (drifted, half applied)."""
         files = [self.files[file.path] for file in patch.files]
-        drifted = [file.path for file in files if file.applied is None and not file.outdated]
+        unknown = [file for file in files if file.applied is None and not file.outdated]
+        drifted = [file.path for file in unknown if not file.unfinished]
         if drifted:
             return DRIFTED, drifted
+        if unknown:
+            return UNFINISHED, [file.path for file in unknown]
         if any(file.outdated for file in files):
             return OUTDATED, [file.path for file in files if file.outdated]
         without = [file.path for file in files if patch.id not in file.applied]
@@ -98,6 +104,10 @@ def read(manifest: Manifest, package: str, folder: Path | None = None) -> Packag
     for path, record in (state.entry.files if state.entry else {}).items():
         if path not in state.files:
             state.files[path] = _leftover(installed, path, record)
+    for action in _unfinished_actions(kept, package):
+        file = state.files.get(action["path"])
+        if file and file.applied is None and file.found in (action["before"], action["after"]):
+            state.files[file.path] = replace(file, unfinished=True)
     return state
 
 
@@ -119,12 +129,14 @@ def _shadowed(installed: site.Installed, paths: Iterable[str]) -> str:
     return ""
 
 
+def _unfinished_actions(kept: store.Store, package: str) -> list[dict]:
+    journal = transaction.read_journal(kept) or {"actions": []}
+    return [action for action in journal["actions"] if action["package"] == package]
+
+
 def _interrupted(kept: store.Store, package: str) -> str:
-    journal = transaction.read_journal(kept)
-    if journal is None:
-        return ""
-    actions = [action for action in journal["actions"] if action["package"] == package]
-    if not actions:
+    journal, actions = transaction.read_journal(kept), _unfinished_actions(kept, package)
+    if journal is None or not actions:
         return ""
     switched = [a for a in actions if transaction.digest(kept.site / a["path"]) == a["after"]]
     holder = kept.holder()

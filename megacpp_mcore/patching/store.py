@@ -54,6 +54,8 @@ class Store:
         path = self.site / LEDGER
         try:
             table = json.loads(path.read_bytes())
+            if table["schema"] != 1:
+                raise ValueError(f"schema {table['schema']} is not known")
             return {name: Entry(**entry) for name, entry in table["packages"].items()}
         except FileNotFoundError:
             return {}
@@ -130,7 +132,9 @@ class Store:
             os.close(descriptor)
 
     def _try_lock(self) -> int | None:
-        self.path.mkdir(exist_ok=True)
+        # Not mkdir(exist_ok=True): it fails when the last holder removes the folder just then.
+        with contextlib.suppress(FileExistsError):
+            self.path.mkdir()
         try:
             descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
         except FileNotFoundError:
@@ -173,7 +177,9 @@ def ledger_bytes(ledger: Mapping[str, Entry]) -> bytes | None:
     packages = {name: asdict(entry) for name, entry in ledger.items() if entry.patches}
     if not packages:
         return None
-    return (json.dumps({"schema": 1, "packages": packages}, indent=1) + "\n").encode()
+    return (
+        json.dumps({"schema": 1, "packages": packages}, indent=1, sort_keys=True) + "\n"
+    ).encode()
 
 
 def write_durably(path: Path, data: bytes) -> None:

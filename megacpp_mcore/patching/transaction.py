@@ -6,6 +6,7 @@ process or in a later one, because both digests of every file are in the journal
 is staged. `finish` is the only code that changes the site, so recovering is no special case.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -30,10 +31,14 @@ def no_step(name: str) -> None:
 
 @dataclass(frozen=True)
 class Write:
-    """One file to switch. package: "" for the lane's ledger; patched: not mere bookkeeping."""
+    """One file to switch. package: "" for the lane's ledger; patched: not mere bookkeeping.
+
+    before, original: digests of the file as it is now, and as the wheel has it.
+    """
 
     path: str
     before: str
+    original: str
     data: bytes | None  # None: the file goes
     mode: int
     package: str
@@ -76,6 +81,7 @@ def stage(
             {
                 "path": write.path,
                 "before": write.before,
+                "original": write.original,
                 "after": sha256(write.data),
                 "package": write.package,
                 "patched": write.patched,
@@ -94,6 +100,8 @@ def stage(
         step("write the journal")
         write_durably(store.journal, json.dumps(journal, indent=1).encode())
     except OSError as error:
+        with contextlib.suppress(OSError):  # if it stays, status says so and the next run finishes
+            store.journal.unlink(missing_ok=True)
         raise PatchError(
             f"{store.site}: nothing was changed there: staging failed: {error}"
         ) from error
@@ -108,7 +116,7 @@ def _stage_one(store: Store, number: int, write: Write) -> None:
             old = os.stat(store.site / write.path)
         except FileNotFoundError:
             old = None
-        if old and (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
+        if old and os.geteuid() == 0:  # root works on an environment of someone else
             os.fchown(file.fileno(), old.st_uid, old.st_gid)
         file.flush()
         os.fsync(file.fileno())
@@ -121,7 +129,9 @@ def read_journal(store: Store) -> dict[str, Any] | None:
     """The unfinished run's journal, or None. Raises PatchError when it is damaged."""
     try:
         journal = json.loads(store.journal.read_bytes())
-        keys = {"path", "before", "after", "package", "patched", "staged"}
+        if journal["schema"] != 1:
+            raise ValueError(f"schema {journal['schema']} is not known")
+        keys = {"path", "before", "original", "after", "package", "patched", "staged"}
         if not all(keys == action.keys() for action in journal["actions"]):
             raise KeyError("actions")
         _ = journal["operation"], journal["pid"], journal["started"], journal["versions"]
@@ -137,16 +147,15 @@ def read_journal(store: Store) -> dict[str, Any] | None:
 
 def finish(
     store: Store, installed_version: Callable[[str], str | None], step: Step = no_step
-) -> str | None:
-    """Complete the run that the journal describes. Returns a sentence; None without a journal.
+) -> tuple[bool, str]:
+    """Complete the run that the journal describes. Returns (whether it was completed, a sentence).
 
     installed_version: package -> version now installed in this site. A package that was removed or
-    changed since is left alone; a run whose files are all back at their old bytes (a reinstall) is
-    dropped. Needs the lock. Raises PatchError when someone else changed a file in between.
+    changed since is left alone. A run that cannot be completed and of which no file is switched
+    (the package was reinstalled) is dropped. Needs the lock and a journal. Raises PatchError when
+    someone else changed a file while others are switched.
     """
     journal = read_journal(store)
-    if journal is None:
-        return None
     name = f"the {journal['operation']} that pid {journal['pid']} began"
     actions = [
         action
@@ -156,18 +165,21 @@ def finish(
     ]
     found = {action["path"]: digest(store.site / action["path"]) for action in actions}
     patched = [action for action in actions if action["patched"]]
-    done = f"finished {name}"
+    blocked = next(filter(None, (_blocked(store, each, found) for each in patched)), "")
+    if not patched and len(actions) < len(journal["actions"]):
+        blocked = "the package is not the one it was"
+    # A file that a patch creates may survive a reinstall, so it does not show that none took place.
+    switched = [a for a in patched if found[a["path"]] == a["after"] != a["original"] != ABSENT]
+    if blocked and switched:
+        raise PatchError(
+            f"{name} was interrupted and cannot be finished: {blocked}. Reinstall the package (pip "
+            f"install --force-reinstall --no-deps), then run this again"
+        )
     try:
-        blocked = _blocked(store, actions, found)
-        if blocked and any(found[action["path"]] != action["before"] for action in patched):
-            raise PatchError(
-                f"{name} was interrupted and cannot be finished: {blocked}. Reinstall the package "
-                f"(pip install --force-reinstall --no-deps), then run this again"
-            )
-        if blocked or (len(actions) < len(journal["actions"]) and not patched):
-            done = f"dropped {name}: the package was reinstalled or removed since"
-        else:
-            _switch(store, actions, found, step)
+        if not blocked:
+            # RECORD may be someone else's by now; the next plan puts its rows right.
+            possible = [action for action in actions if not _blocked(store, action, found)]
+            _switch(store, possible, found, step)
         step("remove the journal")
         store.journal.unlink()
         sync_folder(store.path)
@@ -175,17 +187,18 @@ def finish(
         raise InterruptedRun(
             f"{name} was interrupted: {error}; `megacpp patch apply` or `revert` finishes it first"
         ) from error
-    return done
+    if blocked:
+        return False, f"dropped {name}, of which no file was switched: {blocked}"
+    return True, f"finished {name}"
 
 
-def _blocked(store: Store, actions: list[dict], found: Mapping[str, str]) -> str:
-    """Why the switch cannot be completed: a file changed by someone else, or no staged copy."""
-    for action in actions:
-        path, now = action["path"], found[action["path"]]
-        if now not in (action["before"], action["after"]):
-            return f"{path} was changed by someone else since"
-        if action["after"] not in (ABSENT, now, digest(store.stage / action["staged"])):
-            return f"the staged copy of {path} is missing or damaged"
+def _blocked(store: Store, action: dict, found: Mapping[str, str]) -> str:
+    """Why a file cannot be switched: changed by someone else, or no staged copy; else ""."""
+    path, now = action["path"], found[action["path"]]
+    if now not in (action["before"], action["after"]):
+        return f"{path} was changed by someone else since"
+    if action["after"] not in (ABSENT, now, digest(store.stage / action["staged"])):
+        return f"the staged copy of {path} is missing or damaged"
     return ""
 
 
@@ -201,16 +214,16 @@ def _switch(store: Store, actions: list[dict], found: Mapping[str, str], step: S
             sync_folder(path.parent)
         if path.suffix == ".py":
             step(f"remove the .pyc of {action['path']}")
-            remove_bytecode(path)
+            for file in bytecode(path):
+                file.unlink(missing_ok=True)
 
 
-def remove_bytecode(source: Path) -> None:
-    """Remove every .pyc of a module: of any interpreter, optimisation level and cache prefix.
+def bytecode(source: Path) -> list[Path]:
+    """Every .pyc of a module: of any interpreter, optimisation level and cache prefix.
 
-    Python itself would notice most changed sources, but never checks an unchecked hash-based .pyc.
+    They must go with their source. Python itself would notice most changed sources, but never
+    checks an unchecked hash-based .pyc.
     """
     folders = {source.parent / "__pycache__"}
     folders.add(Path(importlib.util.cache_from_source(str(source))).parent)
-    for folder in folders:
-        for file in folder.glob(f"{source.stem}.*.pyc"):
-            file.unlink(missing_ok=True)
+    return [file for folder in folders for file in folder.glob(f"{source.stem}.*.pyc")]

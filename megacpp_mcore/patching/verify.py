@@ -28,23 +28,31 @@ FAILED = "failed"
 # the reproducer's contract
 RIGHT, DEFECT, CANNOT_RUN = 0, 1, 77
 _MEANING = {RIGHT: "right behaviour", DEFECT: "defect shown", CANNOT_RUN: "cannot run here"}
-_SHOWN_LINES = 15
+_LOG_LINES = 40
 
 
 @dataclass(frozen=True)
 class Run:
     """One run of a reproducer. status: its exit status, negative for a signal, None for a timeout.
 
-    output: its last lines, stdout and stderr together.
+    saw: the last line it printed. log: the last lines of its stderr.
     """
 
     status: int | None
-    output: str
+    saw: str
+    log: str
+
+    @property
+    def crashed(self) -> bool:
+        """Whether it ended with an exception that nobody caught, for which Python exits with 1."""
+        return self.status == DEFECT and "Traceback (most recent call last)" in self.log
 
     @property
     def meaning(self) -> str:
         if self.status is None:
             return "broken (timed out)"
+        if self.crashed:
+            return "broken (an uncaught exception; catch it and say what was seen)"
         return _MEANING.get(self.status, f"broken (exit {self.status})")
 
 
@@ -124,7 +132,7 @@ def copy_package(
             ignore=shutil.ignore_patterns("__pycache__"),
             dirs_exist_ok=True,
         )
-    for path in found.files:
+    for path in manifest.touching(found.package):
         original = state.original(manifest, found, path, Store(site))
         data = chain.compose(original, manifest.chain(found.package, path), ids)
         (target / path).unlink(missing_ok=True)
@@ -146,30 +154,30 @@ def _run(script: Path, tree: Path, sites: Sequence[Path], timeout: float) -> Run
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE,
             start_new_session=True,  # so that what it starts ends with it
         )
         try:
-            output, _ = process.communicate(timeout=timeout)
+            outputs = process.communicate(timeout=timeout)
             status = process.returncode
         except subprocess.TimeoutExpired:
             status = None
             os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
+            outputs = process.communicate()
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    lines = output.decode("utf-8", "replace").strip().splitlines()
-    return Run(status, "\n".join(lines[-_SHOWN_LINES:]))
+    printed, log = (data.decode("utf-8", "replace").strip().splitlines() for data in outputs)
+    return Run(status, printed[-1] if printed else "", "\n".join(log[-_LOG_LINES:]))
 
 
 def _judge(patch: Patch, pristine: Run, patched: Run) -> tuple[str, str]:
     both = f"without the patch: {pristine.meaning}; with it: {patched.meaning}"
     statuses = (pristine.status, patched.status)
-    if statuses == (DEFECT, RIGHT):
+    if statuses == (DEFECT, RIGHT) and not pristine.crashed:
         return PROVED, both
     if statuses == (CANNOT_RUN, CANNOT_RUN) and patch.needs == "gpu":
-        return NOT_RUN, f"needs a GPU: {pristine.output or 'the reproducer gave no reason'}"
+        return NOT_RUN, f"needs a GPU: {pristine.saw or 'the reproducer gave no reason'}"
     if statuses == (CANNOT_RUN, CANNOT_RUN):
         return FAILED, f"{both}, although the manifest says needs = {patch.needs!r}"
     return FAILED, both

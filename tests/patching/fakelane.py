@@ -3,12 +3,16 @@
 import base64
 import hashlib
 import os
+import signal
 import stat
+import traceback
 from pathlib import Path
 
 import pytest
 
 from megacpp_mcore.patching import PatchError, diffs, manifest, state
+from megacpp_mcore.patching.operations import apply, revert
+from megacpp_mcore.patching.store import FOLDER
 
 ONE = b"".join(b"one = %d\n" % n for n in range(20))
 TWO = b"def two():\r\n    return 2\r\n\r\n# no newline at the end"
@@ -127,3 +131,44 @@ def refused(function, message, *arguments) -> None:
     with pytest.raises(PatchError, match=message):
         function(*arguments)
     assert snapshot(site) == before
+
+
+def in_child(function):
+    """Start `function` in a forked child; returns its pid."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        function()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def outcome(child):
+    """True when the child ended well, False when it was killed."""
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return False
+    assert os.WEXITSTATUS(status) == 0
+    return True
+
+
+def content(site):
+    """The package's own files: what imports see."""
+    found = snapshot(site)
+    return {path: value for path, value in found.items() if not path.startswith(FOLDER)}
+
+
+def two_sets(lane, site, ids=()):
+    """(files without the patches, files with them); the site is left without them."""
+    old = content(site)
+    apply(lane, site, ids)
+    new = content(site)
+    revert(lane, site)
+    assert content(site) == old != new
+    return old, new

@@ -53,6 +53,7 @@ def test_both_are_idempotent(lane, site):
     apply(lane, site)
     times = {path: path.stat().st_mtime_ns for path in site.rglob("*")}
     assert apply(lane, site).changed == ()
+    assert apply(lane, site, ["alpha"]).changed == ()
     assert {path: path.stat().st_mtime_ns for path in site.rglob("*")} == times
 
 

@@ -1,12 +1,14 @@
 """export, with the real `git am`, and port."""
 
+import re
 import subprocess
 
 import pytest
 from fakelane import FILES, ONE, ONE_A, TWO, edit, make_lane, make_site, snapshot
 
-from megacpp_mcore.patching import PatchError, export, manifest, port
+from megacpp_mcore.patching import PatchError, export, manifest, port, state
 from megacpp_mcore.patching.operations import apply
+from megacpp_mcore.patching.store import Store
 
 
 def git(folder, *arguments, data=None):
@@ -35,13 +37,15 @@ AUTHOR = "Jörg Doe <joerg@example.org>"
 def test_git_am_takes_an_exported_patch(lane, site, repository, applied_first):
     if applied_first:
         apply(lane, site)
-    (lane.lane / "reproducers/beta.py").write_text("# ---\ndiff = 'ü'\nFrom = 1\n")
+    (lane.lane / "reproducers/_help.py").write_text("help_ = 1\n")
+    (lane.lane / "reproducers/beta.py").write_text("# ---\nimport _help\ndiff = 'ü'\nFrom = 1\n")
     git(repository, "am", data=export.export(lane, "beta", site, AUTHOR))
     expected = edit(ONE, (b"one = 15\n", b"one = 1515\n"))  # alpha is no part of it
     assert (repository / "fakepkg/one.py").read_bytes() == expected
     message = git(repository, "log", "-1", "--format=%an <%ae>%n%B")
     assert message.startswith(f"{AUTHOR}\nWhy beta.\n\nwhy beta\n\nAgainst fakepkg 1.0.\n")
-    assert "    # ---\n    diff = 'ü'\n    From = 1\n" in message
+    assert "beta.py:\n\n    # ---\n    import _help\n    diff = 'ü'\n    From = 1\n" in message
+    assert "\n_help.py:\n\n    help_ = 1\n" in message
     assert git(repository, "status", "--porcelain", "fakepkg") == ""
 
 
@@ -77,6 +81,36 @@ def test_export_refuses(lane, tmp_path):
         export.export(lane, "beta", tmp_path, AUTHOR)
     with pytest.raises(PatchError, match="unknown patch"):
         export.export(lane, "delta", None, AUTHOR)
+
+
+@pytest.mark.parametrize("patch", [patch.id for patch in manifest.load().patches])
+def test_git_am_takes_each_patch_of_our_lane(patch, tmp_path):
+    """On the original files of the installed wheel, after the patches that its message names."""
+    lane = manifest.load()
+    (chosen,) = lane.select([patch])
+    found = state.read(lane, chosen.package)
+    if found.installed is None:
+        pytest.skip(f"{chosen.package} is not installed")
+    for path in found.files:
+        data = state.original(lane, found, path, Store(found.installed.site))
+        if data is not None:
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_bytes(data)
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "release")
+
+    def am(name):
+        mail = export.export(lane, name, None, AUTHOR)
+        needs = re.search(rb"^Apply first: (.*)\.$", mail, re.MULTILINE)
+        for first in needs[1].decode().split(", ") if needs else ():
+            am(first)
+        git(tmp_path, "am", data=mail)
+
+    am(patch)
+    assert git(tmp_path, "status", "--porcelain") == ""
+    changed = git(tmp_path, "show", "--name-only", "--format=", "HEAD").split()
+    assert sorted(changed) == sorted(file.path for file in chosen.files)
 
 
 def ported(lane, tmp_path, files, version="1.1"):

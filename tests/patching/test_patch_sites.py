@@ -70,17 +70,17 @@ def test_two_versions_recorded(lane, site):
     refused(apply, "records it 2 times", lane, site)
 
 
-def test_links_out_of_the_site(lane, site, tmp_path):
-    outside = tmp_path / "cache.py"
+def test_links_out_of_the_site(lane, site):
+    outside = site.parent / "cache.py"
     (site / ONE_PATH).rename(outside)
     (site / ONE_PATH).symlink_to(outside)
     refused(apply, "one.py is a link to .*cache.py", lane, site)
     assert outside.read_bytes() == ONE
 
 
-def test_hard_links_of_a_package_cache_keep_their_bytes(lane, site, tmp_path):
+def test_hard_links_of_a_package_cache_keep_their_bytes(lane, site):
     """uv links the files of its cache into site-packages."""
-    cached = tmp_path / "cached.py"
+    cached = site.parent / "cached.py"
     os.link(site / ONE_PATH, cached)
     apply(lane, site)
     assert cached.read_bytes() == ONE

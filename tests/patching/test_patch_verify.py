@@ -20,7 +20,7 @@ def test_verify_runs_each_test_without_and_with_the_lane(proving_lane, site, pat
         ("alpha", "proved"), ("beta", "proved"), ("gamma", "proved"),
     ]  # fmt: skip
     assert [(p.pristine.status, p.patched.status) for p in proofs] == [(1, 0)] * 3
-    assert [(p.pristine.output, p.patched.output) for p in proofs] == [("has it not", "has it")] * 3
+    assert [(p.pristine.saw, p.patched.saw) for p in proofs] == [("has it not", "has it")] * 3
     assert snapshot(site) == before
     (proof,) = verify.verify(proving_lane, site, ["beta"])
     assert proof.patch == "beta"
@@ -39,6 +39,8 @@ def judged(lane, site, script, needs="cpu", timeout=60.0):
     [
         ("import sys; sys.exit(0)", "cpu", "failed", "without the patch: right behaviour"),
         ("import sys; sys.exit(1)", "cpu", "failed", "with it: defect shown"),
+        ("import fakepkg.one as o; assert '1515' in open(o.__file__).read()", "cpu", "failed",
+         r"without the patch: broken \(an uncaught exception"),
         ("raise SystemExit(3)", "cpu", "failed", r"without the patch: broken \(exit 3\)"),
         ("import os; os.kill(os.getpid(), 9)", "cpu", "failed", r"broken \(exit -9\)"),
         ("import sys; print('no GPU'); sys.exit(77)", "gpu", "not run here", "no GPU"),
