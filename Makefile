@@ -25,6 +25,8 @@ $(STAMP):
 	[ -n "$$python" ] || { echo "Python 3.12 is needed (megatron-core 0.19.2 has no other); install it, or set PYTHON" >&2; exit 1; }; \
 	rm -rf $(VENV); "$$python" -m venv $(VENV)
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE $(BIN)/python -m pip install -q --disable-pip-version-check \
+	  --no-deps --no-build-isolation --target $(VENV)/patch-targets mamba-ssm==2.3.2.post1  # tests patch a copy of it
 	@touch $@
 
 $(CORPUS).idx: | $(STAMP)

@@ -1,10 +1,86 @@
-"""What every test process needs before the first import of Megatron."""
+"""What every test process needs before the first import of Megatron, and a recipe in miniature."""
 
 import os
+from pathlib import Path
+
+import pytest
 
 # One thread a worker: pytest runs a worker per core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from megacpp_mcore import bridges
+from megacpp_mcore.recipe import Recipe, load_recipe
 
 bridges.before_megatron()
+
+SMALL = """
+extends = "nam56r-tiny"
+description = "every letter and an MTP depth, as small as they go"
+
+[model]
+pattern = "AEMR"
+depth = 4
+hidden_size = 32
+ffn_hidden_size = 64
+num_attention_heads = 2
+seq_length = 32
+
+[attention]
+q_lora_rank = 8
+kv_lora_rank = 8
+qk_head_dim = 8
+qk_pos_emb_head_dim = 8
+v_head_dim = 8
+
+[moe]
+moe_ffn_hidden_size = 32
+moe_shared_expert_intermediate_size = 32
+
+[mamba3]
+mamba_num_heads = 2
+mamba_head_dim = 8
+mamba_state_dim = 8
+mamba_num_groups = 1
+chunk_size = 16
+
+[m2rnn]
+k_head_dim = 8
+v_head_dim = 8
+
+[schedule]
+train_iters = 8
+micro_batch_size = 2
+global_batch_size = 4
+lr_warmup_iters = 2
+eval_interval = 4
+eval_iters = 1
+
+[checkpoint]
+save_interval = 3
+"""
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level dataset of this package's own source."""
+    from megacpp_mcore.training.data_build import build
+    from megacpp_mcore.training.data_text import TextFiles
+
+    source = Path(__file__).parent.parent / "megacpp_mcore"
+    prefix = tmp_path_factory.mktemp("corpus") / "package"
+    build(TextFiles([source], ["*.py"]), prefix, quiet=True)
+    return prefix
+
+
+@pytest.fixture
+def small_recipe(tmp_path: Path, corpus: Path) -> Path:
+    """The path of the small recipe, reading the corpus."""
+    path = tmp_path / "small.toml"
+    path.write_text(f'{SMALL}\n[data]\ndata_path = ["{corpus}"]\n')
+    return path
+
+
+@pytest.fixture
+def small(small_recipe: Path) -> Recipe:
+    """The small recipe, loaded."""
+    return load_recipe(str(small_recipe))

@@ -1,0 +1,74 @@
+"""The shipped lane on copies of the real packages: every patch proved, a model on top of all."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from megacpp_mcore.patching import manifest, operations, verify
+
+LANE = manifest.load()
+# `make env` installs mamba-ssm's sources there: its package cannot be imported without CUDA.
+PATCH_TARGETS = Path(sys.prefix) / "patch-targets"
+
+
+def copy(package: str, source: Path, site: Path) -> None:
+    for entry in metadata.Distribution.at(source).files:
+        if "__pycache__" not in entry.parts and not str(entry).startswith(".."):
+            target = site / entry
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source.parent / entry, target)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A site folder with the pristine wheels' files of every package of the lane."""
+    folder = tmp_path_factory.mktemp("site")
+    for package in LANE.packages:
+        infos = [
+            info
+            for where in (Path(sysconfig.get_path("purelib")), PATCH_TARGETS)
+            for info in where.glob(f"{package.replace('-', '_')}-*.dist-info")
+        ]
+        assert infos, f"{package} is not there: make the environment with `make env`"
+        copy(package, infos[0], folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patch", [patch.id for patch in LANE.patches])
+def test_the_defect_shows_without_the_lane_and_not_with_it(patch, site):
+    (proof,) = verify.verify(LANE, site, only=[patch])
+    assert proof.verdict == verify.PROVED, f"{proof.reason}\n{proof.pristine}\n{proof.patched}"
+
+
+@pytest.mark.slow
+def test_with_the_lane_applied_the_plugin_drops_its_bridge_and_trains(site, small_recipe, tmp_path):
+    patched = tmp_path / "site"
+    shutil.copytree(site, patched)
+    shutil.rmtree(patched / "mamba_ssm")  # its import wants CUDA; on a CPU it is not installed
+    for info in patched.glob("mamba_ssm-*"):
+        shutil.rmtree(info)
+    operations.apply(LANE, patched)
+    script = (
+        "from megacpp_mcore import bridges, patching; bridges.before_megatron()\n"
+        "assert 'final-norm-from-spec' in patching.applied('megatron-core')\n"
+        "from megacpp_mcore.specs.nam56r import nam56r_stack_spec as spec\n"
+        "assert spec.params == {}, spec.params\n"
+        "assert spec.submodules.final_norm.__name__ == 'TorchNorm'\n"
+        "import sys; from megacpp_mcore.cli import main\n"
+        f"sys.exit(main(['train', {str(small_recipe)!r}, '--steps', '2', '--out', "
+        f"{str(tmp_path / 'run')!r}]))\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MEGACPP_")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment | {"PYTHONPATH": str(patched)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "final training loss" in done.stdout
