@@ -28,15 +28,19 @@ class Plan:
 
 
 def targets(
-    manifest: Manifest, found: PackageState, operation: str, selected: Collection[Patch], all_: bool
+    manifest: Manifest,
+    found: PackageState,
+    operation: str,
+    selected: Collection[Patch],
+    whole: bool,
 ) -> tuple[list[str], list[str]]:
     """(ids that shall be applied afterwards, paths that may change) of one package.
 
-    operation: "apply" or "revert". all_: no patch was named. Raises PatchError when a file was
+    operation: "apply" or "revert". whole: no patch was named. Raises PatchError when a file was
     changed by someone else, or a patch not named stands half applied in the way.
     """
     named = [patch for patch in selected if patch.package == found.package]
-    if all_:
+    if whole:
         paths = list(found.files)
         wanted = {patch.id for patch in named} if operation == "apply" else set()
     else:
@@ -45,8 +49,8 @@ def targets(
         now = found.applied(manifest)
         wanted = now | ids if operation == "apply" else now - ids
     for path in paths:
-        _refuse_drift(found, path, all_)
-    for patch in () if all_ or found.problem else manifest.of(found.package):
+        _refuse_drift(found, path, whole)
+    for patch in () if whole or found.problem else manifest.of(found.package):
         condition, _ = found.of(patch)
         in_the_way = {file.path for file in patch.files}.intersection(paths)
         if patch not in named and condition == state.PARTIAL and in_the_way:
@@ -57,10 +61,10 @@ def targets(
     return [patch.id for patch in manifest.of(found.package) if patch.id in wanted], paths
 
 
-def _refuse_drift(found: PackageState, path: str, all_: bool) -> None:
+def _refuse_drift(found: PackageState, path: str, whole: bool) -> None:
     file = found.files[path]
     where = f"{found.package}: {found.installed.site / path}"
-    if file.outdated and not all_:
+    if file.outdated and not whole:
         raise PatchError(f"{where} was patched by another release of the lane: name no patch")
     if file.applied is None and not file.outdated:
         what = "is missing" if file.found == ABSENT else f"has sha256 {file.found}"
@@ -76,7 +80,7 @@ def build(
     found: Iterable[PackageState],
     operation: str,
     selected: Collection[Patch],
-    all_: bool,
+    whole: bool,
 ) -> list[Plan]:
     """One plan a site, everything checked. Raises PatchError; nothing has been written.
 
@@ -89,7 +93,7 @@ def build(
         folder = package.installed.site
         plan = plans.setdefault(folder, Plan(Store(folder)))
         ledger = ledgers.setdefault(folder, plan.store.ledger())
-        wanted, paths = targets(manifest, package, operation, selected, all_)
+        wanted, paths = targets(manifest, package, operation, selected, whole)
         site.check_inside(package.installed, [*paths, package.installed.record])
         plan.versions[package.package] = package.installed.version
         ledger[package.package], record = _package(manifest, package, plan, wanted, paths)
@@ -126,14 +130,14 @@ def _package(
             target = _compose(manifest, found.package, path, original, wanted)
         now = found.files[path].found
         mode = old.files.get(path, {}).get("mode", _mode(found.installed.site / path))
+        pristine = sha256(original)
         if sha256(target) != now:
-            before = sha256(original)
-            plan.writes.append(Write(path, now, before, target, mode, found.package, True))
+            plan.writes.append(Write(path, now, pristine, target, mode, found.package, True))
         row = _original_row(old, rows, path, original, now, end)
         if target == original:
             changed_rows[path] = row
             continue
-        new.files[path] = {"before": sha256(original), "after": sha256(target), "mode": mode}
+        new.files[path] = {"before": pristine, "after": sha256(target), "mode": mode}
         new.rows[path] = row
         changed_rows[path] = site.record_row(path, target, end)
         if original is not None:

@@ -137,6 +137,7 @@ def copy_package(
         data = chain.compose(original, manifest.chain(found.package, path), ids)
         (target / path).unlink(missing_ok=True)
         if data is not None:
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
             (target / path).write_bytes(data)
 
 

@@ -112,6 +112,13 @@ def test_stale_bytecode_goes(lane, site):
     assert os.path.exists(other)
 
 
+def test_bytecode_that_cannot_go_is_seen_before_anything_is_written(lane, site, monkeypatch):
+    """Else the run would be broken off after its switch, and every later one too."""
+    py_compile.compile(str(site / ONE_PATH), doraise=True)
+    monkeypatch.setattr("os.access", lambda path, mode: path.name != "__pycache__")
+    refused(apply, "__pycache__ is read-only for this user", lane, site)
+
+
 def test_the_patched_file_is_newer_by_a_whole_second(lane, site):
     """A .pyc names its source's second: a source from the future must not hide the change."""
     os.utime(site / ONE_PATH, (4e9, 4e9))
