@@ -10,8 +10,8 @@ from typing import Any
 
 from megacpp_mcore.plan import Spec, spec_of
 from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, Recipe
-from megacpp_mcore.recipe_fields import Flag, Key
-from megacpp_mcore.recipe_source import KEYS
+from megacpp_mcore.recipe.fields import Flag, Key
+from megacpp_mcore.recipe.source import KEYS
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ for what the layers will ask. No torch at import.
 
 import ctypes
 import functools
+import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,7 @@ def current_device() -> str:
 
 
 def stack_part(device: str) -> Problem:
-    """`linear`, `norm`, `moe_experts`: chosen for the whole stack, before any config is known."""
+    """`linear`, `norm`, `moe_experts`, `residual`: chosen for the whole stack, before any config."""
     return Problem.of(device, "any")
 
 
@@ -117,6 +118,24 @@ def m2rnn_of(recipe: "Recipe", device: str) -> Problem | None:
     return m2rnn(device, config, layout, recipe.m2rnn)
 
 
+def linear_cross_entropy(device: str, config, vocab_size: int) -> Problem:
+    """vocab_size: padded, of all tensor-parallel ranks."""
+    return Problem.of(
+        device,
+        _dtype(config),
+        hidden_size=config.hidden_size,
+        vocab_size=vocab_size,
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+    )
+
+
+def linear_cross_entropy_of(recipe: "Recipe", device: str) -> Problem:
+    model, tp = recipe.model, recipe.parallel.tensor_model_parallel_size
+    multiple = model.make_vocab_size_divisible_by * tp
+    padded = math.ceil(model.vocab_size / multiple) * multiple
+    return linear_cross_entropy(device, _config(recipe), padded)
+
+
 def _has(recipe: "Recipe", letter: str) -> bool:
     return any(layer.letter == letter for layer in recipe.plan.layers)
 
@@ -135,6 +154,7 @@ def _config(recipe: "Recipe") -> SimpleNamespace:
         num_attention_heads=model.num_attention_heads,
         kv_channels=attention.kv_channels or model.hidden_size // model.num_attention_heads,
         context_parallel_size=recipe.parallel.context_parallel_size,
+        tensor_model_parallel_size=recipe.parallel.tensor_model_parallel_size,
         mamba_num_heads=mamba3.mamba_num_heads,
         mamba_head_dim=mamba3.mamba_head_dim,
         mamba_state_dim=mamba3.mamba_state_dim,

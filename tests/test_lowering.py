@@ -7,9 +7,9 @@ import pytest
 
 from megacpp_mcore.lowering import lower
 from megacpp_mcore.recipe import load_recipe, recipe_from_environment
-from megacpp_mcore.recipe_fields import Flag, Target
-from megacpp_mcore.recipe_schema import SECTIONS
-from megacpp_mcore.recipe_source import KEYS
+from megacpp_mcore.recipe.fields import Flag, Target
+from megacpp_mcore.recipe.schema import SECTIONS
+from megacpp_mcore.recipe.source import KEYS
 from megacpp_mcore.settings import M2RNNSettings, Mamba3Settings
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from megacpp_mcore import cli, doctor, patch_needs, patching
-from megacpp_mcore.patch_needs import MissingPatchError
-from megacpp_mcore.recipe import load_recipe
+from megacpp_mcore import cli, doctor, patching
+from megacpp_mcore.recipe import load_recipe, patch_needs
+from megacpp_mcore.recipe.patch_needs import MissingPatchError
 from megacpp_mcore.stack import Facts
 
 YARN = ["attention.apply_rope_fusion=true", "attention.rope_type=yarn"]

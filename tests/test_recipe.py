@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, load_recipe, recipe_from_environment
-from megacpp_mcore.recipe_source import RecipeError, shipped
+from megacpp_mcore.recipe.source import RecipeError, shipped
 from megacpp_mcore.settings import M2RNNSettings, Mamba3Settings
 
 NAMES = ("nam56r", "nam56r-quarter", "nam56r-tiny")

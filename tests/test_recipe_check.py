@@ -6,11 +6,12 @@ import typing
 
 import pytest
 
-from megacpp_mcore import lowering, recipe_check
+from megacpp_mcore import lowering
+from megacpp_mcore.recipe import check as recipe_check
 from megacpp_mcore.recipe import load_recipe
-from megacpp_mcore.recipe_fields import Flag
-from megacpp_mcore.recipe_schema import SECTIONS
-from megacpp_mcore.recipe_source import KEYS
+from megacpp_mcore.recipe.fields import Flag
+from megacpp_mcore.recipe.schema import SECTIONS
+from megacpp_mcore.recipe.source import KEYS
 
 TP2 = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true",
        "parallel.expert_model_parallel_size=4"]  # fmt: skip

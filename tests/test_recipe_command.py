@@ -11,7 +11,7 @@ import pytest
 from megacpp_mcore.cli import main
 from megacpp_mcore.lowering import lower
 from megacpp_mcore.recipe import load_recipe
-from megacpp_mcore.recipe_check import Report, Row
+from megacpp_mcore.recipe.check import Report, Row
 
 NEEDS_QUOTES = ["attention.kind=gqa", "data.data_path=my data/cpp"]
 
@@ -143,7 +143,7 @@ def test_check_exits_with_2_for_a_refusal_or_a_difference(
     capsys, monkeypatch, rows, refused, words
 ):
     report = Report("nam56r-tiny", "0.19.2", rows, refused)
-    monkeypatch.setattr("megacpp_mcore.recipe_check.check", lambda recipes: [report])
+    monkeypatch.setattr("megacpp_mcore.recipe.check.check", lambda recipes: [report])
     assert recipe("check", "nam56r-tiny") == 2
     assert capsys.readouterr().err.strip() == words
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megacpp_mcore.recipe import load_recipe
-from megacpp_mcore.recipe_source import RecipeError
+from megacpp_mcore.recipe.source import RecipeError
 
 TP2 = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true",
        "parallel.expert_model_parallel_size=4"]  # fmt: skip

@@ -26,8 +26,8 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examine this machine and print. 1 when a check fails."""
-    from megacpp_mcore import doctor, patch_needs, stack, stack_facts
-    from megacpp_mcore.recipe import load_recipe, recipe_from_environment
+    from megacpp_mcore import doctor, stack, stack_facts
+    from megacpp_mcore.recipe import load_recipe, patch_needs, recipe_from_environment
 
     recipe = load_recipe(args.recipe) if args.recipe else recipe_from_environment()
     needs = None if recipe is None else patch_needs.needed(recipe)

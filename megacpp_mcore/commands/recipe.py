@@ -9,8 +9,8 @@ from typing import Any
 
 from megacpp_mcore.lowering import Lowered, lower
 from megacpp_mcore.recipe import Recipe, load_recipe
-from megacpp_mcore.recipe_fields import Target
-from megacpp_mcore.recipe_source import KEYS, RecipeError, shipped
+from megacpp_mcore.recipe.fields import Target
+from megacpp_mcore.recipe.source import KEYS, RecipeError, shipped
 
 _ARGS_EPILOG = """\
 formats:
@@ -120,7 +120,7 @@ def _toml(recipe: Recipe, everything: bool) -> Iterator[str]:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from megacpp_mcore.recipe_check import check
+    from megacpp_mcore.recipe.check import check
 
     reports = check([load_recipe(name, args.overrides) for name in args.recipe])
     for report in reports:

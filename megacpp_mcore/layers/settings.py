@@ -57,8 +57,7 @@ def plugin_settings(config) -> PluginSettings:
     attached = getattr(config, _ATTRIBUTE, None)
     if attached is not None:
         return attached
-    from megacpp_mcore import patch_needs
-    from megacpp_mcore.recipe import recipe_from_environment
+    from megacpp_mcore.recipe import patch_needs, recipe_from_environment
 
     recipe = recipe_from_environment()
     if recipe is None:

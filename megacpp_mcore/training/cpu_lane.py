@@ -17,11 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megacpp_mcore import dispatch, patch_needs, receipts
+from megacpp_mcore import dispatch, receipts
 from megacpp_mcore.goodput import Goodput
 from megacpp_mcore.lane import lane
 from megacpp_mcore.lowering import lower
-from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.recipe import Recipe, patch_needs
 from megacpp_mcore.run_receipt import RunReceipt
 from megacpp_mcore.training import checkpoint, cpu_support
 from megacpp_mcore.training.data_entropy import corpus_entropy
@@ -52,8 +52,9 @@ def train(
     SIGINT and SIGTERM finish the step, save and return.
 
     Raises CpuLaneError for a recipe that the lane cannot run as written, MissingPatchError for one
-    that needs a patch which is not applied, RunFolderError, DataError, CheckpointError, and TrainingError when the loss or a gradient is not finite; the
-    receipt then says so, and the last good checkpoint is kept.
+    that needs a patch which is not applied, RunFolderError, DataError, CheckpointError, and
+    TrainingError when the loss or a gradient is not finite; the receipt then says so, and the last
+    good checkpoint is kept.
     """
     cpu_support.check(recipe)
     patch_needs.check(recipe)

@@ -10,7 +10,7 @@ from typing import Any
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.recipe_schema import SECTIONS
+from megacpp_mcore.recipe.schema import SECTIONS
 
 _MODEL_SECTIONS = {"model", "attention", "moe", "mamba3", "m2rnn", "mtp"}
 _SERVED: dict[str, set[str]] = {

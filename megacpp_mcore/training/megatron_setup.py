@@ -37,9 +37,10 @@ def megatron_args(argv: Sequence[str], environment: Mapping[str, str]) -> Namesp
 
 
 def build_model(args: Namespace) -> torch.nn.Module:
-    """Megatron's HybridModel for `args`, built by Megatron's own builder, on the CPU.
+    """Megatron's HybridModel for `args`, built by Megatron's own builder.
 
-    Needs the process groups of `single_process`. The stack spec is the one `--spec` names.
+    On the CPU with use_cpu_initialization, else on this process's GPU. Needs the process groups of
+    `single_process`. The stack spec is the one `--spec` names.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import hybrid_config_from_args
@@ -47,27 +48,34 @@ def build_model(args: Namespace) -> torch.nn.Module:
 
     with quiet():
         builder = HybridModelBuilder(hybrid_config_from_args(args))
-        return builder.build_model(
+        model = builder.build_model(
             ProcessGroupCollection.use_mpu_process_groups(), pre_process=True, post_process=True
         )
+    return model if args.use_cpu_initialization else model.cuda()
 
 
 @contextlib.contextmanager
-def single_process(seed: int) -> Iterator[None]:
-    """A gloo world of one with Megatron's process groups, seeded; taken down at the end."""
-    from megatron.core import parallel_state
+def single_process(seed: int, device: str = "cpu") -> Iterator[None]:
+    """A world of one with Megatron's process groups, seeded; taken down at the end.
+
+    Of gloo for "cpu"; of NCCL for "cuda", with Megatron's random states of the first GPU.
+    """
+    from megatron.core import parallel_state, tensor_parallel
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     bridges.install()
+    backend = "nccl" if device == "cuda" else "gloo"
     torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        backend, store=torch.distributed.HashStore(), rank=0, world_size=1
     )
     try:
         parallel_state.initialize_model_parallel()
         random.seed(seed)
         numpy.random.seed(seed)
         torch.manual_seed(seed)
+        if device == "cuda":
+            tensor_parallel.model_parallel_cuda_manual_seed(seed)
         yield
     finally:
         # Megatron's logs of MTP and MoE losses are per process and sized for one model.

@@ -148,6 +148,26 @@ def test_port_lines_added_at_the_end_of_a_file(tmp_path):
     assert ported(lane, tmp_path, {"fakepkg/one.py": ONE})["tail"][0] == "applies as is"
 
 
+def test_port_is_not_misled_by_repeated_code(tmp_path):
+    """Upstream has the change: the lines before it are now found once, at the wrong place."""
+    call = b"build(\n    config,\n    layer,\n    group,\n    name,\n    more,\n)\n"
+    before = b"if moe:\n" + call
+    after = before.replace(b"    group,\n", b"    group,\n    is_mtp,\n")
+    patches = {"flag": {"fakepkg/one.py": (b"top\n" + before, b"top\n" + after)}}
+    path = make_lane(tmp_path / "l3", patches) / "flag.patch"
+    text = (
+        path.read_bytes()
+        .replace(b" top\n if moe:\n", b"")
+        .replace(b"@@ -1,8 +1,9", b"@@ -3,6 +3,7")
+    )
+    path.write_bytes(text)
+    lane = manifest.load(tmp_path / "l3")
+    upstream = b"top\nif mlp:\n" + call.replace(b"build(", b"build(") + after
+    result, (detail,) = ported(lane, tmp_path, {"fakepkg/one.py": b"x\n" + upstream})["flag"]
+    assert result == "conflicts"
+    assert "ambiguous: its lines before the change stand at 4, those after it at 12" in detail
+
+
 def test_port_conflicts(lane, tmp_path):
     changed = edit(ONE, (b"one = 2\n", b"one = 22\n"), (b"one = 16\n", b"two = 16\n"))
     found = ported(lane, tmp_path, {"fakepkg/one.py": b"new\n" + changed})

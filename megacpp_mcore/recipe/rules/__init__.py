@@ -9,17 +9,10 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megacpp_mcore import (
-    recipe_rules_attention,
-    recipe_rules_blocks,
-    recipe_rules_experts,
-    recipe_rules_numbers,
-    recipe_rules_parallel,
-    recipe_rules_run,
-)
-from megacpp_mcore.recipe_fields import optional
-from megacpp_mcore.recipe_refusal import Refusal, Rules
-from megacpp_mcore.recipe_source import KEYS
+from megacpp_mcore.recipe.fields import optional
+from megacpp_mcore.recipe.refusal import Refusal, Rules
+from megacpp_mcore.recipe.rules import attention, blocks, experts, numbers, parallel, run
+from megacpp_mcore.recipe.source import KEYS
 
 if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
@@ -50,14 +43,7 @@ _MAY_BE_ZERO = {
 _BELOW_ONE = re.compile(r".*_(dropout|beta[12]|momentum)|schedule\.lr_warmup_fraction")
 
 
-_TOPICS = (
-    recipe_rules_parallel,
-    recipe_rules_attention,
-    recipe_rules_experts,
-    recipe_rules_blocks,
-    recipe_rules_numbers,
-    recipe_rules_run,
-)
+_TOPICS = (parallel, attention, experts, blocks, numbers, run)
 
 
 def refusals(recipe: "Recipe") -> Sequence[Refusal]:

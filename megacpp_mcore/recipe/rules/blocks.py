@@ -1,6 +1,6 @@
 """Rules about the model as a whole, Mamba-3, M2RNN and MTP."""
 
-from megacpp_mcore.recipe_refusal import Rules
+from megacpp_mcore.recipe.refusal import Rules
 
 
 def check(r: Rules) -> None:

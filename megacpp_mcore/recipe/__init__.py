@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megacpp_mcore import recipe_rules, recipe_schema
 from megacpp_mcore.pattern import PatternError, translate
 from megacpp_mcore.plan import HybridPlan
-from megacpp_mcore.recipe_fields import Target
-from megacpp_mcore.recipe_source import BACKENDS, KEYS, RecipeError, Settings, locate, read
+from megacpp_mcore.recipe import rules, schema
+from megacpp_mcore.recipe.fields import Target
+from megacpp_mcore.recipe.source import BACKENDS, KEYS, RecipeError, Settings, locate, read
 from megacpp_mcore.settings import M2RNNSettings
 
 ENVIRONMENT_VARIABLE = "MEGACPP_RECIPE"
@@ -28,26 +28,26 @@ _PIPELINE = "parallel.pipeline_model_parallel_size"
 
 @dataclass(frozen=True)
 class Recipe:
-    """One run. Sections: `megacpp_mcore.recipe_schema`. backends: surface -> backend's name.
+    """One run. Sections: `megacpp_mcore.recipe.schema`. backends: surface -> backend's name.
 
     source: the shipped name or the file's absolute path; with `overrides` it loads the recipe
     again. origins: where a key's value came from; keys at their default are not in it.
     """
 
     name: str
-    model: recipe_schema.Model
-    attention: recipe_schema.Attention
-    moe: recipe_schema.MoE
-    mamba3: recipe_schema.Mamba3
+    model: schema.Model
+    attention: schema.Attention
+    moe: schema.MoE
+    mamba3: schema.Mamba3
     m2rnn: M2RNNSettings
-    mtp: recipe_schema.MTP
-    parallel: recipe_schema.Parallel
-    precision: recipe_schema.Precision
-    optimizer: recipe_schema.Optimizer
-    schedule: recipe_schema.Schedule
-    data: recipe_schema.Data
-    checkpoint: recipe_schema.Checkpoint
-    launch: recipe_schema.Launch
+    mtp: schema.MTP
+    parallel: schema.Parallel
+    precision: schema.Precision
+    optimizer: schema.Optimizer
+    schedule: schema.Schedule
+    data: schema.Data
+    checkpoint: schema.Checkpoint
+    launch: schema.Launch
     backends: dict[str, str]
     plan: HybridPlan
     description: str = field(compare=False)
@@ -62,7 +62,7 @@ class Recipe:
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Every key of every section, as JSON can hold it (tuples are lists)."""
-        sections = {name: getattr(self, name) for name in recipe_schema.SECTIONS}
+        sections = {name: getattr(self, name) for name in schema.SECTIONS}
         content = {name: dataclasses.asdict(section) for name, section in sections.items()}
         return json.loads(json.dumps({**content, BACKENDS: self.backends}))
 
@@ -116,7 +116,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
         overrides=tuple(overrides),
         origins=dict(settings.origins),
     )
-    refused = [refusal.text(recipe) for refusal in recipe_rules.refusals(recipe)]
+    refused = [refusal.text(recipe) for refusal in rules.refusals(recipe)]
     if len(refused) == 1:
         raise RecipeError(f"recipe {name}: {refused[0]}")
     if refused:
@@ -152,7 +152,7 @@ def recipe_from_environment() -> Recipe | None:
 
 def _sections(settings: Settings, name: str) -> dict[str, Any]:
     """Section objects from flat values. Raises RecipeError for missing keys."""
-    arguments: dict[str, dict[str, Any]] = {section: {} for section in recipe_schema.SECTIONS}
+    arguments: dict[str, dict[str, Any]] = {section: {} for section in schema.SECTIONS}
     backends: dict[str, str] = {}
     for dotted, value in settings.values.items():
         section, _, key = dotted.partition(".")
@@ -165,7 +165,7 @@ def _sections(settings: Settings, name: str) -> dict[str, Any]:
             arguments[section][key] = value
     missing = [
         f"{section}.{f.name}"
-        for section, cls in recipe_schema.SECTIONS.items()
+        for section, cls in schema.SECTIONS.items()
         for f in dataclasses.fields(cls)
         if f.name not in arguments[section]
         and f.default is dataclasses.MISSING
@@ -173,9 +173,7 @@ def _sections(settings: Settings, name: str) -> dict[str, Any]:
     ]
     if missing:
         raise RecipeError(f"recipe {name}: missing keys, without a default: {', '.join(missing)}")
-    sections = {
-        section: cls(**arguments[section]) for section, cls in recipe_schema.SECTIONS.items()
-    }
+    sections = {section: cls(**arguments[section]) for section, cls in schema.SECTIONS.items()}
     return {**sections, BACKENDS: backends}
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from megacpp_mcore.lowering import Lowered, lower
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.recipe_source import RecipeError
+from megacpp_mcore.recipe.source import RecipeError
 
 # A recipe is checked for the pinned stack, of which a machine without a GPU lacks this part.
 _TRANSFORMER_ENGINE = "2.17.1"
@@ -104,7 +104,7 @@ def _ask(questions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     timeout = _STARTUP_S + _QUESTION_S * len(questions)
     try:
         process = subprocess.run(
-            [sys.executable, "-m", "megacpp_mcore.recipe_check"],
+            [sys.executable, "-m", "megacpp_mcore.recipe.check"],
             input=json.dumps(questions),
             capture_output=True,
             text=True,

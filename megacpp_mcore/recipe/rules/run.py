@@ -2,7 +2,7 @@
 
 import re
 
-from megacpp_mcore.recipe_refusal import Rules, shown
+from megacpp_mcore.recipe.refusal import Rules, shown
 
 # names in launch.environment that torchrun or the lowering sets
 _RESERVED = re.compile(r"MEGACPP_.*|PET_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_.*")

@@ -1,6 +1,6 @@
 """Rules about precision and the optimizer."""
 
-from megacpp_mcore.recipe_refusal import Rules
+from megacpp_mcore.recipe.refusal import Rules
 
 _TP, _CP = "parallel.tensor_model_parallel_size", "parallel.context_parallel_size"
 

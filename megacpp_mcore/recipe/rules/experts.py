@@ -1,6 +1,6 @@
 """Rules about the mixture of experts."""
 
-from megacpp_mcore.recipe_refusal import Rules
+from megacpp_mcore.recipe.refusal import Rules
 
 
 def check(r: Rules) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.recipe_fields import Key, TypeMismatch, coerce, keys_of
-from megacpp_mcore.recipe_schema import SECTIONS
+from megacpp_mcore.recipe.fields import Key, TypeMismatch, coerce, keys_of
+from megacpp_mcore.recipe.schema import SECTIONS
 
 SUFFIX = ".toml"
 BACKENDS = "backends"

@@ -1,6 +1,6 @@
 """Rules about parallelism: the world, sequences, overlap, recomputation."""
 
-from megacpp_mcore.recipe_refusal import Rules
+from megacpp_mcore.recipe.refusal import Rules
 
 _TP, _PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 _CP, _EP = "parallel.context_parallel_size", "parallel.expert_model_parallel_size"

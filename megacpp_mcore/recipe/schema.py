@@ -9,7 +9,7 @@ mean is in Megatron's `--help`; comments here say only what is ours.
 from dataclasses import dataclass
 from typing import Literal
 
-from megacpp_mcore.recipe_fields import Target, to, to_flag, to_off_flag
+from megacpp_mcore.recipe.fields import Target, to, to_flag, to_off_flag
 from megacpp_mcore.settings import M2RNNSettings, Mamba3Settings
 
 _Dtype = Literal["fp32", "fp16", "bf16", "fp8"]

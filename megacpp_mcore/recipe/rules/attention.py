@@ -1,6 +1,6 @@
 """Rules about attention: GQA, MLA, DSA, and the gated DeltaNet of a source D."""
 
-from megacpp_mcore.recipe_refusal import Rules
+from megacpp_mcore.recipe.refusal import Rules
 
 
 def check(r: Rules) -> None:

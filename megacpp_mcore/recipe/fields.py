@@ -1,6 +1,6 @@
 """What a recipe key is made of: its type, and where it goes.
 
-A key is a dataclass field of a section (`megacpp_mcore.recipe_schema`). Its name is the name of the
+A key is a dataclass field of a section (`megacpp_mcore.recipe.schema`). Its name is the name of the
 value in Megatron's argument namespace; its metadata says where it lowers to. That makes lowering,
 checking and the list of known keys one table.
 """
