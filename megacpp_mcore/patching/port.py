@@ -30,9 +30,10 @@ def port(
     """Report per patch how it fares on `version`, installed in `folder`.
 
     "already upstream" needs every hunk's lines after the change to be there and those before it
-    not. "applies, moved" needs every hunk's lines to be there exactly once; the diff must be made
-    again at the new lines before the lane can take it. Each patch is tried with the earlier ones
-    applied, as far as they apply. Raises PatchError when no package of the lane has that version.
+    not. "applies, moved" needs every hunk's lines to be there exactly once, and not changed
+    elsewhere; the diff must be made again at the new lines before the lane can take it. Each patch
+    is tried with the earlier ones applied, as far as they apply. Raises PatchError when no package
+    of the lane has that version.
     """
     manifest.check_diffs()
     selected = manifest.select(only)
@@ -121,20 +122,34 @@ def _place(
     if stated in places:
         results.append(AS_IS)
         return stated
+    changed = _places(hunk.target, lines)
+    if places and changed:
+        # In repeated code the lines before the change may be found at another of its copies.
+        results.append(CONFLICT)
+        details.append(
+            f"{path}: hunk {hunk.number}: ambiguous: its lines before the change stand at "
+            f"{_numbers(places)}, those after it at {_numbers(changed)} (made for line "
+            f"{hunk.start})"
+        )
+        return None
     if len(places) == 1:
         results.append(MOVED)
         details.append(f"{path}: hunk {hunk.number}: from line {stated + 1} to {places[0] + 1}")
         return places[0]
     results.append(CONFLICT)
     if places:
-        several = ", ".join(str(place + 1) for place in places)
-        details.append(f"{path}: hunk {hunk.number}: its lines stand more than once: at {several}")
+        several = f"its lines stand more than once: at {_numbers(places)}"
+        details.append(f"{path}: hunk {hunk.number}: {several}")
         return None
     try:
         diffs.check_hunk(replace(hunk, start=_closest(hunk, lines) + 1), lines, path)
     except PatchError as error:
         details.append(f"{error} (made for line {hunk.start})")
     return None
+
+
+def _numbers(places: list[int]) -> str:
+    return ", ".join(str(place + 1) for place in places)
 
 
 def _places(block: tuple[bytes, ...], lines: list[bytes]) -> list[int]:

@@ -154,18 +154,11 @@ def test_port_is_not_misled_by_repeated_code(tmp_path):
     before = b"if moe:\n" + call
     after = before.replace(b"    group,\n", b"    group,\n    is_mtp,\n")
     patches = {"flag": {"fakepkg/one.py": (b"top\n" + before, b"top\n" + after)}}
-    path = make_lane(tmp_path / "l3", patches) / "flag.patch"
-    text = (
-        path.read_bytes()
-        .replace(b" top\n if moe:\n", b"")
-        .replace(b"@@ -1,8 +1,9", b"@@ -3,6 +3,7")
-    )
-    path.write_bytes(text)
-    lane = manifest.load(tmp_path / "l3")
-    upstream = b"top\nif mlp:\n" + call.replace(b"build(", b"build(") + after
+    lane = manifest.load(make_lane(tmp_path / "l3", patches))
+    upstream = b"top\nif mlp:\n" + call + after
     result, (detail,) = ported(lane, tmp_path, {"fakepkg/one.py": b"x\n" + upstream})["flag"]
     assert result == "conflicts"
-    assert "ambiguous: its lines before the change stand at 4, those after it at 12" in detail
+    assert "ambiguous: its lines before the change stand at 5, those after it at 13" in detail
 
 
 def test_port_conflicts(lane, tmp_path):
