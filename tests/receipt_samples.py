@@ -5,9 +5,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from megacpp_mcore.goodput import Goodput
 from megacpp_mcore.receipts import bench_receipt, bench_row, recipe_entry
-from megacpp_mcore.run_receipt import RunReceipt
+from megacpp_mcore.receipts.goodput import Goodput
+from megacpp_mcore.receipts.run import RunReceipt
 
 TOPOLOGY = {"world_size": 1, "tp": 1, "pp": 1, "ep": 1, "cp": 1, "dp": 1}
 CONTENT = {"model": {"hidden_size": 128}, "backends": {"m2rnn": "auto"}, "launch": {"seed": 1}}

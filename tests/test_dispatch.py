@@ -142,7 +142,7 @@ class TestRecord:
         ]
 
     def test_a_decision_is_what_a_receipt_takes(self, toy):
-        path = resources.files("megacpp_mcore") / "receipt.schema.json"
+        path = resources.files("megacpp_mcore.receipts") / "receipt.schema.json"
         definitions = json.loads(path.read_text())["$defs"]
         schema = {"$ref": "#/$defs/backend", "$defs": definitions}
         jsonschema.validate(asdict(dispatch.decide(toy, CPU)), schema)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from receipt_samples import Clock
 
-from megacpp_mcore.goodput import CATEGORIES, SPANS, Goodput, GoodputError
+from megacpp_mcore.receipts.goodput import CATEGORIES, SPANS, Goodput, GoodputError
 
 
 def ledger() -> tuple[Goodput, Clock]:

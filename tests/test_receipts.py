@@ -18,10 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from megacpp_mcore import run_receipt
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.goodput import Goodput
-from megacpp_mcore.lane import code, lane
 from megacpp_mcore.receipts import (
     ReceiptError,
     ReceiptWriteError,
@@ -33,7 +30,10 @@ from megacpp_mcore.receipts import (
     validate,
     write,
 )
-from megacpp_mcore.run_receipt import warm_rows
+from megacpp_mcore.receipts import run as run_receipt
+from megacpp_mcore.receipts.goodput import Goodput
+from megacpp_mcore.receipts.lane import code, lane
+from megacpp_mcore.receipts.run import warm_rows
 
 STOCK = Draft202012Validator(schema())
 
@@ -524,7 +524,7 @@ def test_the_lane_of_a_gpu(kind, document, monkeypatch, tmp_path):
 
     if kind:
         (tmp_path / "version").write_text(DRIVERS[kind])
-    monkeypatch.setattr("megacpp_mcore.lane._DRIVER", tmp_path / "version")
+    monkeypatch.setattr("megacpp_mcore.receipts.lane._DRIVER", tmp_path / "version")
     gpu = SimpleNamespace(name="NVIDIA H200", total_memory=150_754_820_096, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -553,7 +553,7 @@ def test_the_lane_is_gathered_where_torch_cannot_be_imported(document, monkeypat
 def test_reading_receipts_imports_no_torch():
     script = (
         "import sys\n"
-        "import megacpp_mcore.report, megacpp_mcore.run_receipt, megacpp_mcore.commands.report\n"
+        "import megacpp_mcore.report, megacpp_mcore.receipts.run, megacpp_mcore.commands.report\n"
         "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     )
     root = str(Path(run_receipt.__file__).parent.parent)

@@ -8,11 +8,11 @@ import pytest
 import receipt_samples as samples
 from PIL import Image
 
-from megacpp_mcore import run_receipt
 from megacpp_mcore.cli import main
-from megacpp_mcore.comparison import time_ratio
-from megacpp_mcore.goodput import Goodput
 from megacpp_mcore.receipts import read, recipe_entry, write
+from megacpp_mcore.receipts import run as run_receipt
+from megacpp_mcore.receipts.goodput import Goodput
+from megacpp_mcore.report.comparison import time_ratio
 
 TRITON = [{"surface": "m2rnn", "requested": "triton", "observed": "triton", "reason": "named"}]
 

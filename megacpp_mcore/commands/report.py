@@ -46,7 +46,7 @@ def _show(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     from megacpp_mcore import receipts, report
-    from megacpp_mcore.comparison import MARGIN
+    from megacpp_mcore.report.comparison import MARGIN
 
     a, b = receipts.read(args.a), receipts.read(args.b)
     margin = MARGIN if args.margin is None else args.margin
@@ -56,7 +56,8 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _plot(args: argparse.Namespace) -> int:
-    from megacpp_mcore import plotting, receipts
+    from megacpp_mcore import receipts
+    from megacpp_mcore.report import plotting
 
     plotting.plot(receipts.read(args.receipt), args.out)
     print(args.out)

@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(receipt: dict[str, Any], out: Path) -> None:
-    from megacpp_mcore import plotting, report
+    from megacpp_mcore import report
+    from megacpp_mcore.report import plotting
 
     plotting.plot(receipt, out / "curves.png")
     print(report.show(receipt, str(out / "receipt.json")))

@@ -18,11 +18,11 @@ from types import FrameType
 from typing import Any
 
 from megacpp_mcore import dispatch, receipts
-from megacpp_mcore.goodput import Goodput
-from megacpp_mcore.lane import lane
 from megacpp_mcore.lowering import lower
+from megacpp_mcore.receipts.goodput import Goodput
+from megacpp_mcore.receipts.lane import lane
+from megacpp_mcore.receipts.run import RunReceipt
 from megacpp_mcore.recipe import Recipe, patch_needs
-from megacpp_mcore.run_receipt import RunReceipt
 from megacpp_mcore.training import checkpoint, cpu_support
 from megacpp_mcore.training.data_entropy import corpus_entropy
 from megacpp_mcore.training.datasets import TokenDataset, batches, build_datasets, order_digest

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.receipts import ReceiptError, ReceiptWriteError
-from megacpp_mcore.report_text import duration, percent, wrapped
-from megacpp_mcore.run_receipt import warm_rows
+from megacpp_mcore.receipts.run import warm_rows
+from megacpp_mcore.report.text import duration, percent, wrapped
 
 # Okabe and Ito's colours: told apart by colour-blind readers, and in grey
 _BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megacpp_mcore.goodput import Goodput
 from megacpp_mcore.receipts import ReceiptError, receipt_head, validate, write
+from megacpp_mcore.receipts.goodput import Goodput
 
 # A longer series is thinned to every 2nd, 4th, ... step, so that a run of a million steps still
 # writes its receipt within a second.

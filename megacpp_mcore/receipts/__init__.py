@@ -1,7 +1,7 @@
 """Receipts: one JSON file per training run or bench, evidence that others can check.
 
 Every write is validated and atomic: a reader sees the old receipt or the new one, never half of
-one. A run's receipt is gathered by `megacpp_mcore.run_receipt`, a bench's built by `bench_receipt`.
+one. A run's receipt is gathered by `receipts.run`, a bench's is built by `bench_receipt`.
 """
 
 import json
@@ -12,9 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megacpp_mcore.goodput import utc_now
-from megacpp_mcore.lane import code
-from megacpp_mcore.receipt_checks import (
+from megacpp_mcore.receipts.checks import (
     SCHEMA_VERSION,
     ReceiptError,
     content_sha256,
@@ -22,6 +20,8 @@ from megacpp_mcore.receipt_checks import (
     summary,
     validate,
 )
+from megacpp_mcore.receipts.goodput import utc_now
+from megacpp_mcore.receipts.lane import code
 
 __all__ = [
     "ReceiptError",

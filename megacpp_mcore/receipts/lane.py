@@ -51,7 +51,7 @@ def code() -> dict[str, Any]:
 
     commit and dirty are null for an installed wheel, and where git is not there to ask.
     """
-    checkout = Path(__file__).resolve().parent.parent
+    checkout = Path(__file__).resolve().parents[2]
     commit = dirty = None
     if (checkout / ".git").exists():
         commit = _git(checkout, "rev-parse", "HEAD")

@@ -17,7 +17,7 @@ from typing import Any
 
 from megacpp_mcore import __version__
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.goodput import parse_utc
+from megacpp_mcore.receipts.goodput import parse_utc
 
 SCHEMA_VERSION = 1
 _SHOWN = 5  # problems listed in one message
@@ -29,7 +29,9 @@ class ReceiptError(MegacppError):
 
 def schema() -> dict[str, Any]:
     """The receipt's JSON Schema, as shipped with the package."""
-    return json.loads(resources.files("megacpp_mcore").joinpath("receipt.schema.json").read_text())
+    return json.loads(
+        resources.files("megacpp_mcore.receipts").joinpath("receipt.schema.json").read_text()
+    )
 
 
 def content_sha256(content: dict[str, Any]) -> str:

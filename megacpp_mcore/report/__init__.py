@@ -4,7 +4,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megacpp_mcore.comparison import (
+from megacpp_mcore.receipts import ReceiptError
+from megacpp_mcore.receipts.goodput import parse_utc
+from megacpp_mcore.receipts.run import warm_rows
+from megacpp_mcore.report.comparison import (
     MARGIN,
     ROW_RULE,
     RUN_RULE,
@@ -14,10 +17,7 @@ from megacpp_mcore.comparison import (
     judge_runs,
     unlike,
 )
-from megacpp_mcore.goodput import parse_utc
-from megacpp_mcore.receipts import ReceiptError
-from megacpp_mcore.report_text import duration, gib, number, percent, rate, table, wrapped
-from megacpp_mcore.run_receipt import warm_rows
+from megacpp_mcore.report.text import duration, gib, number, percent, rate, table, wrapped
 
 _BAR = 30
 _HEADLINE = ("status", "reason", "steps", "tokens")  # of a result; shown in the first lines

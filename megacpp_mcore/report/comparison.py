@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megacpp_mcore.receipts import ReceiptError
-from megacpp_mcore.run_receipt import warm_rows
+from megacpp_mcore.receipts.run import warm_rows
 
 MARGIN = 0.01
 BLOCKS = 8
