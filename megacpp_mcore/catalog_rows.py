@@ -23,7 +23,7 @@ class Row:
     what it takes and gives. fallback: the backend that serves when it cannot; None for a reference,
     and where nothing is registered for the surface. tests: paths in the repository. receipt: a file
     under examples/receipts/h200/, or None and `no_receipt` says why. exit_when: the condition under
-    which the row is decided anew. skips: check of the admission suite -> why it is not run.
+    which the row is decided anew. skips: admission check, or dtype -> why it is not run.
     """
 
     surface: str
@@ -46,10 +46,25 @@ class Row:
 _NO_BENCH = "not benched yet: the first `megacpp bench` of the surface on an H200 writes one"
 _IN_MODEL = "benched only inside the whole model so far"
 _REFERENCE_EXIT = "never: it is the definition that the others are held to"
-_TE_SKIPS = {"all": "vendor code that runs on a GPU only; its admission run needs an H200"}
+_TE_SKIPS = {
+    "graph": "TE keeps torch.compile out of its modules: a break before and after each, by design",
+    "float32": "TE multiplies float32 in TF32; the model runs it in bf16",
+}
+_NOT_IN_MODEL = {"model_slice": "the model does not ask for this surface yet"}
+_GPU_TESTS = ("tests/gpu/test_kernels_gpu.py",)
+_ATTENTION_TESTS = ("tests/kernels/test_core_attention.py", *_GPU_TESTS)
+_NORM_TESTS = ("tests/kernels/test_norm.py", *_GPU_TESTS)
+_EXPERTS_TESTS = ("tests/kernels/test_moe_experts.py", *_GPU_TESTS)
+_LOSS_TESTS = ("tests/kernels/test_linear_cross_entropy.py", *_GPU_TESTS)
+_RESIDUAL_TESTS = ("tests/kernels/test_residual.py", *_GPU_TESTS)
+_ADMISSION = "tests/kernels/test_scan_admission.py"
 _DISPATCH_TESTS = ("tests/test_dispatch.py",)  # that it is refused where it cannot serve
 _STACK_TESTS = ("tests/test_dispatch.py", "tests/layers/test_stack.py")
-_MAMBA3_TESTS = ("tests/kernels/test_mamba3_kernel.py", "tests/layers/test_mamba3_layer.py")
+_MAMBA3_TESTS = (
+    "tests/kernels/test_mamba3_kernel.py",
+    "tests/layers/test_mamba3_layer.py",
+    _ADMISSION,
+)
 
 LINEAR = (
     Row(
@@ -66,7 +81,6 @@ LINEAR = (
         tests=_DISPATCH_TESTS,
         no_receipt=_IN_MODEL,
         exit_when="torch's linears train NAM56R at the same tokens/s, FP8 included",
-        skips=_TE_SKIPS,
     ),
     Row(
         surface="linear",
@@ -93,11 +107,25 @@ NORM = (
         removes="a read and a write of the activations between the square sum and the scaling",
         layout="[..., h], normalised over h",
         dtypes="bf16, fp16, fp32; sums in fp32",
-        fallback="reference",
-        tests=_DISPATCH_TESTS,
+        fallback="liger",
+        tests=_NORM_TESTS,
         no_receipt=_NO_BENCH,
         exit_when="torch's RMSNorm is within the noise of it over a whole step",
-        skips=_TE_SKIPS,
+        skips={"graph": _TE_SKIPS["graph"]},
+    ),
+    Row(
+        surface="norm",
+        backend="liger",
+        blocks="AEMR",
+        role="vendor",
+        keep="borderline",
+        removes="the same round trip as te, without te; RMSNorm only",
+        layout="[..., h], normalised over h",
+        dtypes="bf16, fp16, fp32; computed in fp32",
+        fallback="reference",
+        tests=_NORM_TESTS,
+        no_receipt=_NO_BENCH,
+        exit_when="te or torch is as fast in the bench of the surface",
     ),
     Row(
         surface="norm",
@@ -108,7 +136,7 @@ NORM = (
         removes="nothing: torch.nn.RMSNorm and LayerNorm, sequence parallelism added",
         layout="[..., h], normalised over h",
         dtypes="bf16, fp16, fp32",
-        tests=_STACK_TESTS,
+        tests=(*_NORM_TESTS, *_STACK_TESTS),
         no_receipt=_NO_BENCH,
         exit_when=_REFERENCE_EXIT,
     ),
@@ -137,11 +165,27 @@ MOE_EXPERTS = (
         "a 5.1 ms floor: the rest is sort, permute and copies",
         layout="tokens [t, h] sorted by expert, counts [experts] on the host",
         dtypes="bf16, fp16, fp32; fp8 inside",
-        fallback="reference",
-        tests=_DISPATCH_TESTS,
+        fallback="grouped_mm",
+        tests=_EXPERTS_TESTS,
         no_receipt=_NO_BENCH,
         exit_when="a path that never writes the permuted copies wins a whole run",
         skips=_TE_SKIPS,
+    ),
+    Row(
+        surface="moe_experts",
+        backend="grouped_mm",
+        blocks="E",
+        role="vendor",
+        keep="borderline",
+        removes="one GEMM launch an expert, and the wait for the counts on the host; fc1, SwiGLU "
+        "and fc2 take 2.25 / 6.83 ms. SwiGLU without bias only: another config is refused when the "
+        "layer is built. Muon would train its weights, which are one 3-d tensor, with Adam",
+        layout="tokens [t, h] sorted by expert, counts [experts] anywhere; h and f multiples of 8",
+        dtypes="bf16; fp16 and fp32 outside torch.compile",
+        fallback="reference",
+        tests=_EXPERTS_TESTS,
+        no_receipt=_NO_BENCH,
+        exit_when="te is as fast in the bench of the surface, or torch drops F.grouped_mm",
     ),
     Row(
         surface="moe_experts",
@@ -152,7 +196,7 @@ MOE_EXPERTS = (
         removes="nothing: Megatron's SequentialMLP, one expert after another",
         layout="tokens [t, h] sorted by expert, counts [experts] on the host",
         dtypes="bf16, fp16, fp32",
-        tests=_STACK_TESTS,
+        tests=(*_EXPERTS_TESTS, *_STACK_TESTS),
         no_receipt=_NO_BENCH,
         exit_when=_REFERENCE_EXIT,
     ),
@@ -171,6 +215,11 @@ MOE_EXPERTS = (
     ),
 )
 
+_ATTENTION_LAYOUT = (
+    "q, k [s, b, heads, dqk], v [s, b, heads, dv] -> [s, b, heads * dv]; thd packed, one document "
+    "at a time"
+)
+
 CORE_ATTENTION = (
     Row(
         surface="core_attention",
@@ -181,28 +230,55 @@ CORE_ATTENTION = (
         removes="the [s, s] scores, as SDPA does; and it alone serves context parallelism",
         layout="q, k [s, b, heads, dqk], v [s, b, heads, dv] -> [s, b, heads * dv]; thd packed",
         dtypes="bf16, fp16",
-        fallback="sdpa",
-        tests=_DISPATCH_TESTS,
+        fallback="sdpa_cudnn",
+        tests=_ATTENTION_TESTS,
         no_receipt="cannot run a backward pass on the pinned stack: it needs cuDNN >= 9.22, torch "
         "2.11 brings 9.19",
         exit_when="SDPA is as fast on the same cuDNN and serves context parallelism",
-        skips=_TE_SKIPS,
+        skips={"graph": _TE_SKIPS["graph"]},
+    ),
+    Row(
+        surface="core_attention",
+        backend="sdpa_cudnn",
+        blocks="A",
+        role="chosen",
+        keep="keep",
+        removes="the [s, s] scores of every head; dqk 128 and dv 64 as they are: 1.48 / 6.5 ms",
+        layout=_ATTENTION_LAYOUT,
+        dtypes="bf16, fp16",
+        fallback="sdpa_flash",
+        tests=_ATTENTION_TESTS,
+        no_receipt=_NO_BENCH,
+        exit_when="another backend is faster over a whole step with the same dims",
+    ),
+    Row(
+        surface="core_attention",
+        backend="sdpa_flash",
+        blocks="A",
+        role="vendor",
+        keep="borderline",
+        removes="the [s, s] scores of every head, where cuDNN cannot serve; v padded to dqk costs "
+        "it 3.10 / 12.27 ms",
+        layout=_ATTENTION_LAYOUT,
+        dtypes="bf16, fp16",
+        fallback="sdpa",
+        tests=_ATTENTION_TESTS,
+        no_receipt=_NO_BENCH,
+        exit_when="torch's own choice of a kernel is as fast wherever cuDNN cannot serve",
     ),
     Row(
         surface="core_attention",
         backend="sdpa",
         blocks="A",
-        role="chosen",
+        role="vendor",
         keep="keep",
-        removes="the [s, s] scores of every head. dqk 128 and dv 64 as they are through cuDNN: "
-        "1.48 / 6.5 ms, against 3.10 / 12.27 for flash with v padded to 128",
-        layout="q, k [s, b, heads, dqk], v [s, b, heads, dv] -> [s, b, heads * dv]; thd packed, "
-        "one document at a time",
-        dtypes="bf16, fp16, fp32",
+        removes="the [s, s] scores of every head, on a CPU and in fp32 too",
+        layout=_ATTENTION_LAYOUT,
+        dtypes="bf16, fp16, fp32, fp64",
         fallback="reference",
-        tests=_STACK_TESTS,
+        tests=_ATTENTION_TESTS,
         no_receipt=_NO_BENCH,
-        exit_when="another backend is faster over a whole step with the same dims",
+        exit_when="the CPU lane has another attention",
     ),
     Row(
         surface="core_attention",
@@ -211,10 +287,9 @@ CORE_ATTENTION = (
         role="fallback",
         keep="keep",
         removes="nothing: softmax(q k^T) v with the scores in memory",
-        layout="q, k [s, b, heads, dqk], v [s, b, heads, dv] -> [s, b, heads * dv]; thd packed, "
-        "one document at a time",
+        layout=_ATTENTION_LAYOUT,
         dtypes="bf16, fp16, fp32, fp64; softmax in fp32 or wider",
-        tests=_STACK_TESTS,
+        tests=_ATTENTION_TESTS,
         no_receipt=_NO_BENCH,
         exit_when=_REFERENCE_EXIT,
     ),
@@ -287,7 +362,7 @@ M2RNN = (
         "pass",
         layout="q, k (B, S, 1 or H, K), v (B, S, H, V) -> (B, S, H, V), state (B, H, K, V)",
         dtypes="bf16, fp16, fp32, fp64; computed in fp32 or wider",
-        tests=("tests/kernels/test_m2rnn_kernel.py",),
+        tests=("tests/kernels/test_m2rnn_kernel.py", _ADMISSION),
         no_receipt=_NO_BENCH,
         exit_when=_REFERENCE_EXIT,
     ),
@@ -308,12 +383,27 @@ M2RNN = (
 HEAD = (
     Row(
         surface="linear_cross_entropy",
+        backend="reference",
+        blocks="",
+        role="fallback",
+        keep="keep",
+        removes="nothing: logits of every token, then their cross entropy; 44.1 ms and 12.0 GiB",
+        layout="hidden [s, b, h], weight [V, h], labels [s, b] -> losses [s, b]",
+        dtypes="bf16, fp16, fp32, fp64; the sum and the losses in fp32 or wider",
+        tests=_LOSS_TESTS,
+        no_receipt=_NO_BENCH,
+        exit_when=_REFERENCE_EXIT,
+        skips=_NOT_IN_MODEL,
+    ),
+    Row(
+        surface="linear_cross_entropy",
         backend="own_mega_kernel",
         blocks="",
         role="deferred",
         keep="not carried",
         removes="the logits: plain linear and cross entropy 44.1 ms and 12.0 GiB, Liger 37.8 ms "
         "and 0.67 GiB, floor 31 ms",
+        fallback="reference",
         not_carried="it is made of 23 TFLOP of GEMM, and cuBLAS runs those; chunked logits with "
         "one small kernel over each chunk save the same memory",
         exit_when="a chunked path cannot come within reach of the floor on an H200",
@@ -325,6 +415,7 @@ HEAD = (
         role="vendor",
         keep="not carried",
         removes="a pass over the logits",
+        fallback="reference",
         not_carried="Megatron's cross_entropy_fusion_impl 'te' is reported to give grad norm 0 or "
         "divergence (Megatron-LM #1627 and #1750)",
         exit_when="both reports are closed by a fix and our gradient test passes on it",
@@ -334,11 +425,42 @@ HEAD = (
 RESIDUAL = (
     Row(
         surface="residual",
+        backend="megatron",
+        blocks="AEMR",
+        role="chosen",
+        keep="keep",
+        removes="two of three elementwise launches and their traffic: bias, dropout and addition "
+        "are one kernel of torch.compile, where the recipe has bias_dropout_fusion",
+        layout="x, residual [s, b, h], bias [h] -> [s, b, h]",
+        dtypes="bf16, fp16, fp32; the residual's",
+        fallback="reference",
+        tests=_RESIDUAL_TESTS,
+        no_receipt=_NO_BENCH,
+        exit_when="it is no faster than the eager operations over a whole step",
+        skips=_NOT_IN_MODEL,
+    ),
+    Row(
+        surface="residual",
+        backend="reference",
+        blocks="AEMR",
+        role="fallback",
+        keep="keep",
+        removes="nothing: bias, dropout and addition one after another",
+        layout="x, residual [s, b, h], bias [h] -> [s, b, h]",
+        dtypes="bf16, fp16, fp32, fp64; the residual's",
+        tests=_RESIDUAL_TESTS,
+        no_receipt=_NO_BENCH,
+        exit_when=_REFERENCE_EXIT,
+        skips=_NOT_IN_MODEL,
+    ),
+    Row(
+        surface="residual",
         backend="own_triton",
         blocks="AEMR",
         role="deferred",
         keep="not carried",
         removes="elementwise launches between a block's output and the next block's input",
+        fallback="megatron",
         not_carried="bias, dropout and addition are one kernel of torch.compile already; a Triton "
         "kernel would be a border that the compiler cannot fuse across",
         exit_when="torch.compile stops fusing them in the pinned stack, seen in a trace of a run",

@@ -36,7 +36,7 @@ def current_device() -> str:
 
 
 def stack_part(device: str) -> Problem:
-    """`linear`, `norm`, `moe_experts`, `residual`: chosen for the whole stack, before any config."""
+    """The parts of a stack (linear, norm, moe_experts, residual): chosen before any config."""
     return Problem.of(device, "any")
 
 

@@ -43,8 +43,67 @@ def torch_attention(problem: Problem) -> str | None:
     return f"context_parallel_size {ranks}: it sees one rank's tokens only" if ranks > 1 else None
 
 
+_HALF = ("bfloat16", "float16")
+
+
+def cudnn_attention(problem: Problem) -> str | None:
+    """The `supports` of cuDNN's attention through torch, backward pass included."""
+    dqk, dv = problem.size("dqk", 0), problem.size("dv", 0)
+    if reason := torch_attention(problem) or _half_on_cuda("cuDNN's attention", problem):
+        return reason
+    if max(dqk, dv) > 128 or dqk % 8 or dv % 8:
+        return f"dqk {dqk}, dv {dv}: cuDNN takes multiples of 8 up to 128"
+    return None
+
+
+def flash_attention(problem: Problem) -> str | None:
+    """The `supports` of torch's FlashAttention-2 with v padded to dqk."""
+    dqk, dv = problem.size("dqk", 0), problem.size("dv", 0)
+    if reason := torch_attention(problem) or _half_on_cuda("flash attention", problem):
+        return reason
+    if dv > dqk:
+        return f"dv {dv} is larger than dqk {dqk}: only v can be padded"
+    return f"dqk {dqk}: flash attention takes at most 256" if dqk > 256 else None
+
+
+def liger_norm(problem: Problem) -> str | None:
+    """The `supports` of Liger's RMSNorm. The normalization is known when a layer is built only."""
+    if problem.device != "cuda":
+        return f"Liger's kernels run on cuda only, the problem is on {problem.device}"
+    return import_reason("liger_kernel.transformers.rms_norm")
+
+
+def grouped_mm(problem: Problem) -> str | None:
+    """The `supports` of torch's grouped matrix product, which a CPU has too, without any gain."""
+    if problem.device == "cuda":
+        return None
+    return f"on {problem.device} it is a loop over the experts, as the reference is"
+
+
+def one_vocabulary(problem: Problem) -> str | None:
+    """The `supports` of a loss that sees the vocabulary of its own rank only."""
+    ranks = problem.size("tensor_model_parallel_size", 1)
+    return f"tensor_model_parallel_size {ranks}: it sees one rank's part" if ranks > 1 else None
+
+
+def compiled(problem: Problem) -> str | None:
+    """The `supports` of what Megatron compiles with torch.compile as it is imported."""
+    if problem.device == "cuda":
+        return None
+    return f"nothing is compiled on {problem.device}: it takes longer than the CPU lane's runs"
+
+
+def _half_on_cuda(name: str, problem: Problem) -> str | None:
+    if problem.device != "cuda":
+        return f"{name} runs on cuda only, the problem is on {problem.device}"
+    if problem.dtype not in _HALF:
+        return f"{name} takes {' and '.join(_HALF)}, not {problem.dtype}"
+    return None
+
+
 _PARTS = "megacpp_mcore.layers.parts"
 _ATTENTION = "megacpp_mcore.layers.core_attention"
+_LOSS = "megacpp_mcore.kernels.linear_cross_entropy"
 _TE_EXTENSION = "megatron.core.extensions.transformer_engine"
 
 _SURFACES = (
@@ -60,6 +119,7 @@ _SURFACES = (
         "norm",
         (
             Backend("te", f"{_PARTS}:te_norm", transformer_engine),
+            Backend("liger", f"{_PARTS}:liger_norm", liger_norm),
             Backend(REFERENCE, f"{_PARTS}:torch_norm", always),
         ),
         problems.stack_part_of,
@@ -68,6 +128,7 @@ _SURFACES = (
         "moe_experts",
         (
             Backend("te", f"{_PARTS}:te_experts", transformer_engine),
+            Backend("grouped_mm", f"{_PARTS}:grouped_mm_experts", grouped_mm),
             Backend(REFERENCE, f"{_PARTS}:sequential_experts", always),
         ),
         problems.stack_part_of,
@@ -76,6 +137,8 @@ _SURFACES = (
         "core_attention",
         (
             Backend("te", f"{_TE_EXTENSION}:TEDotProductAttention", te_attention),
+            Backend("sdpa_cudnn", f"{_ATTENTION}:CudnnCoreAttention", cudnn_attention),
+            Backend("sdpa_flash", f"{_ATTENTION}:FlashCoreAttention", flash_attention),
             Backend("sdpa", f"{_ATTENTION}:SDPACoreAttention", torch_attention),
             Backend(REFERENCE, f"{_ATTENTION}:ReferenceCoreAttention", torch_attention),
         ),
@@ -90,6 +153,19 @@ _SURFACES = (
         "m2rnn",
         (Backend(REFERENCE, "megacpp_mcore.kernels.m2rnn:m2rnn", always),),
         problems.m2rnn_of,
+    ),
+    Surface(
+        "linear_cross_entropy",
+        (Backend(REFERENCE, f"{_LOSS}:linear_cross_entropy", one_vocabulary),),
+        problems.linear_cross_entropy_of,
+    ),
+    Surface(
+        "residual",
+        (
+            Backend("megatron", f"{_PARTS}:megatron_residual", compiled),
+            Backend(REFERENCE, f"{_PARTS}:plain_residual", always),
+        ),
+        problems.stack_part_of,
     ),
 )
 

@@ -1,11 +1,14 @@
 """Causal core attention in torch: the `core_attention` surface's backends that need no package.
 
-Both take Megatron's layouts, `sbhd` (q, k, v of shape [s, b, heads, dim]) and packed `thd`
+All take Megatron's layouts, `sbhd` (q, k, v of shape [s, b, heads, dim]) and packed `thd`
 ([t, heads, dim] with `cu_seqlens_q`), any head dims (dqk may differ from dv, as in MLA) and grouped
 queries, and return [s, b, heads * dv] or [t, heads * dv].
 """
 
+import itertools
 import math
+from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from megatron.core.transformer.enums import AttnMaskType
@@ -14,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.kernels.core_attention import attention, sdpa, sdpa_cudnn, sdpa_flash
 
 
 class CoreAttentionError(MegacppError):
@@ -21,12 +25,14 @@ class CoreAttentionError(MegacppError):
 
 
 class TorchCoreAttention(MegatronModule):
-    """What both backends share: the constructor Megatron calls, layouts and documents.
+    """What the backends share: the constructor Megatron calls, layouts and documents.
 
     k_channels, v_channels: dqk and dv when they are not config.kv_channels (MLA). softmax_scale:
     1 / sqrt(dqk) when None. Raises CoreAttentionError for context parallelism and for a mask that
     is not causal.
     """
+
+    kernel: ClassVar[Callable[..., Tensor]]  # as in megacpp_mcore.kernels.core_attention
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None,
                  k_channels=None, v_channels=None, cp_comm_type=None, pg_collection=None,
@@ -43,8 +49,16 @@ class TorchCoreAttention(MegatronModule):
         self.dropout = dropout
         self._check_mask(attn_mask_type)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-                attn_mask_type=None, attention_bias=None, packed_seq_params=None) -> Tensor:  # fmt: skip
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
+    ) -> Tensor:
         """Attend causally. attention_mask is not read: a causal mask needs none."""
         if attn_mask_type is not None:
             self._check_mask(attn_mask_type)
@@ -62,7 +76,7 @@ class TorchCoreAttention(MegatronModule):
         documents = [
             # [t, h, d] of one document -> [1, h, t, d]
             self.attend(*(x[start:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value)))
-            for start, end in zip(bounds, bounds[1:], strict=False)
+            for start, end in itertools.pairwise(bounds)
             if end > start
         ]
         out = torch.cat(documents, dim=2).squeeze(0).transpose(0, 1).flatten(1)
@@ -71,7 +85,8 @@ class TorchCoreAttention(MegatronModule):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [b, h, s, dqk], k [b, g, s, dqk], v [b, g, s, dv], h % g == 0 -> [b, h, s, dv]."""
-        raise TypeError(f"{type(self).__name__} has no attend()")
+        dropout = self.dropout if self.training else 0.0
+        return type(self).kernel(q, k, v, scale=self.softmax_scale, dropout=dropout)
 
     def _check_mask(self, mask: AttnMaskType) -> None:
         if mask not in (AttnMaskType.causal, AttnMaskType.padding_causal):
@@ -79,23 +94,24 @@ class TorchCoreAttention(MegatronModule):
 
 
 class SDPACoreAttention(TorchCoreAttention):
-    """torch.nn.functional.scaled_dot_product_attention, which picks the device's fused kernel."""
+    """The fused kernel that torch picks."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.softmax_scale,
-            dropout_p=self.dropout if self.training else 0.0, enable_gqa=q.shape[1] != k.shape[1],
-        )  # fmt: skip
+    kernel = staticmethod(sdpa)
+
+
+class CudnnCoreAttention(TorchCoreAttention):
+    """cuDNN's fused kernel."""
+
+    kernel = staticmethod(sdpa_cudnn)
+
+
+class FlashCoreAttention(TorchCoreAttention):
+    """FlashAttention-2."""
+
+    kernel = staticmethod(sdpa_flash)
 
 
 class ReferenceCoreAttention(TorchCoreAttention):
-    """The definition: softmax(q k^T * scale, causal) v, with the softmax in at least fp32."""
+    """The definition, with the scores of every head in memory."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        group = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-        scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        weights = (scores * self.softmax_scale).masked_fill(future, -math.inf).softmax(-1)
-        weights = functional.dropout(weights, self.dropout, self.training)
-        return weights.to(v.dtype) @ v
+    kernel = staticmethod(attention)

@@ -30,7 +30,7 @@ def te_linears() -> Linears:
 
 
 def megatron_linears() -> Linears:
-    """Megatron's own, in plain torch. It has no duplicated one: column-parallel and gathered is it."""
+    """Megatron's own, in plain torch. Duplicated is its column-parallel one, gathered."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     return Linears(ColumnParallelLinear, RowParallelLinear, ColumnParallelLinear, is_te=False)
@@ -50,6 +50,13 @@ def torch_norm() -> type:
     return TorchNorm
 
 
+def liger_norm() -> type:
+    """Liger's RMSNorm."""
+    from megacpp_mcore.layers.norm import LigerNorm
+
+    return LigerNorm
+
+
 def te_experts():
     """Transformer Engine's grouped GEMM over the local experts."""
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -65,3 +72,24 @@ def sequential_experts():
 
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return partial(SequentialMLP, submodules=mlp)
+
+
+def grouped_mm_experts():
+    """torch's grouped matrix product over the local experts."""
+    from megacpp_mcore.layers.experts import GroupedMMExperts
+
+    return GroupedMMExperts
+
+
+def megatron_residual():
+    """Megatron's bias-dropout-add, one compiled kernel where the config has bias_dropout_fusion."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+
+    return get_bias_dropout_add
+
+
+def plain_residual():
+    """Bias, dropout and addition one after another, whatever bias_dropout_fusion says."""
+    from megacpp_mcore.layers.residual import get_bias_dropout_add
+
+    return get_bias_dropout_add

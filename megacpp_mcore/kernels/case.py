@@ -1,0 +1,109 @@
+"""A case: one problem of a surface with everything that a bench and a test need to know about it.
+
+What is drawn, what the truth is, how close a backend must come to it, what a call costs at least,
+and how a backend that dispatch has loaded is called. The bench and the admission suite know nothing
+of a surface but its case.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from megacpp_mcore.backend import Problem
+
+if TYPE_CHECKING:
+    from megacpp_mcore.recipe import Recipe
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A backend, ready to run one case.
+
+    call: the case's tensors by name -> its outputs by name. parameters: tensors of the case that
+    the backend keeps as parameters of its own, one each, or one for each slice of the first axis.
+    """
+
+    call: Callable[..., Tensors]
+    parameters: Mapping[str, Sequence[torch.nn.Parameter]] = field(default_factory=dict)
+
+    def put(self, tensors: Tensors) -> None:
+        """Copy the drawn values of the backend's own parameters into them."""
+        with torch.no_grad():
+            for name, parameters in self.parameters.items():
+                slices = tensors[name].chunk(len(parameters))
+                for parameter, value in zip(parameters, slices, strict=True):
+                    parameter.copy_(value.reshape(parameter.shape))
+
+
+class Case(ABC):
+    """Base of the cases; a subclass is a frozen dataclass whose fields are the sizes.
+
+    inputs: tensors with a gradient. wide: those that are float32 in a bf16 model too; a tuple of
+    outputs can be among them.
+    """
+
+    surface: ClassVar[str]
+    inputs: tuple[str, ...]
+    wide: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    @abstractmethod
+    def of(cls, recipe: "Recipe") -> Self | None:
+        """One micro batch of `recipe` in one process; None when no layer has the surface."""
+
+    @classmethod
+    @abstractmethod
+    def samples(cls) -> dict[str, Self]:
+        """Small ones for tests: "plain", "odd..." (no multiples of a tile), "empty..."."""
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The sizes by name, as a receipt keeps them."""
+        return asdict(self)  # type: ignore[call-overload]
+
+    @abstractmethod
+    def problem(self, device: str, dtype: torch.dtype) -> Problem:
+        """What a layer of these sizes asks of dispatch."""
+
+    @abstractmethod
+    def draw(self, generator: torch.Generator) -> Tensors:
+        """Random float64 tensors and integers on the CPU, such as a model would hold."""
+
+    @abstractmethod
+    def truth(self, **tensors: Tensor) -> Tensors:
+        """The outputs by the definition, in the dtype of the tensors; differentiable."""
+
+    @abstractmethod
+    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> Bound:
+        """What `Decision.load` returned, ready to be called with this case's tensors.
+
+        Needs Megatron's process groups where the backends are Megatron modules.
+        """
+
+    @abstractmethod
+    def roundings(self, name: str) -> float:
+        """How many roundings to the dtype lie on the way to output or gradient (`d...`) `name`."""
+
+    @abstractmethod
+    def terms(self, name: str) -> int:
+        """The length of the sums on the way to a value of output or gradient `name`."""
+
+    @abstractmethod
+    def flops(self) -> int:
+        """Operations a forward call needs at least; its backward call needs twice as many more."""
+
+    def tolerance(self, name: str, dtype: torch.dtype) -> float:
+        """The bound of the error of output or gradient `name`, in units of its largest value.
+
+        A rounding to the dtype moves a value by half an epsilon of it; a sum of n terms in float32
+        (float64 for float64) is off by up to n epsilons of its largest partial sum.
+        """
+        accumulator = torch.finfo(torch.promote_types(dtype, torch.float32))
+        rounded = self.roundings(name) * torch.finfo(dtype).eps / 2
+        return rounded + self.terms(name) * accumulator.eps

@@ -1,0 +1,131 @@
+"""The mamba3_scan surface's case: gated and with the skip, from a zero state."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megacpp_mcore import problems
+from megacpp_mcore.backend import Problem
+from megacpp_mcore.kernels.case import Bound, Case, Tensors
+from megacpp_mcore.kernels.mamba3.inputs import prepare
+from megacpp_mcore.kernels.mamba3.reference import mamba3_chunked, mamba3_sequential
+from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.settings import Mamba3Settings
+
+_SEQUENTIAL = 512  # tokens: step by step keeps every state alive; chunked is the same, as tested
+
+
+@dataclass(frozen=True)
+class Mamba3ScanCase(Case):
+    """The arguments of `mamba3_scan` with angles shared by the heads -> y (B, S, H, P).
+
+    rank: of MIMO; 0 is SISO.
+    """
+
+    batch: int
+    seq: int
+    heads: int
+    groups: int
+    head_dim: int
+    state_dim: int
+    angles: int
+    rank: int
+    chunk_size: int
+
+    surface = "mamba3_scan"
+    wide = ("adt", "dt", "D", "q_bias", "k_bias", "mimo_v", "mimo_z", "mimo_out")
+
+    @property
+    def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
+        names = ("q", "k", "v", "adt", "dt", "trap", "angles", "q_bias", "k_bias", "D", "z")
+        return (*names, "mimo_v", "mimo_z", "mimo_out") if self.rank else names
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Self | None:
+        problem = problems.mamba3_scan_of(recipe, "cpu")
+        if problem is None:
+            return None
+        names = ("heads", "groups", "head_dim", "state_dim", "angles", "chunk_size")
+        sizes = {name: problem.size(name) for name in names}
+        rank = problem.size("rank") if problem.size("variant") == "mimo" else 0
+        batch, seq = recipe.schedule.micro_batch_size, recipe.model.seq_length
+        return cls(batch, seq, rank=rank, **sizes)
+
+    @classmethod
+    def samples(cls) -> dict[str, Self]:
+        return {
+            "plain": cls(2, 32, 4, 2, 8, 8, 2, 0, 8),
+            "plain-mimo": cls(1, 16, 2, 1, 8, 8, 2, 2, 8),
+            "odd": cls(1, 37, 3, 1, 5, 10, 3, 0, 8),
+            "odd-mimo": cls(1, 21, 4, 4, 3, 8, 4, 3, 8),
+            "odd-one-token": cls(2, 1, 2, 2, 4, 4, 2, 0, 8),
+            "empty": cls(2, 0, 2, 1, 4, 4, 1, 0, 8),
+        }
+
+    def problem(self, device: str, dtype: torch.dtype) -> Problem:
+        layout = SimpleNamespace(
+            local_heads=self.heads,
+            scan_groups=self.groups,
+            head_dim=self.head_dim,
+            state_dim=self.state_dim,
+            rank=self.rank or 1,
+            angles=self.angles,
+        )
+        variant = "mimo" if self.rank else "siso"
+        settings = Mamba3Settings(variant=variant, chunk_size=self.chunk_size)
+        return problems.mamba3_scan(device, SimpleNamespace(params_dtype=dtype), layout, settings)
+
+    def draw(self, generator: torch.Generator) -> Tensors:
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        b, s, h, g, n, p = (self.batch, self.seq, self.heads, self.groups, self.state_dim,
+                            self.head_dim)  # fmt: skip
+        rank = (self.rank,) if self.rank else ()
+        dt = functional.softplus(normal(b, s, h) - 1)
+        tensors = {
+            "q": normal(b, s, *rank, g, n),
+            "k": normal(b, s, *rank, g, n),
+            "v": normal(b, s, h, p),
+            "adt": -functional.softplus(normal(b, s, h)) * dt,
+            "dt": dt,
+            "trap": normal(b, s, h),
+            "angles": normal(b, s, 1, self.angles),
+            "q_bias": normal(h, *rank, n),
+            "k_bias": normal(h, *rank, n),
+            "D": normal(h),
+            "z": normal(b, s, h, p),
+        }
+        if self.rank:
+            mimo = {f"mimo_{name}": normal(h, self.rank, p) for name in ("v", "z", "out")}
+            tensors |= {name: tensor / self.rank for name, tensor in mimo.items()}
+        return tensors
+
+    def truth(self, **tensors: Tensor) -> Tensors:
+        inputs = prepare(**tensors)
+        if self.seq > _SEQUENTIAL:
+            return {"y": mamba3_chunked(inputs, self.chunk_size, None)[0]}
+        return {"y": mamba3_sequential(inputs)[0]}
+
+    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> Bound:
+        return Bound(lambda **tensors: {"y": implementation(**tensors, chunk_size=self.chunk_size)})
+
+    def roundings(self, name: str) -> float:
+        """The operands of three products (scores, state, output) and the result; a gradient
+        passes as many again."""
+        return 4 if name == "y" else 8
+
+    def terms(self, name: str) -> int:
+        """Three sums over the tokens, and over a row of the state or of the heads' dim."""
+        rank = self.rank or 1
+        return 3 * (self.batch * self.seq + max(self.state_dim, self.head_dim) * rank)
+
+    def flops(self) -> int:
+        """A step adds k v^T to a state and reads it with q: two products of N and P a rank."""
+        rank = self.rank or 1
+        state = self.heads * self.state_dim * self.head_dim
+        return 4 * self.batch * self.seq * state * rank

@@ -1,0 +1,139 @@
+"""Running a case forward and backward, and its distance from the truth."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megacpp_mcore.kernels.case import Bound, Case, Tensors
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far output or gradient `name` is from the truth, in units of the truth's largest value.
+
+    what: why the error is infinite: a value that is not finite, no gradient, another shape or
+    dtype than the truth's.
+    """
+
+    name: str
+    error: float
+    tolerance: float
+    what: str = ""
+
+    @property
+    def share(self) -> float:
+        """The error in units of the tolerance: above 1 is wrong."""
+        return self.error / self.tolerance
+
+    def __str__(self) -> str:
+        figures = f"error {self.error:.3e}, tolerance {self.tolerance:.3e}"
+        return f"{self.name}: {self.what or figures}"
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Outputs and, under `d<name>`, gradients along `directions`, one for each output."""
+
+    values: Tensors
+    directions: Tensors
+
+
+def drawn(case: Case, dtype: torch.dtype, device: str, seed: int) -> Tensors:
+    """The case's tensors on `device`, in `dtype` but for its wide ones."""
+    tensors = case.draw(torch.Generator().manual_seed(seed))
+    return {
+        name: tensor.to(device, dtype_of(case, name, dtype) if tensor.is_floating_point() else None)
+        for name, tensor in tensors.items()
+    }
+
+
+def dtype_of(case: Case, name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of input or output `name` in a model of `dtype`."""
+    return torch.promote_types(dtype, torch.float32) if name in case.wide else dtype
+
+
+def truth_of(
+    case: Case,
+    tensors: Tensors,
+    dtype: torch.dtype,
+    wide: torch.dtype,
+    directions: Tensors | None = None,
+) -> Truth:
+    """The definition in dtype `wide`, from the values that the tensors of `dtype` hold.
+
+    directions: one gradient an output; by default random ones, rounded to the outputs' dtypes so
+    that a backend gets the same.
+    """
+    widened = {n: t.to(wide) if t.is_floating_point() else t for n, t in tensors.items()}
+    leaves = {name: widened[name].detach().requires_grad_() for name in case.inputs}
+    outputs = case.truth(**{**widened, **leaves})
+    if directions is None:
+        generator = torch.Generator().manual_seed(1)
+        directions = {
+            name: torch.randn(y.shape, generator=generator).to(
+                y.device, dtype_of(case, name, dtype)
+            )
+            for name, y in outputs.items()
+        }
+    values = _values(outputs, {n: d.to(wide) for n, d in directions.items()}, leaves)
+    return Truth(values, directions)
+
+
+def run(case: Case, bound: Bound, tensors: Tensors, directions: Tensors) -> Tensors:
+    """A backend's outputs and, under `d<name>`, its gradients along `directions`."""
+    leaves = {n: tensors[n].detach().requires_grad_() for n in case.inputs}
+    bound.put(tensors)
+    outputs = bound.call(**{**tensors, **leaves})
+    return _values(outputs, directions, leaves, bound.parameters)
+
+
+def errors(case: Case, actual: Tensors, truth: Truth, dtype: torch.dtype) -> list[Error]:
+    """One entry an output and a gradient, the worst first."""
+    largest = {name: _largest(expected) for name, expected in truth.values.items()}
+    found = []
+    for name, expected in truth.values.items():
+        source = name if name in truth.directions else name.removeprefix("d")
+        what = _difference(actual.get(name), expected, dtype_of(case, source, dtype))
+        # Values that cancel to rounding noise in the truth have no size of their own.
+        noise = 1000 * torch.finfo(expected.dtype).eps * max(largest.values())
+        size = largest[name] if largest[name] > noise else max(largest.values()) or 1.0
+        distance = math.inf if what else _largest(actual[name].to(expected.dtype) - expected)
+        found.append(Error(name, distance / size, case.tolerance(name, dtype), what))
+    return sorted(found, key=lambda error: -error.share)
+
+
+def _values(
+    outputs: Tensors, directions: Tensors, leaves: Tensors,
+    parameters: Mapping[str, list[Tensor]] | None = None,
+) -> Tensors:  # fmt: skip
+    """Outputs and gradients; a tensor that nothing depends on has no entry."""
+    sources = {name: [leaf] for name, leaf in leaves.items()} | dict(parameters or {})
+    flat = [tensor for tensors in sources.values() for tensor in tensors]
+    along = [directions[name].to(y.dtype) for name, y in outputs.items()]
+    gradients = iter(torch.autograd.grad(list(outputs.values()), flat, along, allow_unused=True))
+    values = {name: y.detach() for name, y in outputs.items()}
+    for name, tensors in sources.items():
+        parts = [next(gradients) for _ in tensors]
+        if all(part is not None for part in parts):
+            whole = parts[0] if len(parts) == 1 else torch.stack(parts)
+            values[f"d{name}"] = whole.reshape(leaves[name].shape)
+    return values
+
+
+def _difference(actual: Tensor | None, expected: Tensor, dtype: torch.dtype) -> str:
+    if actual is None:
+        return "there is none"
+    if actual.shape != expected.shape:
+        return f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    if actual.dtype != dtype:
+        return f"{actual.dtype}, expected {dtype}"
+    if not actual.isfinite().all():
+        return f"{int((~actual.isfinite()).sum())} of {actual.numel()} values are not finite"
+    return ""
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0

@@ -1,0 +1,171 @@
+"""Routed experts on torch's grouped matrix product, in Megatron's slot for them.
+
+The interface and the checkpoint are those of Megatron's TEGroupedMLP and SequentialMLP: sharded
+keys `experts.linear_fc1.weight` and `experts.linear_fc2.weight`, one shard an expert, so that a
+model can be saved with one and loaded with another. In memory the weights of a layer's local
+experts are one parameter, which the grouped product reads in place.
+"""
+
+from collections.abc import Callable
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.tensor_parallel.layers import (
+    _initialize_affine_weight_cpu,
+    _initialize_affine_weight_gpu,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from torch.nn import functional
+
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.kernels.moe_experts import experts_grouped_mm, weighted_swiglu
+
+# Field of Megatron's config -> the one value that is served.
+_SERVED = {
+    "add_bias_linear": False, "gated_linear_unit": True, "activation_func": functional.silu,
+    "activation_func_clamp_value": None, "glu_linear_offset": 0.0,
+    "moe_mlp_glu_interleave_size": None, "moe_latent_size": None,
+    "moe_apply_probs_on_input": False, "use_te_activation_func": False,
+    "use_transformer_engine_op_fuser": False, "fp8": None, "fp4": None,
+    "delay_wgrad_compute": False, "gtp_weight_remat_size": 1,
+    "fine_grained_activation_offloading": False,
+}  # fmt: skip
+
+
+class ExpertsError(MegacppError):
+    """A config or a checkpoint layout that the grouped experts do not serve."""
+
+
+class GroupedMMExperts(MegatronModule):
+    """The local experts of a MoE layer. SwiGLU, no bias, bf16 (fp16 and fp32 run too).
+
+    Raises ExpertsError naming every field of the config that asks for something else.
+    """
+
+    def __init__(self, num_local_experts: int, config, pg_collection=None, name=None) -> None:
+        super().__init__(config)
+        _check(config)
+        self.num_local_experts = num_local_experts
+        self.ep_group = pg_collection.ep
+        self.tp_group = pg_collection.expt_tp
+        self.dp_group = pg_collection.expt_dp
+        hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
+        build = (num_local_experts, config, self.tp_group)
+        self.linear_fc1 = _Weights(*build, (2 * ffn, hidden), 0, config.init_method)
+        self.linear_fc2 = _Weights(*build, (hidden, ffn), 1, config.output_layer_init_method)
+
+    def forward(
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
+    ) -> tuple[Tensor, None]:
+        """tokens [t, h] sorted by expert, counts [local experts], probs [t] -> [t, h], no bias."""
+        output = experts_grouped_mm(
+            permuted_local_hidden_states, tokens_per_expert, self.linear_fc1.weight,
+            self.linear_fc2.weight, permuted_probs, activation=self._activation,
+        )  # fmt: skip
+        return output, None
+
+    def _activation(self, h: Tensor, probs: Tensor) -> Tensor:
+        if not self.config.bias_activation_fusion:
+            return weighted_swiglu(h, probs)
+        store = self.config.activation_func_fp8_input_store
+        return weighted_bias_swiglu_impl(h, None, probs.unsqueeze(-1), store)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict:
+        """Megatron's keys. Raises ExpertsError for metadata with singleton_local_shards."""
+        if (metadata or {}).get("singleton_local_shards", False):
+            raise ExpertsError(
+                "singleton_local_shards (a checkpoint with one key an expert) is not served by the "
+                "moe_experts backend 'grouped_mm'; name 'te' or 'reference'"
+            )
+        first = self.ep_group.rank() * self.num_local_experts
+        total = self.ep_group.size() * self.num_local_experts
+        experts = [(len(sharded_offsets), first + i, total) for i in range(self.num_local_experts)]
+        return {
+            f"{prefix}{name}.weight": weights.factory(
+                f"{prefix}experts.{name}.weight", tuple(sharded_offsets), experts,
+                (0, 0, self.dp_group.rank()),
+            )
+            for name, weights in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2))
+        }  # fmt: skip
+
+
+def _check(config) -> None:
+    differing = [
+        f"{field} is {getattr(config, field)!r}, served: {value!r}"
+        for field, value in _SERVED.items()
+        if getattr(config, field, value) != value
+    ]
+    recompute = config.recompute_granularity == "selective" and config.recompute_modules
+    if recompute and "moe_act" in config.recompute_modules:
+        differing.append("recompute_modules has 'moe_act', served: without")
+    if differing:
+        raise ExpertsError(
+            f"the moe_experts backend 'grouped_mm' cannot serve: {'; '.join(differing)}. "
+            "Change the recipe, or name the backend 'te' or 'reference'"
+        )
+
+
+class _Weights(torch.nn.Module):
+    """One weight (experts, out, in) whose axis `split` of (out, in) lies over the expert TP ranks.
+
+    Every expert is initialised as Megatron's parallel linears are. A column-parallel weight (split
+    0) holds a rank's part of the gate above its part of the up projection.
+    """
+
+    def __init__(
+        self, experts: int, config, group, shape: tuple[int, int], split: int,
+        init_method: Callable[[Tensor], object],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.split, self.ranks, self.rank = split, group.size(), group.rank()
+        local = [size // self.ranks if axis == split else size for axis, size in enumerate(shape)]
+        on_cpu = config.use_cpu_initialization
+        device = "cpu" if on_cpu else torch.cuda.current_device()
+        weight = torch.empty(experts, *local, dtype=config.params_dtype, device=device)
+        for expert in weight if config.perform_initialization else ():
+            if on_cpu:
+                _initialize_affine_weight_cpu(
+                    expert, *shape, local[split], split, init_method,
+                    params_dtype=config.params_dtype, rank=self.rank, world_size=self.ranks,
+                    skip_set_tensor_parallel_attributes=True,
+                )  # fmt: skip
+            else:
+                _initialize_affine_weight_gpu(expert, init_method, split, is_expert=True)
+        self.weight = torch.nn.Parameter(weight)
+        set_tensor_model_parallel_attributes(self.weight, True, split + 1, 1)
+        other_groups = config.expert_tensor_parallel_size != config.tensor_model_parallel_size
+        self.weight.allreduce = not (config.expert_model_parallel_size > 1 or other_groups)
+
+    def factory(
+        self, key: str, offsets: tuple, experts: list[tuple[int, int, int]],
+        replica_id: tuple[int, int, int],
+    ) -> ShardedTensorFactory:  # fmt: skip
+        """The weight as Megatron's shards: one an expert, the gate and the up projection apart."""
+        prepended = len(offsets) + 1
+        parts = 2 if self.split == 0 else 1
+
+        def build(key, tensor, replica_id, flattened_range):
+            if flattened_range is not None:
+                raise ExpertsError(f"{key}: a flattened shard of a weight with experts in it")
+            axis = prepended + self.split
+            return [
+                ShardedTensor.from_rank_offsets(
+                    key, part, *offsets, expert,
+                    (axis, index * self.ranks + self.rank, parts * self.ranks),
+                    replica_id=replica_id, prepend_axis_num=prepended,
+                )
+                for expert, weight in zip(experts, tensor, strict=True)
+                for index, part in enumerate(weight.chunk(parts))
+            ]  # fmt: skip
+
+        def merge(shards: list[Tensor]) -> Tensor:
+            return torch.stack(shards).reshape(len(experts), -1, shards[0].shape[-1])
+
+        return ShardedTensorFactory(key, self.weight, build, merge, replica_id)

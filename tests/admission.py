@@ -1,0 +1,431 @@
+"""The admission suite: what a backend must show before a model may run on it.
+
+    test_admission = admission.suite("norm")                        # in tests/kernels/test_norm.py
+    test_admission = admission.suite("norm", device="cuda")         # in tests/gpu
+
+makes one test of every check for every backend of the surface. Nothing of a surface is known here
+but its case (`megacpp_mcore.kernels.case`), and nothing of a backend but its catalog row, whose
+`skips` say which checks, or which dtypes, it does not take and why.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import model_slice
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megacpp_mcore import dispatch
+from megacpp_mcore.backend import REFERENCE
+from megacpp_mcore.catalog_rows import ROWS, Row
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.kernels import parity
+from megacpp_mcore.kernels.case import Bound, Case, Tensors
+from megacpp_mcore.kernels.cases import case_class
+from megacpp_mcore.surfaces import REGISTRY
+from megacpp_mcore.training.megatron_setup import single_process
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_SEED = "MEGACPP_TEST_SEED"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A backend under test on one device.
+
+    beyond_dispatch: dispatch would not serve it on this device; what it is made of runs all the
+    same, so that it can be tested where there is no GPU.
+    """
+
+    surface: str
+    backend: str
+    device: str
+    beyond_dispatch: bool = False
+
+    @property
+    def row(self) -> Row:
+        (row,) = (r for r in ROWS if (r.surface, r.backend) == (self.surface, self.backend))
+        return row
+
+    def reason(self, case: Case, dtype: torch.dtype) -> str | None:
+        """Why dispatch would not serve the case in this dtype."""
+        return dispatch.verdicts(self.surface, case.problem(self.device, dtype))[self.backend]
+
+    def takes(self, case: Case, dtype: torch.dtype) -> bool:
+        if _name(dtype) in self.row.skips:
+            return False
+        return self.beyond_dispatch or self.reason(case, dtype) is None
+
+    def bind(self, case: Case, dtype: torch.dtype) -> Bound:
+        (backend,) = (b for b in REGISTRY[self.surface].backends if b.name == self.backend)
+        decision = dispatch.Decision(self.surface, "", self.backend, "", backend.implementation)
+        return case.bind(decision.load(), self.device, dtype)
+
+    def samples(self, start: str) -> Iterator[tuple[str, Case, torch.dtype]]:
+        """The small cases whose name starts with `start`, in each dtype that is served."""
+        for name, case in case_class(self.surface).samples().items():
+            for dtype in _DTYPES:
+                if name.startswith(start) and self.takes(case, dtype):
+                    yield f"{name}, {dtype}", case, dtype
+
+
+def suite(surface: str, device: str = "cpu", beyond_dispatch: tuple[str, ...] = ()) -> Callable:
+    """A test of every check for every backend of `surface` on `device`.
+
+    beyond_dispatch: backends to test on this device although dispatch does not serve them on it.
+    """
+    subjects = [
+        Subject(surface, backend.name, device, backend.name in beyond_dispatch)
+        for backend in REGISTRY[surface].backends
+    ]
+
+    @pytest.mark.parametrize("check", CHECKS)
+    @pytest.mark.parametrize("subject", subjects, ids=lambda subject: subject.backend)
+    def test_admission(subject: Subject, check: str) -> None:
+        admit(subject, check)
+
+    return test_admission
+
+
+def admit(subject: Subject, check: str) -> None:
+    """Run one check; skipped with the reason when the row, or dispatch on this device, says no."""
+    if why := subject.row.skips.get(check):
+        pytest.skip(f"{check}: {why}")
+    with single_process(0, subject.device):
+        reasons = [subject.reason(case, dtype) for _, case, dtype in _everything(subject.surface)]
+    if None not in reasons and not subject.beyond_dispatch:
+        pytest.skip(f"not served on {subject.device}: {reasons[0]}")
+    CHECKS[check](subject)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _everything(surface: str) -> Iterator[tuple[str, Case, torch.dtype]]:
+    return Subject(surface, REFERENCE, "", beyond_dispatch=True).samples("")
+
+
+def check_parity(subject: Subject) -> None:
+    """Outputs and gradients against the definition in float64, on fresh random inputs."""
+    _compare(subject, "plain")
+
+
+def check_odd_shapes(subject: Subject) -> None:
+    """The same for sizes that are no multiples of a tile, one token, one expert."""
+    _compare(subject, "odd")
+
+
+def check_zero_size(subject: Subject) -> None:
+    """Nothing in: nothing out and gradients of zero, or a refusal of ours."""
+    _compare(subject, "empty", may_refuse=True)
+
+
+def check_non_contiguous(subject: Subject) -> None:
+    """Inputs and gradients in any strides, among NaN that nobody may read."""
+    _compare(subject, "plain", arrange=_strided)
+    _compare(subject, "plain", arrange=_transposed)
+    _compare(subject, "plain", direction=lambda y: torch.ones((), dtype=y.dtype).expand(y.shape))
+
+
+def check_poisoned(subject: Subject) -> None:
+    """Fresh memory is full of NaN, from the allocator and from torch.empty."""
+    with _poisoned_memory(subject.device):
+        _compare(subject, "plain")
+        _compare(subject, "odd")
+
+
+def check_opcheck(subject: Subject) -> None:
+    """torch.library.opcheck on every custom operator of ours that a call runs into."""
+    with single_process(0, subject.device):
+        for what, case, dtype in subject.samples("plain"):
+            if dtype != torch.float32 and subject.takes(case, torch.float32):
+                continue  # the schema and the fake do not depend on the dtype
+            for operator, arguments, differentiable in _operators(subject, case, dtype):
+                given = [_leaf(x, differentiable) for x in arguments]
+                results = torch.library.opcheck(operator, given, raise_exception=False)
+                failed = {test: result for test, result in results.items() if result != "SUCCESS"}
+                assert not failed, f"{what}: {operator}: {failed}"
+
+
+def check_graph(subject: Subject) -> None:
+    """Compiled, a block around the op is cut as around the reference, or less, and only once.
+
+    The graphs are taken and run as they are: no code is generated. In bf16, as the model runs.
+    """
+    with single_process(0, subject.device):
+        _, case, dtype = list(subject.samples("plain"))[-1]
+        reference = Subject(subject.surface, REFERENCE, subject.device)
+        found, expected = (
+            _graphs(s.bind(case, dtype), case, dtype, s) for s in (subject, reference)
+        )
+    assert found.count <= expected.count, f"{found.count} graphs, the reference {expected.count}"
+    marks, wanted = ([mark for graph in g.around for mark in graph] for g in (found, expected))
+    assert marks == wanted, f"around the op stand {marks}, around the reference {wanted}"
+    assert len(found.around) <= len(expected.around), f"cut apart around the op: {found.around}"
+    assert found.again == found.count, f"a second call made {found.again - found.count} graphs more"
+
+
+def check_fallback(subject: Subject) -> None:
+    """MEGACPP_BACKENDS forces the row's fallback, or for the reference itself: the same values."""
+    forced = next(name for name in _fallbacks(subject) if _served(subject, name))
+    with (
+        single_process(0, subject.device),
+        _environment(MEGACPP_BACKENDS=f"{subject.surface}={forced}"),
+    ):
+        for what, case, dtype in subject.samples("plain"):
+            decision = dispatch.choose(subject.surface, case.problem(subject.device, dtype))
+            assert (decision.requested, decision.observed) == (forced, forced)
+            tensors = parity.drawn(case, dtype, subject.device, _seed())
+            truth = parity.truth_of(case, tensors, dtype, torch.float64)
+            for bound in (
+                subject.bind(case, dtype),
+                case.bind(decision.load(), subject.device, dtype),
+            ):
+                values = parity.run(case, bound, tensors, truth.directions)
+                _assert_within(what, parity.errors(case, values, truth, dtype))
+
+
+def check_determinism(subject: Subject) -> None:
+    """In torch's deterministic mode twice the same bits, or a refusal."""
+    with single_process(0, subject.device), _deterministic():
+        for what, case, dtype in subject.samples("plain"):
+            tensors = parity.drawn(case, dtype, subject.device, _seed())
+            truth = parity.truth_of(case, tensors, dtype, torch.float64)
+            bound = subject.bind(case, dtype)
+            try:
+                first, second = (
+                    parity.run(case, bound, tensors, truth.directions) for _ in range(2)
+                )
+            except RuntimeError as error:
+                words = str(error).lower()
+                assert "deterministic" in words or "no available kernel" in words, error
+                continue
+            for name, value in first.items():
+                assert torch.equal(value, second[name]), f"{what}: {name} differs between two calls"
+
+
+def check_model_slice(subject: Subject) -> None:
+    """A bf16 model of the blocks that the row names: loss and gradients point where they should."""
+    if subject.beyond_dispatch:
+        pytest.skip(f"dispatch does not serve it on {subject.device}")
+    least = model_slice.LEAST_COSINE
+    found = list(model_slice.cosines(subject.row, subject.device))
+    wrong = [f"{name}: {cosine:.6f}" for name, cosine in found if not cosine >= least]
+    assert found and not wrong, f"cosine below {least:.6f}: {'; '.join(wrong)}"
+
+
+CHECKS: dict[str, Callable[[Subject], None]] = {
+    "parity": check_parity,
+    "odd_shapes": check_odd_shapes,
+    "zero_size": check_zero_size,
+    "non_contiguous": check_non_contiguous,
+    "poisoned": check_poisoned,
+    "opcheck": check_opcheck,
+    "graph": check_graph,
+    "fallback": check_fallback,
+    "determinism": check_determinism,
+    "model_slice": check_model_slice,
+}
+
+
+def _compare(
+    subject: Subject,
+    start: str,
+    *,
+    arrange: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    direction: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    may_refuse: bool = False,
+) -> None:
+    """Parity of the samples whose name starts with `start`.
+
+    arrange: another layout for inputs and gradients. direction: a gradient instead of random ones.
+    may_refuse: a MegacppError is an answer, too.
+    """
+    with single_process(0, subject.device):
+        tested = 0
+        for what, case, dtype in subject.samples(start):
+            seed = _seed()
+            tensors = parity.drawn(case, dtype, subject.device, seed)
+            bound = subject.bind(case, dtype)
+            if may_refuse and _refuses(bound, tensors):
+                tested += 1
+                continue
+            truth = parity.truth_of(case, tensors, dtype, torch.float64)
+            if direction is not None:
+                given = {n: direction(y).to(y.device) for n, y in truth.directions.items()}
+                truth = parity.truth_of(case, tensors, dtype, torch.float64, given)
+            if arrange is not None:
+                tensors = {n: arrange(t) for n, t in tensors.items()}
+                rearranged = {n: arrange(d) for n, d in truth.directions.items()}
+                truth = parity.Truth(truth.values, rearranged)
+            values = parity.run(case, bound, tensors, truth.directions)
+            _assert_within(f"{what}, {_SEED}={seed}", parity.errors(case, values, truth, dtype))
+            tested += 1
+    assert tested, f"no sample {start!r} that {subject.backend} serves on {subject.device}"
+
+
+def _assert_within(what: str, errors: list[parity.Error]) -> None:
+    wrong = [str(error) for error in errors if error.share > 1]
+    assert not wrong, f"{what}: " + "; ".join(wrong)
+
+
+def _refuses(bound: Bound, tensors: Tensors) -> bool:
+    try:
+        bound.put(tensors)
+        bound.call(**tensors)
+    except MegacppError:
+        return True
+    return False
+
+
+def _seed() -> int:
+    """A fresh one, or the one that a failure printed."""
+    return int(os.environ.get(_SEED) or int.from_bytes(os.urandom(3)))
+
+
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, every second element of a wider tensor of NaN."""
+    if not tensor.is_floating_point() or not tensor.dim():
+        return tensor
+    wide = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1] + 1), float("nan"))
+    return wide[..., 1::2].copy_(tensor)
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with the first axis innermost in memory."""
+    return tensor.movedim(0, -1).contiguous().movedim(-1, 0) if tensor.dim() > 1 else tensor
+
+
+@contextlib.contextmanager
+def _poisoned_memory(device: str) -> Iterator[None]:
+    """torch fills what it allocates with NaN, and the allocator's free blocks are full of it."""
+    for power in range(4, 23):
+        blocks = [torch.full((2**power,), float("nan"), device=device) for _ in range(4)]
+        del blocks
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        with _deterministic(warn_only=True):
+            yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@contextlib.contextmanager
+def _deterministic(warn_only: bool = False) -> Iterator[None]:
+    saved = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        # Megatron's own switch for TE, and what cuBLAS asks for in this mode.
+        with _environment(NVTE_ALLOW_NONDETERMINISTIC_ALGO="0", CUBLAS_WORKSPACE_CONFIG=":4096:8"):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(saved)
+
+
+@contextlib.contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        yield
+
+
+def _fallbacks(subject: Subject) -> Iterator[str]:
+    """The row's fallback and the fallback's own, down to the reference."""
+    rows = {row.backend: row for row in ROWS if row.surface == subject.surface}
+    name = subject.row.fallback
+    while name is not None:
+        yield name
+        name = rows[name].fallback
+    yield REFERENCE
+
+
+def _served(subject: Subject, backend: str) -> bool:
+    other = Subject(subject.surface, backend, subject.device)
+    return all(other.takes(case, dtype) for _, case, dtype in subject.samples("plain"))
+
+
+class _Recorder(TorchDispatchMode):
+    """Every operator of the megacpp library that is called, with its first arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[Any, tuple] = {}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.namespace.startswith("megacpp") and operator not in self.calls:
+            self.calls[operator] = args
+        return operator(*args, **(kwargs or {}))
+
+
+def _operators(subject: Subject, case: Case, dtype: torch.dtype) -> list[tuple[Any, tuple, bool]]:
+    """(operator, arguments, is it differentiable) of a forward and a backward call."""
+    tensors = parity.drawn(case, dtype, subject.device, _seed())
+    leaves = {n: t.requires_grad_() if n in case.inputs else t for n, t in tensors.items()}
+    bound = subject.bind(case, dtype)
+    bound.put(tensors)
+    with _Recorder() as forward:
+        outputs = bound.call(**leaves)
+    with _Recorder() as backward:
+        torch.autograd.backward([y.sum() for y in outputs.values()])
+    return [
+        *((operator, arguments, True) for operator, arguments in forward.calls.items()),
+        *((operator, arguments, False) for operator, arguments in backward.calls.items()),
+    ]
+
+
+def _leaf(argument: Any, differentiable: bool) -> Any:
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    copy = argument.detach().clone()
+    return copy.requires_grad_(differentiable and copy.is_floating_point())
+
+
+@dataclass(frozen=True)
+class _Graphs:
+    """count: graphs of a call; again: after a second one. around: the marked operations in each."""
+
+    count: int
+    again: int
+    around: list[list[str]]
+
+
+_BEFORE, _AFTER = (torch.asinh, torch.atan), (torch.erf, torch.sinc)  # in no op of ours
+
+
+def _graphs(bound: Bound, case: Case, dtype: torch.dtype, subject: Subject) -> _Graphs:
+    tensors = parity.drawn(case, dtype, subject.device, 0)
+    first = next(n for n in case.inputs if n not in case.wide and n not in bound.parameters)
+    leaves = {n: t.requires_grad_() if n in case.inputs else t for n, t in tensors.items()}
+    graphs: list[torch.fx.GraphModule] = []
+    marks = {f.__name__ for f in _BEFORE + _AFTER}
+
+    def block(**given):
+        before, joined = _BEFORE
+        given[first] = joined(before(given[first]))
+        after, last = _AFTER
+        return sum(last(after(y)).float().sum() for y in bound.call(**given).values())
+
+    def keep(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    bound.put(tensors)
+    with torch._dynamo.config.patch(disable=False):  # the CPU lane turns it off
+        torch._dynamo.reset()
+        compiled = torch.compile(block, backend=keep)
+        compiled(**leaves)
+        count = len(graphs)
+        compiled(**leaves)
+        torch._dynamo.reset()
+    around = [
+        [n.target.__name__ for n in graph.graph.nodes if getattr(n.target, "__name__", "") in marks]
+        for graph in graphs[:count]
+    ]
+    return _Graphs(count, len(graphs), [marked for marked in around if marked])

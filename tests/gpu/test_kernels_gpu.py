@@ -1,0 +1,18 @@
+"""The admission suite on a GPU: `pytest -m gpu tests/gpu`."""
+
+import admission
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+]
+
+test_norm = admission.suite("norm", "cuda")
+test_moe_experts = admission.suite("moe_experts", "cuda")
+test_core_attention = admission.suite("core_attention", "cuda")
+test_mamba3_scan = admission.suite("mamba3_scan", "cuda")
+test_m2rnn = admission.suite("m2rnn", "cuda")
+test_linear_cross_entropy = admission.suite("linear_cross_entropy", "cuda")
+test_residual = admission.suite("residual", "cuda")

@@ -1,0 +1,3 @@
+import admission
+
+test_admission = admission.suite("core_attention", beyond_dispatch=("sdpa_flash",))

@@ -1,0 +1,3 @@
+import admission
+
+test_admission = admission.suite("residual", beyond_dispatch=("megatron",))

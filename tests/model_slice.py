@@ -1,0 +1,121 @@
+"""A model of one block in bf16 with one backend forced, held against the same model in fp32."""
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megacpp_mcore.backend import REFERENCE
+from megacpp_mcore.catalog_rows import Row
+from megacpp_mcore.lowering import lower
+from megacpp_mcore.recipe import Recipe, load_recipe
+from megacpp_mcore.training.megatron_setup import build_model, megatron_args, single_process
+
+_SIZES = [
+    "model.hidden_size=32", "model.ffn_hidden_size=64", "model.num_attention_heads=4",
+    "model.seq_length=32", "attention.q_lora_rank=16", "attention.kv_lora_rank=16",
+    "attention.qk_head_dim=8", "attention.qk_pos_emb_head_dim=8", "attention.v_head_dim=8",
+    "moe.moe_ffn_hidden_size=32", "moe.moe_shared_expert_intermediate_size=32",
+    "mamba3.mamba_num_heads=4", "mamba3.mamba_head_dim=8", "mamba3.mamba_state_dim=8",
+    "mamba3.mamba_num_groups=2", "mamba3.chunk_size=8", "m2rnn.k_head_dim=8", "m2rnn.v_head_dim=8",
+    "mtp.mtp_num_layers=0", "mtp.pattern=",
+    # Every expert takes every token: a choice that rounding turns over is no error of a kernel.
+    "moe.moe_router_topk=4",
+]  # fmt: skip
+_ON_GPU = [
+    "launch.device=cuda", "launch.distributed_backend=nccl", "launch.use_cpu_initialization=false",
+    "model.transformer_impl=transformer_engine", "moe.moe_token_dispatcher_type=alltoall",
+]  # fmt: skip
+_ENVIRONMENT = ("MEGACPP_RECIPE", "MEGACPP_BACKENDS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+# Roundings to bf16 from a weight to the loss, and from there to its gradient: some 16 operations in
+# the block, another 16 in the embedding, the head and the loss, each way.
+_ROUNDINGS = 64
+# A rounding turns a vector by up to half an epsilon; n of them, independent, by the root of n times
+# that; and the cosine of so small an angle is 1 - angle^2 / 2.
+_ANGLE = _ROUNDINGS**0.5 * torch.finfo(torch.bfloat16).eps / 2
+LEAST_COSINE = 1 - _ANGLE**2 / 2
+
+
+def cosines(row: Row, device: str) -> Iterator[tuple[str, float]]:
+    """(block and name, cosine) of the losses and of every parameter's gradient, block by block."""
+    for block in row.blocks:
+        truth = _truth(row.surface, block, device)
+        found = _values(row.surface, row.backend, block, device, torch.bfloat16)
+        assert truth.keys() == found.keys()
+        for name, expected in truth.items():
+            yield f"{block}: {name}", _cosine(found[name], expected)
+
+
+@functools.cache
+def _truth(surface: str, block: str, device: str) -> dict[str, torch.Tensor]:
+    return _values(surface, REFERENCE, block, device, torch.float32)
+
+
+def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    a, b = a.double().flatten(), b.double().flatten()
+    return (a @ b / (a.norm() * b.norm())).item()
+
+
+def _values(
+    surface: str, backend: str, block: str, device: str, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Losses and gradients by Megatron's names, each expert's weights apart."""
+    sizes = [f"model.pattern={block}", "model.depth=1", *_SIZES]
+    recipe = load_recipe("nam56r-tiny", sizes + (_ON_GPU if device == "cuda" else []))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in _ENVIRONMENT:
+            patch.delenv(name, raising=False)
+        patch.setenv("MEGACPP_BACKENDS", f"{surface}={backend}")
+        # The spec chooses its parts as it is imported.
+        patch.delitem(sys.modules, "megacpp_mcore.specs.nam56r", raising=False)
+        try:
+            return _train_once(recipe, device, dtype)
+        finally:
+            for name in _ENVIRONMENT:  # what Megatron's launch variables were set to
+                os.environ.pop(name, None)
+
+
+def _train_once(recipe: Recipe, device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    lowered = lower(recipe)
+    args = megatron_args(lowered.argv, lowered.environment)
+    args.bf16, args.params_dtype = dtype == torch.bfloat16, dtype
+    with single_process(1, device):
+        model = build_model(args).to(dtype)
+        weights = _by_megatrons_names(dict(model.named_parameters()))
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for name in sorted(weights):
+                value = torch.randn(weights[name].shape, generator=generator)
+                is_scale = weights[name].dim() == 1
+                value = (1 + value / 8) if is_scale else value * value.shape[-1] ** -0.5
+                weights[name].copy_(value.bfloat16())
+        tokens = torch.randint(256, (2, recipe.model.seq_length + 1), generator=generator)
+        tokens = tokens.to(device)
+        positions = torch.arange(recipe.model.seq_length, device=device).expand(2, -1)
+        losses = model(
+            input_ids=tokens[:, :-1], position_ids=positions, attention_mask=None,
+            labels=tokens[:, 1:].contiguous(), loss_mask=torch.ones_like(positions).float(),
+        )  # fmt: skip
+        losses.float().mean().backward()
+        named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        gradients = {n: g.detach().cpu() for n, g in _by_megatrons_names(named).items()}
+        return {"losses": losses.detach().cpu(), **gradients}
+
+
+def _by_megatrons_names(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """SequentialMLP's names for all: TE numbers its experts' weights, ours are one tensor."""
+    found = {}
+    for name, tensor in named.items():
+        expert = re.fullmatch(r"(.*\.experts)\.(linear_fc[12]\.weight)(\d*)", name)
+        if expert is None:
+            found[name] = tensor
+        elif expert[3]:
+            found[f"{expert[1]}.local_experts.{expert[3]}.{expert[2]}"] = tensor
+        else:
+            for i, part in enumerate(tensor):
+                found[f"{expert[1]}.local_experts.{i}.{expert[2]}"] = part
+    return found
