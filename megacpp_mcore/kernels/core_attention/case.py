@@ -45,6 +45,7 @@ class CoreAttentionCase(Case):
     def samples(cls) -> dict[str, Self]:
         return {
             "plain": cls(2, 32, 4, 4, 16, 8),
+            "plain-mla": cls(1, 64, 2, 2, 128, 64),
             "odd": cls(1, 37, 3, 3, 24, 16),
             "odd-grouped-queries": cls(2, 17, 6, 2, 16, 16),
             "odd-one-token": cls(1, 1, 2, 2, 8, 8),
