@@ -61,10 +61,9 @@ def single_process(seed: int, device: str = "cpu") -> Iterator[None]:
     Of gloo for "cpu"; of NCCL for "cuda", with Megatron's random states of the first GPU.
     """
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     bridges.install()
+    _forget_the_last_model()
     backend = "nccl" if device == "cuda" else "gloo"
     torch.distributed.init_process_group(
         backend, store=torch.distributed.HashStore(), rank=0, world_size=1
@@ -78,11 +77,23 @@ def single_process(seed: int, device: str = "cpu") -> Iterator[None]:
             tensor_parallel.model_parallel_cuda_manual_seed(seed)
         yield
     finally:
-        # Megatron's logs of MTP and MoE losses are per process and sized for one model.
-        MTPLossLoggingHelper.tracker.clear()
-        destroy_moe_metrics_tracker()
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+def _forget_the_last_model() -> None:
+    """Megatron keeps logs and scales of MTP and MoE losses per process, sized for one model."""
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.multi_token_prediction import (
+        MTPLossAutoScaler,
+        MTPLossLoggingHelper,
+    )
+
+    MTPLossLoggingHelper.tracker.clear()
+    destroy_moe_metrics_tracker()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
 
 
 @contextlib.contextmanager

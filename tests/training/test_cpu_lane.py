@@ -40,6 +40,8 @@ def environment_of_one_run(monkeypatch):
     for name in ("MEGACPP_RECIPE", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    # The spec chooses its parts as it is imported, once a process; each run records the choice.
+    monkeypatch.delitem(sys.modules, "megacpp_mcore.specs.nam56r", raising=False)
 
 
 @pytest.fixture
