@@ -1,3 +1,200 @@
-import admission
+"""Routed experts: admission, and the grouped ones in Megatron's slot and checkpoints."""
 
+from types import SimpleNamespace
+
+import admission
+import pytest
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from torch.nn import functional
+
+from megacpp_mcore.kernels.moe_experts import experts, experts_grouped_mm, weighted_swiglu
+from megacpp_mcore.layers.experts import ExpertsError, GroupedMMExperts
+from megacpp_mcore.layers.parts import sequential_experts
+from megacpp_mcore.training.megatron_setup import single_process
+
+# torch has the grouped product for a CPU too, so that what surrounds it is tested here.
 test_admission = admission.suite("moe_experts", beyond_dispatch=("grouped_mm",))
+
+HIDDEN, FFN, EXPERTS = 8, 12, 4
+
+
+def config(**changes):
+    fields = {
+        "num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 2, "ffn_hidden_size": FFN,
+        "num_moe_experts": EXPERTS, "moe_ffn_hidden_size": FFN, "gated_linear_unit": True,
+        "activation_func": functional.silu, "add_bias_linear": False,
+        "bias_activation_fusion": False, "use_cpu_initialization": True,
+    }  # fmt: skip
+    return TransformerConfig(**(fields | changes))
+
+
+def group(size, rank):
+    return SimpleNamespace(size=lambda: size, rank=lambda: rank)
+
+
+def grouped(cfg=None, ep=(1, 0), etp=(1, 0)):
+    groups = SimpleNamespace(ep=group(*ep), expt_tp=group(*etp), expt_dp=group(1, 0))
+    return GroupedMMExperts(EXPERTS // ep[0], cfg or config(), pg_collection=groups)
+
+
+def shards(sharded_state_dict):
+    """(key, offset) -> shard, of a sharded state dict with its factories built."""
+    found = {}
+    for entry in sharded_state_dict.values():
+        for shard in entry.build() if hasattr(entry, "build") else [entry]:
+            found[shard.key, shard.global_offset] = shard
+    return found
+
+
+def test_the_definition_is_the_formula():
+    """One token at a time, each with the expert whose turn it is."""
+    x, probs = torch.randn(5, 4).double(), torch.rand(5).double()
+    w1, w2 = torch.randn(3, 6, 4).double(), torch.randn(3, 4, 3).double()
+    y = experts(x, torch.tensor([2, 0, 3]), w1, w2, probs)
+    for token, expert in enumerate([0, 0, 2, 2, 2]):
+        a, b = w1[expert, :3] @ x[token], w1[expert, 3:] @ x[token]
+        expected = w2[expert] @ (probs[token] * a / (1 + torch.exp(-a)) * b)
+        torch.testing.assert_close(y[token], expected, rtol=0, atol=1e-14)  # 8 terms below 40
+
+
+def test_the_routers_weight_may_be_wider_than_the_tokens():
+    h, probs = torch.randn(3, 8).bfloat16(), torch.rand(3)
+    y = weighted_swiglu(h, probs)
+    assert y.dtype == torch.bfloat16 and y.shape == (3, 4)
+
+
+def test_counts_of_any_integer_type_serve():
+    x, probs = torch.randn(6, 8), torch.rand(6)
+    w1, w2 = torch.randn(3, 16, 8), torch.randn(3, 8, 8)
+    expected = experts(x, torch.tensor([1, 2, 3]), w1, w2, probs)
+    for dtype in (torch.int32, torch.int64):
+        counts = torch.tensor([1, 2, 3], dtype=dtype)
+        y = experts_grouped_mm(x, counts, w1, w2, probs)
+        # Sums of 8 terms whose partial sums stay below 2000.
+        torch.testing.assert_close(y, expected, rtol=0, atol=8 * 2000 * 2**-24)
+
+
+def test_megatrons_fused_activation_gives_the_same():
+    cfg = config(bias_activation_fusion=True)
+    plain, fused = grouped(), grouped(cfg)
+    fused.load_state_dict(plain.state_dict())
+    x, probs = torch.randn(7, HIDDEN), torch.rand(7)
+    counts = torch.tensor([3, 0, 4, 0])
+    outputs = [module(x, counts, probs) for module in (plain, fused)]
+    assert outputs[0][1] is None
+    # Sums of 12 terms, each below 1: weights of standard deviation 0.02.
+    torch.testing.assert_close(outputs[0][0], outputs[1][0], rtol=0, atol=16 * 2**-24)
+
+
+class TestCheckpoint:
+    def test_keys_offsets_and_shapes_are_sequential_mlps(self):
+        with single_process(1):
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+            build = {"config": config(), "pg_collection": groups}
+            sequential = sequential_experts()(num_local_experts=EXPERTS, **build)
+            ours = GroupedMMExperts(EXPERTS, **build)
+            expected = shards(sequential.sharded_state_dict("mlp.experts."))
+            expected = {place: shard for place, shard in expected.items() if shard.data is not None}
+            found = shards(ours.sharded_state_dict("mlp.experts."))
+        tensors = {p: s for p, s in expected.items() if not p[0].endswith("_extra_state")}
+        assert found.keys() == tensors.keys()
+        assert {key for key, _ in found} == {
+            "mlp.experts.experts.linear_fc1.weight",
+            "mlp.experts.experts.linear_fc2.weight",
+        }
+        for place, shard in found.items():
+            other = tensors[place]
+            for field in ("global_shape", "local_shape", "dtype", "axis_fragmentations",
+                          "replica_id", "prepend_axis_num"):  # fmt: skip
+                assert getattr(shard, field) == getattr(other, field), (place, field)
+
+    def test_what_is_built_is_merged_again(self):
+        module = grouped()
+        for entry in module.sharded_state_dict("x.").values():
+            merged = entry.merge_fn([shard.data.clone() for shard in entry.build()])
+            assert torch.equal(merged, entry.data)
+
+    def test_the_factorys_tensor_is_the_parameter(self):
+        """How the distributed optimizer finds the shards of a parameter's state."""
+        module = grouped()
+        entries = module.sharded_state_dict("x.")
+        assert entries["x.linear_fc1.weight"].data is module.linear_fc1.weight
+        assert entries["x.linear_fc2.weight"].data is module.linear_fc2.weight
+
+    def test_ranks_tile_the_global_weights(self):
+        """Two expert-parallel times two expert-tensor-parallel ranks, each shard once."""
+        covered = {}
+        for ep in range(2):
+            for etp in range(2):
+                module = grouped(ep=(2, ep), etp=(2, etp))
+                assert module.linear_fc1.weight.shape == (2, FFN, HIDDEN)
+                assert module.linear_fc2.weight.shape == (2, HIDDEN, FFN // 2)
+                for (key, offset), shard in shards(module.sharded_state_dict()).items():
+                    whole = covered.setdefault(key, torch.zeros(shard.global_shape))
+                    sizes = (1,) * shard.prepend_axis_num + shard.local_shape
+                    where = tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))
+                    whole[where] += 1
+        assert {key: tuple(whole.shape) for key, whole in covered.items()} == {
+            "experts.linear_fc1.weight": (EXPERTS, 2 * FFN, HIDDEN),
+            "experts.linear_fc2.weight": (EXPERTS, HIDDEN, FFN),
+        }
+        assert all((whole == 1).all() for whole in covered.values())
+
+    def test_offsets_of_stacked_layers_come_first(self):
+        sharded = grouped().sharded_state_dict("", ((0, 3, 5),))
+        places = shards(sharded)
+        assert {offset[0] for _, offset in places} == {3}
+        assert {shard.global_shape[:2] for shard in places.values()} == {(5, EXPERTS)}
+
+    def test_one_key_an_expert_is_refused(self):
+        with pytest.raises(ExpertsError, match="singleton_local_shards"):
+            grouped().sharded_state_dict(metadata={"singleton_local_shards": True})
+
+
+def test_a_tensor_parallel_rank_holds_its_part_of_the_initial_weights():
+    """Rows of fc1 and columns of fc2, as Megatron's parallel linears take them."""
+
+    def count(weight):
+        weight.copy_(torch.arange(weight.numel()).view_as(weight))
+
+    cfg = config(init_method=count, output_layer_init_method=count)
+    parts = [grouped(cfg, etp=(2, rank)) for rank in range(2)]
+    whole = grouped(cfg)
+    for expert in range(EXPERTS):
+        rows = torch.cat([part.linear_fc1.weight[expert] for part in parts])
+        columns = torch.cat([part.linear_fc2.weight[expert] for part in parts], dim=1)
+        assert torch.equal(rows, whole.linear_fc1.weight[expert])
+        assert torch.equal(columns, whole.linear_fc2.weight[expert])
+
+
+def test_parameters_are_marked_for_megatrons_optimizer():
+    one = grouped()
+    assert [p.allreduce for p in one.parameters()] == [True, True]
+    assert [p.partition_dim for p in one.parameters()] == [1, 2]
+    parallel = config(expert_model_parallel_size=2)
+    assert [p.allreduce for p in grouped(parallel, ep=(2, 1)).parameters()] == [False, False]
+    assert all(p.tensor_model_parallel for p in one.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"add_bias_linear": True}, "add_bias_linear is True, served: False"),
+        ({"activation_func": functional.gelu}, "activation_func is <built-in function gelu>"),
+        ({"gated_linear_unit": False}, "gated_linear_unit is False"),
+        ({"fp8": "hybrid"}, "fp8 is 'hybrid', served: None"),
+        ({"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input is True"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+            "recompute_modules has 'moe_act'",
+        ),
+    ],
+)
+def test_refusals(changes, message):
+    wrong = config()
+    for name, value in changes.items():
+        setattr(wrong, name, value)
+    with pytest.raises(ExpertsError, match=message):
+        grouped(wrong)

@@ -1,3 +1,94 @@
+"""Norms: admission of every backend, the definitions, and what a backend refuses."""
+
+import sys
+from types import ModuleType
+
 import admission
+import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.kernels.norm import layer_norm, rms_norm
+from megacpp_mcore.layers.norm import LigerNorm, TorchNorm
 
 test_admission = admission.suite("norm")
+
+
+def config(**changes):
+    fields = {
+        "num_layers": 1,
+        "hidden_size": 12,
+        "num_attention_heads": 2,
+        "normalization": "RMSNorm",
+    }
+    return TransformerConfig(**(fields | changes))
+
+
+@pytest.fixture
+def liger(monkeypatch):
+    """What LigerNorm imports, with its constructor's arguments kept."""
+
+    class LigerRMSNorm(torch.nn.RMSNorm):
+        def __init__(self, hidden_size, eps, casting_mode, in_place):
+            super().__init__(hidden_size, eps)
+            self.options = (casting_mode, in_place)
+
+    module = ModuleType("liger_kernel.transformers.rms_norm")
+    module.LigerRMSNorm = LigerRMSNorm
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_the_definitions_are_the_formulas():
+    x = torch.tensor([[3.0, 4.0, 0.0, 0.0]], dtype=torch.float64)
+    weight, bias = torch.tensor([1.0, 2.0, 3.0, 4.0]).double(), torch.arange(4).double()
+    root = (25 / 4 + 0.5) ** 0.5
+    expected = torch.tensor([[3 / root, 8 / root, 0, 0]], dtype=torch.float64)
+    torch.testing.assert_close(rms_norm(x, weight, 0.5), expected, rtol=1e-15, atol=0)
+    mean, variance = 7 / 4, 25 / 4 - (7 / 4) ** 2
+    expected = (x - mean) / (variance + 0.5) ** 0.5 * weight + bias
+    torch.testing.assert_close(layer_norm(x, weight, bias, 0.5), expected, rtol=1e-14, atol=0)
+
+
+def test_torchs_layer_norm_is_the_definition():
+    norm = TorchNorm(config=config(normalization="LayerNorm"), hidden_size=12, eps=1e-3).double()
+    x = torch.randn(5, 12, dtype=torch.float64)
+    with torch.no_grad():
+        norm.weight.normal_(), norm.bias.normal_()
+    expected = layer_norm(x, norm.weight, norm.bias, 1e-3)
+    torch.testing.assert_close(norm(x), expected, rtol=0, atol=64 * torch.finfo(x.dtype).eps)
+
+
+@pytest.mark.parametrize("builder", [TorchNorm, LigerNorm])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_weights_are_marked_for_sequence_parallelism(builder, sequence_parallel, liger):
+    parallel = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
+    norm = builder(config=config(**(parallel if sequence_parallel else {})), hidden_size=12)
+    assert [p.sequence_parallel for p in norm.parameters()] == [sequence_parallel]
+
+
+def test_liger_leaves_the_incoming_gradient_alone_and_computes_in_float32(liger):
+    assert LigerNorm(config=config(), hidden_size=12).options == ("gemma", False)
+
+
+@pytest.mark.parametrize(
+    ("builder", "changes", "message"),
+    [
+        (TorchNorm, {"layernorm_zero_centered_gamma": True}, "needs the norm backend 'te'"),
+        (LigerNorm, {"layernorm_zero_centered_gamma": True}, "needs the norm backend 'te'"),
+        (
+            LigerNorm,
+            {"normalization": "LayerNorm"},
+            "'LayerNorm' is not served by the norm backend",
+        ),
+        (TorchNorm, {"normalization": "L2Norm"}, "'L2Norm' is not one of RMSNorm, LayerNorm"),
+    ],
+)
+def test_refusals(builder, changes, message, liger):
+    wrong = config()
+    for name, value in changes.items():
+        setattr(wrong, name, value)
+    with pytest.raises(MegacppError, match=message):
+        builder(config=wrong, hidden_size=12)

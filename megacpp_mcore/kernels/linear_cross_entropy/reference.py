@@ -19,5 +19,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     """
     logits = functional.linear(hidden, weight)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # The largest goes out first: of two sums near it the difference would be rounded away.
+    logits = logits - logits.detach().amax(-1, keepdim=True)
     picked = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    return logits.logsumexp(-1) - picked
+    return logits.exp().sum(-1).log() - picked
