@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor
 from torch.nn import functional
 
@@ -86,14 +87,23 @@ class GroupedMMExperts(MegatronModule):
             )
         first = self.ep_group.rank() * self.num_local_experts
         total = self.ep_group.size() * self.num_local_experts
-        experts = [(len(sharded_offsets), first + i, total) for i in range(self.num_local_experts)]
-        return {
-            f"{prefix}{name}.weight": weights.factory(
-                f"{prefix}experts.{name}.weight", tuple(sharded_offsets), experts,
-                (0, 0, self.dp_group.rank()),
+        axis, data_rank = len(sharded_offsets), self.dp_group.rank()
+        experts = [(axis, first + i, total) for i in range(self.num_local_experts)]
+        sharded = {}
+        for name, weights in self.named_children():
+            key, local = f"{prefix}experts.{name}", f"{prefix}{name}"
+            sharded[f"{local}.weight"] = weights.factory(
+                f"{key}.weight", tuple(sharded_offsets), experts, (0, 0, data_rank)
             )
-            for name, weights in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2))
-        }  # fmt: skip
+            # Nothing, in the place where the other experts keep an FP8 state or nothing.
+            for i, expert in enumerate(experts):
+                sharded[f"{local}._extra_state{i or ''}"] = make_sharded_object_for_checkpoint(
+                    None,
+                    f"{key}._extra_state",
+                    (*sharded_offsets, expert),
+                    (0, self.tp_group.rank(), data_rank),
+                )
+        return sharded
 
 
 def _check(config) -> None:
@@ -142,6 +152,12 @@ class _Weights(torch.nn.Module):
         set_tensor_model_parallel_attributes(self.weight, True, split + 1, 1)
         other_groups = config.expert_tensor_parallel_size != config.tensor_model_parallel_size
         self.weight.allreduce = not (config.expert_model_parallel_size > 1 or other_groups)
+
+    def _load_from_state_dict(self, state_dict, prefix, *arguments) -> None:
+        """Without the `_extra_state` of a checkpoint that other experts have written."""
+        for key in [key for key in state_dict if key.startswith(f"{prefix}_extra_state")]:
+            del state_dict[key]
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def factory(
         self, key: str, offsets: tuple, experts: list[tuple[int, int, int]],
