@@ -1,15 +1,17 @@
-"""What Megatron-Core 0.19.2 cannot do on a machine with no GPU, bridged in this one place.
+"""What Megatron-Core 0.19.2 cannot do as it is installed, bridged in this one place.
 
-Nothing here changes anything on a machine with CUDA. Each bridge names its reason; one that a patch
-of the lane makes needless is not laid where the patch is applied.
+All but `dataset_helper` is for machines with no GPU and changes nothing with CUDA. Each bridge
+names its reason; one that a patch of the lane makes needless is not laid where that is applied.
 """
 
 import contextlib
+import importlib
 import importlib.util
 import logging
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -57,6 +59,25 @@ def _cpu() -> torch.device:
 
 def _nothing(device=None) -> None:
     return None
+
+
+def dataset_helper() -> None:
+    """Let Megatron's training loop start from a wheel.
+
+    initialize_megatron runs `make` in the installed package, whose wheel has the helper compiled
+    and no Makefile: it would end the process. With the patch dataset-helper-without-makefile
+    Megatron does this itself. Raises ImportError when the compiled helper is not there either.
+    """
+    from megatron.core.datasets import utils
+
+    if "dataset-helper-without-makefile" in applied("megatron-core"):
+        return
+    if not Path(utils.__file__).with_name("Makefile").is_file():
+        utils.compile_helpers = _import_the_helper
+
+
+def _import_the_helper() -> None:
+    importlib.import_module("megatron.core.datasets.helpers_cpp")
 
 
 @contextlib.contextmanager

@@ -73,6 +73,24 @@ def liger_norm(problem: Problem) -> str | None:
     return import_reason("liger_kernel.transformers.rms_norm")
 
 
+def mamba_ssm_scan(problem: Problem) -> str | None:
+    """The `supports` of mamba-ssm's Mamba-3 SISO kernels, as far as they are tested."""
+    if problem.device != "cuda":
+        return f"mamba-ssm's kernels run on cuda only, the problem is on {problem.device}"
+    if problem.dtype != "bfloat16":
+        return f"mamba-ssm's kernels compute in bfloat16, not {problem.dtype}"
+    if (variant := problem.size("variant")) != "siso":
+        return f"variant {variant}: these are the SISO kernels"
+    for name in ("state_dim", "head_dim"):
+        if (size := problem.size(name)) not in (32, 64, 128):
+            return f"{name} {size}: mamba-ssm's kernels take powers of two, here 32, 64 or 128"
+    if (angles := problem.size("angles")) % 2:
+        return f"{angles} angles: mamba-ssm's kernels take an even number"
+    if (chunk_size := problem.size("chunk_size")) != 64:
+        return f"chunk_size {chunk_size}: mamba-ssm's kernels are tested with 64"
+    return import_reason("mamba_ssm.ops.triton.mamba3.mamba3_siso_combined")
+
+
 def grouped_mm(problem: Problem) -> str | None:
     """The `supports` of torch's grouped matrix product, which a CPU has too, without any gain."""
     if problem.device == "cuda":
@@ -103,6 +121,7 @@ def _half_on_cuda(name: str, problem: Problem) -> str | None:
 
 _PARTS = "megacpp_mcore.layers.parts"
 _ATTENTION = "megacpp_mcore.layers.core_attention"
+_MAMBA3 = "megacpp_mcore.kernels.mamba3"
 _LOSS = "megacpp_mcore.kernels.linear_cross_entropy"
 _TE_EXTENSION = "megatron.core.extensions.transformer_engine"
 
@@ -146,7 +165,10 @@ _SURFACES = (
     ),
     Surface(
         "mamba3_scan",
-        (Backend(REFERENCE, "megacpp_mcore.kernels.mamba3:mamba3_scan", always),),
+        (
+            Backend("mamba_ssm", f"{_MAMBA3}.mamba_ssm:mamba3_scan", mamba_ssm_scan),
+            Backend(REFERENCE, f"{_MAMBA3}:mamba3_scan", always),
+        ),
         problems.mamba3_scan_of,
     ),
     Surface(

@@ -7,12 +7,16 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from megacpp_mcore.lowering import Lowered, lower
+from megacpp_mcore.lowering import lower
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.fields import Target
 from megacpp_mcore.recipe.source import KEYS, RecipeError, shipped
 
 _ARGS_EPILOG = """\
+Megatron has no flag for a part of a recipe. Without --env the words begin with --megacpp-recipe,
+which carries that part to our own module. With --env it travels in MEGACPP_RECIPE, and the words
+are Megatron's alone, for Megatron-LM's pretrain_hybrid.py.
+
 formats:
   shell  one line, quoted: to copy and paste, and for $(...) as long as no word needs quotes
          (a pattern with * or | does; a note on stderr says so)
@@ -20,6 +24,8 @@ formats:
   json   {"argv": [...]}, with --env also {"environment": {...}}
 
 examples:
+  torchrun --nproc-per-node 8 -m megacpp_mcore.pretrain $(megacpp recipe args nam56r)
+
   eval "$(megacpp recipe args nam56r --env)"
   torchrun pretrain_hybrid.py "${MEGATRON_ARGS[@]}"
 
@@ -145,35 +151,37 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _args(args: argparse.Namespace) -> int:
-    lowered = lower(load_recipe(args.recipe, args.overrides))
+    from megacpp_mcore.training.gpu_launch import recipe_words
+
+    recipe = load_recipe(args.recipe, args.overrides)
+    lowered = lower(recipe)
     environment = lowered.environment if args.env else {}
+    words = lowered.argv if args.env else [*recipe_words(recipe), *lowered.argv]
     if args.format == "json":
-        print(
-            json.dumps({"argv": lowered.argv} | ({"environment": environment} if args.env else {}))
-        )
+        print(json.dumps({"argv": words} | ({"environment": environment} if args.env else {})))
     elif args.format == "lines":
-        print("\n".join(_lines(lowered, environment)))
+        print("\n".join(_lines(words, environment)))
     else:
-        _print_shell(lowered, environment)
+        _print_shell(words, environment)
     return 0
 
 
-def _lines(lowered: Lowered, environment: dict[str, str]) -> list[str]:
-    words = [*(f"{name}={value}" for name, value in environment.items()), *lowered.argv]
+def _lines(argv: list[str], environment: dict[str, str]) -> list[str]:
+    words = [*(f"{name}={value}" for name, value in environment.items()), *argv]
     for word in words:
         if "\n" in word:
             raise RecipeError(f"{word!r} has a line break, which `lines` cannot show: use json")
     return words
 
 
-def _print_shell(lowered: Lowered, environment: dict[str, str]) -> None:
+def _print_shell(argv: list[str], environment: dict[str, str]) -> None:
     for name, value in environment.items():
         print(f"export {name}={shlex.quote(value)}")
     if environment:
-        print(f"MEGATRON_ARGS=({shlex.join(lowered.argv)})")
+        print(f"MEGATRON_ARGS=({shlex.join(argv)})")
         return
-    print(shlex.join(lowered.argv))
-    quoted = [word for word in lowered.argv if shlex.quote(word) != word]
+    print(shlex.join(argv))
+    quoted = [word for word in argv if shlex.quote(word) != word]
     if quoted:
         print(
             f"megacpp: quoted for the shell: {', '.join(quoted)}. $(...) does not remove quotes: "

@@ -1,4 +1,4 @@
-"""`megacpp train`: train a recipe on this machine's CPU."""
+"""`megacpp train`: train a recipe on this machine's CPU, or with --gpus on its GPUs."""
 
 import argparse
 from pathlib import Path
@@ -9,14 +9,18 @@ def register(subparsers: Any) -> None:
     """Add `train`."""
     parser = subparsers.add_parser(
         "train",
-        help="train a CPU recipe here; on GPUs launch Megatron with `megacpp recipe args`",
+        help="train a recipe here: on the CPU, or with --gpus on this machine's GPUs",
         description="Train a recipe whose launch.device is 'cpu', in one process, through "
-        "Megatron's own arguments, model and data classes.",
+        "Megatron's own arguments, model and data classes; or with --gpus one for GPUs, in "
+        "Megatron's own training loop, one process a GPU.",
     )
     add = parser.add_argument
     add("recipe", metavar="RECIPE", help="a shipped recipe's name, or the path of a TOML file")
     add("--set", dest="overrides", metavar="A.B=C", action="append", default=[],
         help="override one key; may be given again")  # fmt: skip
+    add("--gpus", type=int, metavar="N",
+        help="train on N GPUs of this machine: torchrun with megacpp_mcore.pretrain and "
+        "launch.nproc_per_node=N")  # fmt: skip
     add("--steps", type=int, metavar="N",
         help="stop after N steps in all; the schedule stays the recipe's")  # fmt: skip
     add("--out", metavar="DIR", help="folder of the run (default: runs/RECIPE)")
@@ -36,6 +40,15 @@ def run(args: argparse.Namespace) -> int:
         raise MegacppError(f"--steps {args.steps}: at least 1 is needed")
     if args.resume and args.overwrite:
         raise MegacppError("--resume continues the run in DIR and --overwrite removes it: give one")
+    if args.gpus is not None:
+        from megacpp_mcore.training import gpu_run
+
+        if args.steps is not None or args.overwrite:
+            raise MegacppError(
+                "--steps and --overwrite are the CPU lane's: with --gpus set "
+                "schedule.train_iters=N, and move a run's folders away by hand"
+            )
+        return gpu_run.run(args.recipe, args.overrides, args.gpus, args.out, args.resume)
     recipe = load_recipe(args.recipe, args.overrides)
     out = Path(args.out or f"runs/{recipe.name}")
 

@@ -89,6 +89,12 @@ def check(recipes: Sequence[Recipe]) -> list[Report]:
     ]
 
 
+def compare(lowered: Lowered, args: Any) -> list[Row]:
+    """What the recipe asked for beside Megatron's validated arguments, where a process has them."""
+    names = {expectation.name for expectation in lowered.expected}
+    return list(_rows(lowered, {name: _value(args, name) for name in names}))
+
+
 def _rows(lowered: Lowered, values: Mapping[str, Any]) -> Iterator[Row]:
     for expectation in lowered.expected:
         requested, got = _plain(expectation.value), values[expectation.name]
@@ -134,6 +140,10 @@ def _plain(value: Any) -> Any:
     return dtypes.get(str(value), str(value))
 
 
+def _value(args: Any, name: str) -> Any:
+    return _plain(getattr(args, name, "(no such argument)"))
+
+
 def _answer(questions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """In the process of its own: one fork a question, because Megatron parses once a process."""
     from megacpp_mcore import bridges
@@ -166,8 +176,7 @@ def _parse(question: Mapping[str, Any]) -> dict[str, Any]:
         return {**version, "refused": (usage.getvalue().strip().splitlines() or ["exit"])[-1]}
     except Exception as error:
         return {**version, "refused": _words(error)}
-    values = {name: _plain(getattr(args, name, "(no such argument)")) for name in question["names"]}
-    return {**version, "values": values}
+    return {**version, "values": {name: _value(args, name) for name in question["names"]}}
 
 
 def _answer_for_transformer_engine() -> None:

@@ -1,0 +1,30 @@
+"""A rank of a training run on GPUs, inside Megatron's own loop, from the wheel alone.
+
+    torchrun --nproc-per-node N -m megacpp_mcore.pretrain $(megacpp recipe args RECIPE)
+
+`megacpp train RECIPE --gpus N` is the same launch.
+"""
+
+import sys
+
+from megacpp_mcore.errors import MegacppError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train. Returns the exit status: 2 for a refusal of ours, which is printed on stderr."""
+    from megacpp_mcore.training.gpu_launch import launch
+
+    try:
+        launched = launch(sys.argv[1:] if argv is None else argv)
+        # Not before: torch reads the environment that `launch` sets.
+        from megacpp_mcore.training.gpu_lane import train
+
+        train(launched)
+    except MegacppError as error:
+        print(f"megacpp: {error}", file=sys.stderr)
+        return getattr(error, "exit_status", 2)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

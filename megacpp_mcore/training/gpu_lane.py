@@ -1,0 +1,127 @@
+"""A run on GPUs: Megatron's own `pretrain` with our model, batches, loss, data and receipt."""
+
+import contextlib
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megacpp_mcore import bridges
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.receipts.goodput import Goodput
+from megacpp_mcore.recipe import patch_needs
+from megacpp_mcore.training.gpu_launch import Launch, LaunchError, check_agreement
+from megacpp_mcore.training.run_folder import RunFolderError
+
+# Megatron arguments that no recipe has, whose work this entry does not do.
+_UNSERVED = (
+    "sft", "hybrid_context_parallel", "perform_rl_step", "logits_load_dir", "fim_data",
+    "multiple_validation_sets", "full_validation", "per_dataset_sequences_path",
+    "check_for_spiky_loss", "skip_train", "dataloader_fast_cache_load",
+    "dataloader_defer_npy_index_mmap", "object_storage_cache_path", "inprocess_restart",
+)  # fmt: skip
+
+
+def train(launch: Launch) -> None:
+    """Train as one rank; ends when Megatron's loop does.
+
+    Raises LaunchError without CUDA, for Megatron words of another recipe, and for arguments that
+    this entry does not serve; MissingPatchError, DataError, RunFolderError before any model is
+    built. Whatever ends the loop early leaves a receipt that says so.
+    """
+    goodput = Goodput()
+    if not torch.cuda.is_available():
+        raise LaunchError(
+            f"torch sees no CUDA device, recipe {launch.recipe.name} is for GPUs; on this machine "
+            "run `megacpp train nam56r-tiny`"
+        )
+    patch_needs.check(launch.recipe)
+    bridges.before_megatron()
+    bridges.dataset_helper()
+    from megacpp_mcore.training.gpu_data import check_data
+
+    check_data(launch.recipe)
+    args = megatron_args(launch)
+    _check_folder(launch, args)
+    _pretrain(launch, args, goodput)
+
+
+def megatron_args(launch: Launch) -> Any:
+    """Megatron's validated arguments, in its globals too. Raises LaunchError as `train`."""
+    from megatron.training.arguments import parse_and_validate_args
+
+    sys.argv = [sys.argv[0], *launch.argv]
+    args = parse_and_validate_args()
+    check_agreement(launch, args)
+    asked = [name for name in _UNSERVED if getattr(args, name, None)]
+    if asked:
+        flags = ", ".join("--" + name.replace("_", "-") for name in asked)
+        raise LaunchError(
+            f"megacpp_mcore.pretrain does not serve {flags}; use Megatron-LM's pretrain_hybrid.py "
+            "with our --spec"
+        )
+    return args
+
+
+def config_container(args: Any) -> Any:
+    """Megatron's PretrainConfigContainer around our model config."""
+    from megatron.training.argument_utils import (
+        hybrid_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
+
+    from megacpp_mcore.training.gpu_model import MegacppModelConfig
+
+    model = hybrid_config_from_args(args, model_config_cls=MegacppModelConfig)
+    return pretrain_cfg_container_from_args(args, model)
+
+
+def _check_folder(launch: Launch, args: Any) -> None:
+    """Refuse to begin where another run's receipt lies."""
+    from megatron.training.checkpointing import get_checkpoint_tracker_filename
+
+    receipt = launch.out / "receipt.json"
+    resumes = bool(args.load) and Path(get_checkpoint_tracker_filename(args.load)).is_file()
+    if receipt.exists() and not resumes:
+        raise RunFolderError(
+            f"{launch.out} has the receipt of a run, and there is no checkpoint in {args.load} to "
+            "go on from: move the folder away, or choose another --out"
+        )
+
+
+def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+
+    from megacpp_mcore.training.gpu_batch import forward_step
+    from megacpp_mcore.training.gpu_data import datasets_provider
+    from megacpp_mcore.training.gpu_watch import Watch
+
+    watch = Watch(launch, goodput)
+    try:
+        with watch.installed():
+            pretrain(
+                config_container(args),
+                datasets_provider,
+                ModelType.encoder_or_decoder,
+                partial(forward_step, reading=partial(goodput.span, "data")),
+            )
+    except BaseException as error:
+        _record_end(watch, error)
+        raise
+    watch.write("complete")
+    if watch.receipt is not None:
+        print(f"receipt {watch.path}", flush=True)
+    torch.distributed.destroy_process_group()
+
+
+def _record_end(watch: Any, error: BaseException) -> None:
+    """The receipt of a loop that did not run to its end; nothing hides the error itself."""
+    reason = f"after step {watch.iteration}: {type(error).__name__}: {error}"
+    asked_for = isinstance(error, KeyboardInterrupt) or (
+        isinstance(error, SystemExit) and not error.code  # exit_duration_in_mins, a signal
+    )
+    with contextlib.suppress(MegacppError):  # the disk may be full
+        watch.write("interrupted" if asked_for else "failed", reason[:2000])

@@ -1,0 +1,150 @@
+"""What one process of a GPU run is told: the recipe, its environment, where the receipt goes.
+
+The recipe travels beside Megatron's words in arguments of our own, because Megatron has no flag for
+all of it. Nothing here imports torch: variables that CUDA reads as it starts are set before it.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.lowering import Lowered, lower
+from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, Recipe, load_recipe, recipe_from_environment
+
+RECIPE, SET, OUT = "--megacpp-recipe", "--megacpp-set", "--megacpp-out"
+
+
+class LaunchError(MegacppError):
+    """The process was not started as a rank of the recipe's run."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """argv: the words for Megatron. out: the run's folder, for its receipt."""
+
+    recipe: Recipe
+    lowered: Lowered
+    argv: list[str]
+    out: Path
+    environment: dict[str, dict[str, str]]
+
+
+def recipe_words(recipe: Recipe) -> list[str]:
+    """Our own arguments that name `recipe`; they stand before Megatron's words."""
+    words = [RECIPE, recipe.source]
+    for override in recipe.overrides:
+        words += [SET, override]
+    return words
+
+
+def launch(argv: Sequence[str]) -> Launch:
+    """Read our arguments out of `argv`, and set the recipe's environment in this process.
+
+    Raises LaunchError when no recipe or two are named, the recipe is for the CPU, or the world is
+    not the one that torchrun made; RecipeError as `load_recipe`.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m megacpp_mcore.pretrain",
+        description="A rank of a run on GPUs; start it with torchrun. All other arguments are "
+        "Megatron's own: `megacpp recipe args RECIPE` prints them with ours.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(RECIPE, dest="recipe", metavar="RECIPE", help="the recipe's name or file")
+    parser.add_argument(SET, dest="overrides", metavar="A.B=C", action="append", default=[],
+                        help="an override of the recipe; may be given again")  # fmt: skip
+    parser.add_argument(OUT, dest="out", metavar="DIR",
+                        help="folder for receipt.json (default: runs/RECIPE)")  # fmt: skip
+    own, words = parser.parse_known_args(argv)
+    recipe = _recipe(own.recipe, own.overrides)
+    _check_world(recipe, os.environ)
+    lowered = lower(recipe)
+    if not words:
+        raise LaunchError(
+            f"Megatron's words of recipe {recipe.name} are missing: append the output of "
+            f"`megacpp recipe args {recipe.request}`"
+        )
+    os.environ[ENVIRONMENT_VARIABLE] = recipe.request  # the layers and the spec read it
+    environment = apply_environment(recipe.launch.environment)
+    return Launch(recipe, lowered, words, Path(own.out or f"runs/{recipe.name}"), environment)
+
+
+def _recipe(name: str | None, overrides: Sequence[str]) -> Recipe:
+    inherited = recipe_from_environment()
+    if name is None:
+        if overrides:
+            raise LaunchError(f"{SET} {overrides[0]} changes a recipe, but {RECIPE} names none")
+        if inherited is None:
+            raise LaunchError(
+                f"no recipe: pass the words of `megacpp recipe args RECIPE`, which begin with "
+                f"{RECIPE}, or export {ENVIRONMENT_VARIABLE}"
+            )
+        return inherited
+    recipe = load_recipe(name, overrides)
+    if inherited is not None and inherited.sha256 != recipe.sha256:
+        raise LaunchError(
+            f"{RECIPE} asks for {recipe.request!r} and {ENVIRONMENT_VARIABLE} for "
+            f"{inherited.request!r}: unset the variable, or make both the same"
+        )
+    return recipe
+
+
+def _check_world(recipe: Recipe, environment: Mapping[str, str]) -> None:
+    if recipe.launch.device != "cuda":
+        raise LaunchError(
+            f'recipe {recipe.name} has launch.device = "{recipe.launch.device}": run it with '
+            f"`megacpp train {recipe.name}`"
+        )
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    if absent := [name for name in names if name not in environment]:
+        raise LaunchError(
+            f"{', '.join(absent)} not set: start the ranks with `torchrun --nproc-per-node N -m "
+            "megacpp_mcore.pretrain ...`"
+        )
+    world = environment["WORLD_SIZE"]
+    if world != str(recipe.world_size):
+        raise LaunchError(
+            f"torchrun made {world} ranks, recipe {recipe.name} is for {recipe.launch.nnodes} x "
+            f"{recipe.launch.nproc_per_node}: make the recipe's words with "
+            f"`--set launch.nproc_per_node=N`"
+        )
+
+
+def apply_environment(wanted: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Set the recipe's variables in this process, but keep what the user has set; rank 0 says so.
+
+    Returns {"applied": ..., "kept": ...}, as a receipt has it.
+    """
+    kept = {name: os.environ[name] for name in wanted if name in os.environ}
+    applied = {name: value for name, value in wanted.items() if name not in kept}
+    os.environ.update(applied)
+    for name, value in kept.items():
+        if value != wanted[name] and os.environ.get("RANK", "0") == "0":
+            print(
+                f"megacpp: kept {name}={value} of the environment; the recipe has {wanted[name]}",
+                file=sys.stderr,
+            )
+    return {"applied": applied, "kept": kept}
+
+
+def check_agreement(launch: Launch, args: Any) -> None:
+    """Refuse Megatron arguments that are not what the recipe asks for.
+
+    args: Megatron's validated namespace. Raises LaunchError naming every value that differs.
+    """
+    from megacpp_mcore.recipe.check import compare
+
+    differing = [row for row in compare(launch.lowered, args) if not row.ok]
+    if differing:
+        listed = "; ".join(
+            f"{row.key} is {row.requested!r}, Megatron has {row.name} = {row.got!r}"
+            for row in differing
+        )
+        raise LaunchError(
+            f"Megatron's words are not those of recipe {launch.recipe.name}: {listed}. Make them "
+            f"with `megacpp recipe args {launch.recipe.request}`, and change a value there"
+        )

@@ -1,0 +1,196 @@
+"""Megatron's training loop, watched from inside: goodput and the receipt's series.
+
+megatron-core 0.19.2 has no callbacks. Its loop calls functions of `megatron.training.training` by
+their module's names, and these are what is wrapped while a run lasts, with nothing changed in what
+they do. One rank keeps the receipt: the first of those that have the loss, which is rank 0 where
+there is one pipeline stage.
+"""
+
+import contextlib
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.training import get_args, training
+
+from megacpp_mcore import dispatch, receipts
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.receipts.goodput import Goodput
+from megacpp_mcore.receipts.lane import lane
+from megacpp_mcore.receipts.run import RunReceipt
+from megacpp_mcore.training.gpu_launch import Launch
+
+_LOSS = "lm loss"
+
+
+class WatchError(MegacppError):
+    """Megatron's training loop is not the one that this module knows how to watch."""
+
+
+class Watch:
+    """The ledger and the receipt of a run. receipt: None before the model is built, and on every
+    rank but the one that keeps it."""
+
+    def __init__(self, launch: Launch, goodput: Goodput) -> None:
+        self.launch, self.goodput = launch, goodput
+        self.path = launch.out / "receipt.json"
+        self.receipt: RunReceipt | None = None
+        self.iteration = 0
+        self._warm = False
+        self._evaluated: dict[str, Any] | None = None
+        self._results: dict[str, float | int] = {}
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Wrap Megatron's functions inside the block. Raises WatchError when one is not there."""
+        wrappers: dict[str, tuple[Callable, tuple[str, ...]]] = {
+            "setup_model_and_optimizer": (self._setup, ()),
+            "build_train_valid_test_data_iterators": (self._data, ()),
+            "train_step": (self._step, ("optimizer", "iteration")),
+            "save_checkpoint_and_time": (self._save, ("iteration",)),
+            "evaluate_and_print_results": (self._evaluation, ("prefix", "iteration")),
+            "evaluate": (self._losses, ()),
+        }
+        saved = {name: getattr(training, name, None) for name in wrappers}
+        for name, (wrapper, read) in wrappers.items():
+            if saved[name] is None or not set(read) <= set(
+                inspect.signature(saved[name]).parameters
+            ):
+                raise WatchError(
+                    f"megatron.training.training.{name}({', '.join(read)}) is not there: this "
+                    "package watches the loop of megatron-core 0.19.2"
+                )
+            setattr(training, name, functools.wraps(saved[name])(self._bound(wrapper, saved[name])))
+        try:
+            yield
+        finally:
+            for name, function in saved.items():
+                setattr(training, name, function)
+
+    @staticmethod
+    def _bound(wrapper: Callable, function: Callable) -> Callable:
+        signature = inspect.signature(function)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            return wrapper(lambda: function(*args, **kwargs), given.arguments)
+
+        return call
+
+    def _setup(self, call: Callable, given: dict[str, Any]) -> Any:
+        built = call()
+        self.iteration = get_args().iteration
+        if _keeps_the_receipt():
+            self.receipt = self._new_receipt()
+            parameters = sum(p.numel() for chunk in built[0] for p in chunk.parameters())
+            self._results["parameters_on_this_rank"] = parameters
+        return built
+
+    def _new_receipt(self) -> RunReceipt:
+        args, recipe = get_args(), self.launch.recipe
+        plan = recipe.plan.to_dict()
+        receipt = RunReceipt(
+            self.path,
+            recipe=receipts.recipe_entry(recipe.name, recipe.to_dict()),
+            topology={
+                "world_size": args.world_size,
+                "tp": args.tensor_model_parallel_size,
+                "pp": args.pipeline_model_parallel_size,
+                "ep": args.expert_model_parallel_size,
+                "cp": args.context_parallel_size,
+                "dp": args.data_parallel_size,
+            },
+            plan={
+                "source_pattern": plan["source_pattern"],
+                "megatron_pattern": plan["megatron_pattern"],
+                "counts": plan["counts"]["source"],
+            },
+            backends=[asdict(decision) for decision in dispatch.decisions()],
+            environment=self.launch.environment,
+            lane=lane(),
+            goodput=self.goodput,
+        )
+        if self.iteration and self.path.exists():
+            tokens = self.iteration * args.global_batch_size * args.seq_length
+            receipt.resume(receipts.read(self.path), self.iteration, tokens)
+        if args.world_size > 1:
+            receipt.note(f"peak memory and the loss's time are rank {args.rank}'s")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return receipt
+
+    def _data(self, call: Callable, given: dict[str, Any]) -> Any:
+        with self.goodput.span("data"):
+            return call()
+
+    def _step(self, call: Callable, given: dict[str, Any]) -> Any:
+        args = get_args()
+        lr = training.get_canonical_lr_for_logging(given["optimizer"].param_groups)
+        cold, self._warm = not self._warm, True
+        started = time.perf_counter()
+        with self.goodput.span("compile" if cold else "step"):
+            done = call()
+            torch.cuda.synchronize()
+        milliseconds = (time.perf_counter() - started) * 1000
+        losses, norm = done[0], done[5]
+        self.iteration = given["iteration"] + 1
+        if self.receipt is None:
+            return done
+        if _LOSS not in losses:
+            raise WatchError(f"train_step reported {sorted(losses)} and no {_LOSS!r}")
+        self.receipt.step(
+            self.iteration,
+            tokens=args.global_batch_size * args.seq_length,
+            ms=milliseconds,
+            loss=losses[_LOSS].item(),
+            peak_memory_bytes=torch.cuda.max_memory_allocated(),
+            grad_norm=None if norm is None else float(norm),
+            lr=lr,
+            cold=cold,
+        )
+        if cold:
+            self._results["first_step_ms"] = round(milliseconds, 3)
+            self.write("running")
+        return done
+
+    def _save(self, call: Callable, given: dict[str, Any]) -> Any:
+        with self.goodput.span("checkpoint"):
+            done = call()
+        self.write("running")
+        return done
+
+    def _evaluation(self, call: Callable, given: dict[str, Any]) -> Any:
+        self._evaluated = None
+        with self.goodput.span("evaluation"):
+            done = call()
+        loss = (self._evaluated or {}).get(_LOSS)
+        if self.receipt is not None and loss is not None:
+            if given["prefix"].endswith("on test set"):
+                self._results["test_loss"] = float(loss)
+            else:
+                self.receipt.evaluation(given["iteration"], float(loss))
+        return done
+
+    def _losses(self, call: Callable, given: dict[str, Any]) -> Any:
+        done = call()
+        self._evaluated = done[0]
+        return done
+
+    def write(self, status: str, reason: str | None = None) -> dict[str, Any] | None:
+        """Write the receipt as it stands, on the rank that keeps it."""
+        if self.receipt is None:
+            return None
+        return self.receipt.write(status, reason, **self._results)
+
+
+def _keeps_the_receipt() -> bool:
+    return (
+        mpu.is_pipeline_last_stage(ignore_virtual=True)
+        and mpu.get_tensor_model_parallel_rank() == 0
+        and mpu.get_data_parallel_rank(with_context_parallel=True) == 0
+    )

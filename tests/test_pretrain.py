@@ -1,0 +1,337 @@
+"""The GPU entry as far as a machine without one goes: launch, arguments, batches, loss, receipt."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megacpp_mcore import bridges, dispatch, receipts
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.lowering import lower
+from megacpp_mcore.receipts.goodput import Goodput
+from megacpp_mcore.recipe import Recipe, load_recipe
+from megacpp_mcore.training import gpu_run
+from megacpp_mcore.training.gpu_launch import Launch, LaunchError, launch, recipe_words
+from megacpp_mcore.training.megatron_setup import single_process
+
+RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500"}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def a_rank_of_one(monkeypatch):
+    """The environment torchrun makes; what a launch sets is taken back at the end."""
+    for name in ("MEGACPP_RECIPE", "MEGACPP_BACKENDS", "NOTE", "OTHER"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in RANK.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["pretrain"])
+
+
+@pytest.fixture
+def overrides(small_recipe: Path) -> list[str]:
+    """The small recipe as if for one GPU."""
+    return [
+        "launch.device=cuda", "launch.environment.NOTE=recipe", "launch.environment.OTHER=recipe",
+        "checkpoint.save_interval=null",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def gpu_recipe(small_recipe: Path, overrides: list[str]) -> Recipe:
+    return load_recipe(str(small_recipe), overrides)
+
+
+def words(recipe: Recipe) -> list[str]:
+    return recipe_words(recipe) + lower(recipe).argv
+
+
+@contextlib.contextmanager
+def megatron(launched: Launch):
+    """Megatron's arguments and process groups of one CPU process, taken down at the end."""
+    from megatron.core import num_microbatches_calculator
+    from megatron.training import global_vars
+
+    from megacpp_mcore.training import gpu_lane
+
+    try:
+        with bridges.answering_for_a_gpu():
+            args = gpu_lane.megatron_args(launched)
+        with single_process(args.seed):
+            yield args
+    finally:
+        global_vars.destroy_global_vars()
+        num_microbatches_calculator.destroy_num_microbatches_calculator()
+
+
+def test_the_recipe_arrives_and_its_environment_is_applied_or_kept(gpu_recipe, monkeypatch, capsys):
+    monkeypatch.setenv("NOTE", "mine")
+    launched = launch(words(gpu_recipe))
+    assert launched.recipe == gpu_recipe
+    assert launched.argv == lower(gpu_recipe).argv
+    assert launched.out == Path("runs/small")
+    assert launched.environment == {"applied": {"OTHER": "recipe"}, "kept": {"NOTE": "mine"}}
+    assert os.environ["OTHER"] == "recipe" and os.environ["NOTE"] == "mine"
+    assert os.environ["MEGACPP_RECIPE"] == gpu_recipe.request
+    assert "kept NOTE=mine" in capsys.readouterr().err
+
+
+def test_the_recipe_may_come_from_the_environment(gpu_recipe, monkeypatch):
+    monkeypatch.setenv("MEGACPP_RECIPE", gpu_recipe.request)
+    assert launch(lower(gpu_recipe).argv).recipe == gpu_recipe
+
+
+def test_a_launch_that_cannot_be_right_is_refused(gpu_recipe, small_recipe, monkeypatch):
+    def refused(argv: list[str], what: str) -> None:
+        with pytest.raises(LaunchError, match=what):
+            launch(argv)
+
+    argv = lower(gpu_recipe).argv
+    refused(argv, "no recipe")
+    refused(["--megacpp-set", "schedule.seed=2", *argv], "names none")
+    refused(recipe_words(gpu_recipe), "words of recipe small are missing")
+    refused(["--megacpp-recipe", str(small_recipe), *argv], 'launch.device = "cpu"')
+    monkeypatch.setenv("MEGACPP_RECIPE", "nam56r")
+    refused(words(gpu_recipe), "asks for .* and MEGACPP_RECIPE for 'nam56r'")
+    monkeypatch.delenv("MEGACPP_RECIPE")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused(words(gpu_recipe), "torchrun made 2 ranks")
+    monkeypatch.delenv("MASTER_PORT")
+    refused(words(gpu_recipe), "MASTER_PORT not set")
+
+
+def test_the_environment_is_set_before_torch_is_imported():
+    script = (
+        "import sys; import megacpp_mcore.pretrain, megacpp_mcore.training.gpu_launch; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+def test_the_module_refuses_in_one_line():
+    done = subprocess.run(
+        [sys.executable, "-m", "megacpp_mcore.pretrain"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("megacpp: no recipe") and done.stderr.count("\n") == 1
+
+
+def test_megatron_words_of_another_recipe_are_refused(gpu_recipe):
+    argv = words(gpu_recipe)
+    argv[argv.index("--lr") + 1] = "1"
+    why = "optimizer.lr is 0.003, Megatron has lr = 1.0"
+    with pytest.raises(LaunchError, match=why), megatron(launch(argv)):
+        pass
+
+
+def test_what_the_entry_does_not_do_is_refused(gpu_recipe):
+    argv = [*words(gpu_recipe), "--check-for-spiky-loss"]
+    why = "does not serve --check-for-spiky-loss"
+    with pytest.raises(LaunchError, match=why), megatron(launch(argv)):
+        pass
+
+
+def test_the_model_the_batches_and_the_loss(gpu_recipe):
+    """Megatron's builder with our spec, GPTDataset through our provider, the loss by hand."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megacpp_mcore.training import gpu_batch, gpu_lane
+    from megacpp_mcore.training.gpu_data import datasets_provider
+
+    with megatron(launch(words(gpu_recipe))):
+        train, valid, test = datasets_provider([8, 4, 0])
+        assert len(train) >= 8 and len(valid) >= 4 and test is None
+        with bridges.answering_for_a_gpu():
+            config = gpu_lane.config_container(gpu_batch.get_args()).model
+        builder = config.get_builder_cls()(config)
+        model = builder.build_model(ProcessGroupCollection.use_mpu_process_groups())
+        waits = []
+
+        @contextlib.contextmanager
+        def reading():
+            waits.append(1)
+            yield
+
+        samples = torch.utils.data.default_collate([train[0], train[1]])
+        losses, loss_func = gpu_batch.forward_step(iter([samples]), model, reading)
+        total, tokens, report = loss_func(losses)
+        mask = samples["loss_mask"]
+        assert losses.shape == mask.shape == (2, 32) and waits == [1]
+        assert tokens == mask.sum()
+        torch.testing.assert_close(total, (losses * mask).sum())
+        torch.testing.assert_close(report["lm loss"], torch.stack([total, tokens.float()]))
+        # An untrained model: nearly uniform over the padded vocabulary.
+        assert (total / tokens).item() == pytest.approx(5.57, rel=0.05)
+        total.backward()
+        # the MTP depth has no part in `total`: its loss is in the graph of `losses`
+        without = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        assert not without
+
+
+def test_a_masked_token_has_no_loss_and_a_loss_that_is_not_finite_ends_the_run(gpu_recipe):
+    from megacpp_mcore.training.gpu_batch import checked_loss
+
+    with megatron(launch(words(gpu_recipe))):
+        losses = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
+        total, tokens, _ = checked_loss(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), losses)
+        assert (total, tokens) == (9.0, 2)
+        for bad in (float("nan"), float("inf")):
+            losses[0, 0] = bad
+            with pytest.raises((RuntimeError, SystemExit)):
+                checked_loss(torch.ones(2, 2), losses)
+
+
+def test_data_of_another_vocabulary_is_refused_before_the_model(small_recipe, overrides):
+    from megacpp_mcore.training.gpu_data import check_data
+
+    def refused(what: str, *more: str) -> None:
+        with pytest.raises(MegacppError, match=what):
+            check_data(load_recipe(str(small_recipe), [*overrides, *more]))
+
+    check_data(load_recipe(str(small_recipe), overrides))
+    refused("no embedding", "model.vocab_size=200", "data.null_tokenizer_eod_id=199")
+    refused("end with token 256", "model.vocab_size=300", "data.null_tokenizer_eod_id=null")
+    refused("no dataset at /absent", 'data.data_path=["1", "/absent"]')
+
+
+def test_a_stack_that_is_not_ours_is_refused(gpu_recipe):
+    from megacpp_mcore.training import gpu_lane
+    from megacpp_mcore.training.gpu_model import StackSpecError
+
+    with megatron(launch(words(gpu_recipe))) as args:
+        with bridges.answering_for_a_gpu():
+            config = gpu_lane.config_container(args).model
+        config.hybrid_stack_spec = None  # what Megatron makes of a spec that fails to import
+        with pytest.raises(StackSpecError, match="the stack spec is none"):
+            config.get_builder_cls()(config).build_model(None)
+
+
+class FakeLoop:
+    """Megatron's loop as `Watch` sees it: its functions by name, in its order."""
+
+    def __init__(self, training, steps: int) -> None:
+        self.training, self.steps = training, steps
+        self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.5, "default_config": True}])
+
+    def setup_model_and_optimizer(self, model_type):
+        dispatch.decide("residual", dispatch.Problem.of("cpu", "any"))
+        return [torch.nn.Linear(2, 3)], self.optimizer, None
+
+    def build_train_valid_test_data_iterators(self, provider):
+        return None, None, None
+
+    def train_step(self, iterator, model, optimizer, iteration=None):
+        return {"lm loss": torch.tensor(9.0 - iteration)}, 0, False, False, 0, 0.25, None, None
+
+    def save_checkpoint_and_time(self, iteration, model):
+        return None
+
+    def evaluate(self, forward_step):
+        return {"lm loss": torch.tensor(7.5)}, None, False
+
+    def evaluate_and_print_results(self, prefix, forward_step, iteration):
+        self.training.evaluate(forward_step)
+
+    def run(self, stop_at: int | None = None) -> None:
+        loop = self.training
+        model, optimizer, _ = loop.setup_model_and_optimizer(None)
+        loop.build_train_valid_test_data_iterators(None)
+        for iteration in range(self.steps):
+            if iteration == stop_at:
+                raise RuntimeError("out of memory")
+            loop.train_step(None, model, optimizer, iteration=iteration)
+        loop.save_checkpoint_and_time(self.steps, model)
+        loop.evaluate_and_print_results(f"iteration {self.steps}", None, self.steps)
+        loop.evaluate_and_print_results("iteration 3 on test set", None, self.steps)
+
+
+NAMES = (
+    "setup_model_and_optimizer", "build_train_valid_test_data_iterators", "train_step",
+    "save_checkpoint_and_time", "evaluate", "evaluate_and_print_results",
+)  # fmt: skip
+
+
+@pytest.fixture
+def watched(gpu_recipe, tmp_path, monkeypatch):
+    """A Watch around a fake loop: (watch, loop)."""
+    from megatron.training import training
+
+    from megacpp_mcore.training.gpu_watch import Watch
+
+    launched = launch(["--megacpp-out", str(tmp_path / "out"), *words(gpu_recipe)])
+    loop = FakeLoop(training, steps=3)
+    for name in NAMES:
+        monkeypatch.setattr(training, name, getattr(loop, name))
+    with megatron(launched) as args:
+        args.iteration = 0
+        yield Watch(launched, Goodput()), loop
+
+
+def test_the_receipt_is_gathered_inside_the_loop(watched, tmp_path):
+    watch, loop = watched
+    with watch.installed():
+        loop.run()
+    assert loop.training.train_step == loop.train_step  # as it was
+    watch.write("complete")
+    receipt = receipts.read(tmp_path / "out" / "receipt.json")
+    assert receipt["series"]["step"] == [1, 2, 3]
+    assert receipt["series"]["loss"] == [9.0, 8.0, 7.0]
+    assert receipt["series"]["lr"] == [0.5] * 3 and receipt["series"]["grad_norm"] == [0.25] * 3
+    assert receipt["series_info"]["cold_steps"] == [1]
+    assert receipt["evaluations"] == {"step": [3], "loss": [7.5]}
+    assert receipt["result"]["test_loss"] == 7.5
+    assert receipt["result"]["tokens"] == 3 * 4 * 32
+    assert receipt["environment"]["applied"] == {"NOTE": "recipe", "OTHER": "recipe"}
+    assert receipt["topology"]["world_size"] == 1
+    assert {"surface", "requested", "observed", "reason"} <= receipt["backends"][0].keys()
+    seconds = receipt["goodput"]["seconds"]
+    assert all(seconds[part] > 0 for part in ("compile", "step", "data", "checkpoint"))
+
+
+def test_a_loop_that_breaks_leaves_a_receipt_that_says_so(watched, tmp_path):
+    from megacpp_mcore.training.gpu_lane import _record_end
+
+    watch, loop = watched
+    with pytest.raises(RuntimeError) as caught, watch.installed():
+        loop.run(stop_at=2)
+    _record_end(watch, caught.value)
+    result = receipts.read(tmp_path / "out" / "receipt.json")["result"]
+    assert result["status"] == "failed" and result["steps"] == 2
+    assert result["reason"] == "after step 2: RuntimeError: out of memory"
+
+
+def test_another_megatron_loop_is_refused(watched, monkeypatch):
+    from megacpp_mcore.training.gpu_watch import WatchError
+
+    watch, loop = watched
+    monkeypatch.delattr(loop.training, "train_step")
+    with pytest.raises(WatchError, match="train_step"), watch.installed():
+        pass
+
+
+def test_the_dataset_helper_needs_no_makefile(monkeypatch):
+    from megatron.core.datasets import utils
+
+    monkeypatch.setattr(utils, "compile_helpers", utils.compile_helpers)
+    bridges.dataset_helper()
+    utils.compile_helpers()  # unbridged it runs make where there is no Makefile, and exits
+
+
+def test_train_on_gpus_refuses_what_it_cannot_do(gpu_recipe, small_recipe, overrides):
+    def refused(what: str, gpus: int = 1, *more: str) -> None:
+        with pytest.raises(MegacppError, match=what):
+            gpu_run.run(str(small_recipe), [*overrides, *more], gpus, None, False)
+
+    refused("--gpus 0", 0)
+    refused("3 x|which must|multiple", 3)  # a batch of 4 does not divide over three ranks
+    refused("launch.nnodes = 2", 1, "launch.nnodes=2")
+    if torch.cuda.device_count() == 0:
+        refused("torch sees 0 CUDA devices")
+    with pytest.raises(LaunchError, match="without --gpus"):
+        gpu_run.run(str(small_recipe), [], 1, None, False)
