@@ -367,7 +367,39 @@ MAMBA3_SCAN = (
     ),
 )
 
+_M2RNN_TESTS = ("tests/gpu/test_m2rnn_gpu.py", "tests/kernels/test_m2rnn_build.py")
+_M2RNN_LAYOUT = "q, k (B, S, 1 or H, K), v (B, S, H, V) -> (B, S, H, V), state (B, H, K, V); V 16"
+
 M2RNN = (
+    Row(
+        surface="m2rnn",
+        backend="cuda",
+        blocks="R",
+        role="chosen",
+        keep="keep",
+        removes="the launches of 4096 dependent steps: one forward, two backward, the state in "
+        "registers; XMA's Triton kernels take 3.4 / 14.6 ms and 1.43 GiB at 44 heads",
+        layout=f"{_M2RNN_LAYOUT}, K 64",
+        dtypes="bf16, fp16; state in fp32, products of 11-bit factors, the hardware's tanh",
+        fallback="cuda_exact",
+        tests=_M2RNN_TESTS,
+        no_receipt=_NO_BENCH,
+        exit_when="upstream's kernels come within a tenth of it over a whole step",
+    ),
+    Row(
+        surface="m2rnn",
+        backend="cuda_exact",
+        blocks="R",
+        role="experimental",
+        keep="keep",
+        removes="the same launches, for float32 and for those who doubt 11-bit factors",
+        layout=f"{_M2RNN_LAYOUT}, K a multiple of 32",
+        dtypes="bf16, fp16, fp32; computed to nearly fp32: products 2^-20, tanh 2^-21",
+        fallback="reference",
+        tests=_M2RNN_TESTS,
+        no_receipt=_NO_BENCH,
+        exit_when="the fast kernels are as exact, or nobody asks for it",
+    ),
     Row(
         surface="m2rnn",
         backend="reference",

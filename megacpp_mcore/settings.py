@@ -32,6 +32,7 @@ class M2RNNSettings:
     num_heads: int | None = None  # None: hidden_size // (k_head_dim + v_head_dim)
     conv_kernel: int = 4
     chunk_size: int = 64  # steps between the states the backward pass starts from
+    grad_clamp: float | None = None  # limit of the state's gradient at each step (XMA's is 1)
     dt_min: float = 1e-3
     dt_max: float = 1e-1
     dt_init_floor: float = 1e-4

@@ -111,6 +111,25 @@ def compiled(problem: Problem) -> str | None:
     return f"nothing is compiled on {problem.device}: it takes longer than the CPU lane's runs"
 
 
+def m2rnn_cuda(problem: Problem) -> str | None:
+    """The `supports` of our M2RNN kernels for 16-bit inputs."""
+    return _m2rnn_kernels(problem, exact=False)
+
+
+def m2rnn_cuda_exact(problem: Problem) -> str | None:
+    """The `supports` of our M2RNN kernels that compute to nearly float32."""
+    return _m2rnn_kernels(problem, exact=True)
+
+
+def _m2rnn_kernels(problem: Problem, exact: bool) -> str | None:
+    if problem.device != "cuda":
+        return f"a CUDA kernel, the problem is on {problem.device}"
+    from megacpp_mcore.kernels.m2rnn import build, cuda
+
+    sizes = (problem.size(name) for name in ("k_head_dim", "v_head_dim", "chunk_size"))
+    return cuda.sizes_reason(problem.dtype, *sizes, exact) or build.reason()
+
+
 def _half_on_cuda(name: str, problem: Problem) -> str | None:
     if problem.device != "cuda":
         return f"{name} runs on cuda only, the problem is on {problem.device}"
@@ -122,6 +141,7 @@ def _half_on_cuda(name: str, problem: Problem) -> str | None:
 _PARTS = "megacpp_mcore.layers.parts"
 _ATTENTION = "megacpp_mcore.layers.core_attention"
 _MAMBA3 = "megacpp_mcore.kernels.mamba3"
+_M2RNN = "megacpp_mcore.kernels.m2rnn"
 _LOSS = "megacpp_mcore.kernels.linear_cross_entropy"
 _TE_EXTENSION = "megatron.core.extensions.transformer_engine"
 
@@ -173,7 +193,11 @@ _SURFACES = (
     ),
     Surface(
         "m2rnn",
-        (Backend(REFERENCE, "megacpp_mcore.kernels.m2rnn:m2rnn", always),),
+        (
+            Backend("cuda", f"{_M2RNN}.cuda:m2rnn", m2rnn_cuda),
+            Backend("cuda_exact", f"{_M2RNN}.cuda:m2rnn_exact", m2rnn_cuda_exact),
+            Backend(REFERENCE, f"{_M2RNN}:m2rnn", always),
+        ),
         problems.m2rnn_of,
     ),
     Surface(

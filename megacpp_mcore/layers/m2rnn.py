@@ -270,6 +270,7 @@ class M2RNNMixer(MegatronModule):
                 initial_state=None if state is None else state.recurrent,
                 cu_seqlens=cu_seqlens,
                 chunk_size=self.settings.chunk_size,
+                grad_clamp=self.settings.grad_clamp,
             )  # fmt: skip
         next_state = M2RNNState(conv_in[projected.shape[0] :], recurrent)
         return self._gated_norm(y, v, gate), next_state

@@ -1,0 +1,84 @@
+// The entry points, plain C: 0 or a CUDA error. Everything runs on the caller's device and stream.
+#include "backward.cuh"
+#include "combine.cuh"
+#include "fast_backward.cuh"
+#include "fast_forward.cuh"
+#include "forward.cuh"
+
+namespace m2rnn {
+namespace {
+
+constexpr int kCombineThreads = 256;
+
+unsigned combine_blocks(int64_t units) {
+  return static_cast<unsigned>((units + kCombineThreads - 1) / kCombineThreads);
+}
+
+unsigned blocks(const Problem& p) {
+  return static_cast<unsigned>(p.chains) * p.heads * p.groups;
+}
+
+template <typename Kernel>
+cudaError_t launch(Kernel kernel, const Problem& p, int threads, size_t shared,
+                   cudaStream_t stream) {
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (error != cudaSuccess) return error;
+  kernel<<<blocks(p), threads, shared, stream>>>(p);
+  return cudaGetLastError();
+}
+
+template <typename T>
+cudaError_t run_forward(const Problem& p, cudaStream_t stream) {
+  if constexpr (sizeof(T) == 2)
+    if (!p.exact) return launch(fast_forward<T>, p, 2 * kThreads, sizeof(FastForwardShared<T>), stream);
+  cudaError_t error = launch(forward<T>, p, kThreads, sizeof(ForwardShared), stream);
+  if (error != cudaSuccess) return error;
+  const int64_t units = static_cast<int64_t>(p.batch) * p.tokens * p.heads * (kColumns / 4);
+  combine_forward<T><<<combine_blocks(units), kCombineThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+template <typename T, bool kClamp>
+cudaError_t launch_backward(const Problem& p, cudaStream_t stream) {
+  if constexpr (sizeof(T) == 2)
+    if (!p.exact)
+      return launch(fast_backward<T, kClamp>, p, kThreads, sizeof(FastBackwardShared<T>), stream);
+  return launch(backward<T, kClamp>, p, kThreads, sizeof(BackwardShared), stream);
+}
+
+template <typename T>
+cudaError_t run_backward(const Problem& p, cudaStream_t stream) {
+  cudaError_t error = p.clamp > 0 ? launch_backward<T, true>(p, stream)
+                                  : launch_backward<T, false>(p, stream);
+  if (error != cudaSuccess) return error;
+  const CombineSizes n = combine_sizes(p);
+  const unsigned grid = combine_blocks(n.dq + n.dk + n.dv + n.dW + n.df);
+  combine_backward<T><<<grid, kCombineThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace
+}  // namespace m2rnn
+
+// dtype, of q, k, v, y and their gradients: 0 float, 1 bfloat16, 2 half.
+extern "C" int m2rnn_forward(const m2rnn::Problem* p, int dtype, void* stream) {
+  auto* s = static_cast<cudaStream_t>(stream);
+  if (dtype == 0) return m2rnn::run_forward<float>(*p, s);
+  if (dtype == 1) return m2rnn::run_forward<__nv_bfloat16>(*p, s);
+  return m2rnn::run_forward<__half>(*p, s);
+}
+
+extern "C" int m2rnn_backward(const m2rnn::Problem* p, int dtype, void* stream) {
+  auto* s = static_cast<cudaStream_t>(stream);
+  if (dtype == 0) return m2rnn::run_backward<float>(*p, s);
+  if (dtype == 1) return m2rnn::run_backward<__nv_bfloat16>(*p, s);
+  return m2rnn::run_backward<__half>(*p, s);
+}
+
+extern "C" const char* m2rnn_error(int error) {
+  return cudaGetErrorString(static_cast<cudaError_t>(error));
+}
+
+// So that a caller whose idea of the problem differs is refused, not misread.
+extern "C" int64_t m2rnn_problem_size() { return sizeof(m2rnn::Problem); }

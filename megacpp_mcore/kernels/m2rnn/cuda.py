@@ -1,0 +1,339 @@
+"""M2RNN in CUDA C++, at two precisions: `m2rnn` and `m2rnn_exact`; the kernels are in csrc/.
+
+One launch forward; backward one, and one that adds up parts. The state and what is carried from
+step to step are float32 in both. Sums over rows, heads and batch are made in a fixed order: a
+result does not change from run to run.
+
+exact: products of the recurrence with both factors in two parts of 11 bits (2^-20 of the sum of
+absolute products), tanh as 1 - 2 / (1 + e^2x) (absolute error 2^-21). dW's factors are in two parts
+with float32 inputs and rounded to 11 bits otherwise.
+
+fast, for 16-bit inputs: products of the recurrence of factors rounded to 11 bits (h and W to
+fp16, the gradient to tf32), the hardware's tanh (relative error 2^-10.9), and the state in dq
+rounded to the inputs' dtype. A step adds at most (1 - f) (2^-10.9 + 2^-11 sum |h W|) to the state's
+error, and what it finds there fades with f: below the 2^-9 that rounding y to bf16 costs.
+"""
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from megacpp_mcore.kernels import m2rnn as _public
+from megacpp_mcore.kernels.m2rnn.build import library
+
+V_HEAD_DIM = 16
+EXACT_ROWS = 32  # of a state in a block: K is a multiple of it
+FAST_K_HEAD_DIM = 64
+STEPS = 16  # a block stages at once: chunk_size is a multiple of it
+CHUNK_SIZES = (16, 32, 48, 64)
+FAST_DTYPES = ("bfloat16", "float16")
+EXACT_DTYPES = ("float32", *FAST_DTYPES)
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the numbers of m2rnn.cu
+
+
+def m2rnn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    W: Tensor,
+    f: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    grad_clamp: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`megacpp_mcore.kernels.m2rnn.m2rnn` on cuda, fast; q, k and v in bfloat16 or float16.
+
+    K is 64, V is 16, chunk_size is one of CHUNK_SIZES; elements of W and the initial state stay
+    below fp16's 65504. Raises M2RNNInputError for other sizes and dtypes, and KernelBuildError when
+    the kernels cannot be built.
+    """
+    _public.check_inputs(q, k, v, W, f, initial_state, cu_seqlens, chunk_size, grad_clamp)
+    _check_served(q, k, v, chunk_size, exact=False)
+    return _run(q, k, v, W, f, initial_state, cu_seqlens, chunk_size, grad_clamp, False)
+
+
+def m2rnn_exact(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    W: Tensor,
+    f: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    grad_clamp: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`megacpp_mcore.kernels.m2rnn.m2rnn` on cuda, to nearly float32; q, k, v up to float32.
+
+    K is a multiple of 32, V is 16, chunk_size is one of CHUNK_SIZES. Raises as `m2rnn`.
+    """
+    _public.check_inputs(q, k, v, W, f, initial_state, cu_seqlens, chunk_size, grad_clamp)
+    _check_served(q, k, v, chunk_size, exact=True)
+    return _run(q, k, v, W, f, initial_state, cu_seqlens, chunk_size, grad_clamp, True)
+
+
+def sizes_reason(dtype: str, k_dim: int, v_dim: int, chunk_size: int, exact: bool) -> str | None:
+    """Why the kernels do not take such a problem, or None. dtype: torch's name, of q, k and v."""
+    dtypes = EXACT_DTYPES if exact else FAST_DTYPES
+    if dtype not in dtypes:
+        return f"q, k and v are {dtype}; it takes {', '.join(dtypes)}"
+    if exact and k_dim % EXACT_ROWS:
+        return f"K is {k_dim}; it takes multiples of {EXACT_ROWS}"
+    if not exact and k_dim != FAST_K_HEAD_DIM:
+        return f"K is {k_dim}; it takes {FAST_K_HEAD_DIM}"
+    if v_dim != V_HEAD_DIM:
+        return f"V is {v_dim}; it takes {V_HEAD_DIM}"
+    if chunk_size not in CHUNK_SIZES:
+        return f"chunk_size is {chunk_size}; it takes {', '.join(map(str, CHUNK_SIZES))}"
+    return None
+
+
+def _check_served(q: Tensor, k: Tensor, v: Tensor, chunk_size: int, exact: bool) -> None:
+    devices = {x.device for x in (q, k, v)}
+    if len(devices) > 1 or v.device.type != "cuda":
+        raise _public.M2RNNInputError(
+            f"q, k and v are on {', '.join(sorted(map(str, devices)))}; the CUDA kernel of M2RNN "
+            "takes them on one cuda device"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise _public.M2RNNInputError(
+            f"q is {q.dtype}, k is {k.dtype}, v is {v.dtype}; the CUDA kernel of M2RNN takes one "
+            "dtype"
+        )
+    dtype = str(v.dtype).removeprefix("torch.")
+    if reason := sizes_reason(dtype, q.shape[-1], v.shape[-1], chunk_size, exact):
+        raise _public.M2RNNInputError(f"the CUDA kernel of M2RNN does not serve this: {reason}")
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    W: Tensor,
+    f: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+    grad_clamp: float | None,
+    exact: bool,
+) -> tuple[Tensor, Tensor]:
+    initial_state = None if initial_state is None else initial_state.float()
+    bounds = None if cu_seqlens is None else cu_seqlens.to(device=v.device, dtype=torch.int32)
+    y, final_state, _ = _forward(
+        q, k, v, W.float(), f.float(), initial_state, bounds, chunk_size, grad_clamp, exact
+    )
+    return y, final_state
+
+
+class _Problem(ctypes.Structure):
+    """`Problem` of csrc/common.cuh, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (
+            "q", "k", "v", "W", "f", "initial", "bounds", "first_chunk", "checkpoints",
+            "final_state", "y", "y_parts", "dy", "d_final", "dq", "dk", "dv", "dW", "df",
+            "d_initial", "dq_parts", "dk_parts", "dv_parts", "df_parts", "dW_parts",
+        )),
+        *((f"{name}_{step}", ctypes.c_int64)
+          for name in ("q", "k", "v", "f") for step in ("batch", "token", "head")),
+        *((name, ctypes.c_int32) for name in (
+            "chains", "batch", "tokens", "heads", "q_heads", "k_heads", "k_dim", "stages",
+            "groups", "exact",
+        )),
+        ("clamp", ctypes.c_float),
+    ]  # fmt: skip
+
+
+def _launch(entry: str, sizes: "_Sizes", dtype: torch.dtype, device: torch.device, **tensors):
+    """Call `entry` on the current stream; a tensor that is None is a null pointer."""
+    problem = _Problem(
+        chains=sizes.chains, batch=sizes.batch, tokens=sizes.tokens, heads=sizes.heads,
+        q_heads=sizes.q_heads, k_heads=sizes.k_heads, k_dim=sizes.k_dim,
+        stages=sizes.chunk // STEPS, groups=sizes.groups, exact=sizes.exact, clamp=sizes.clamp,
+    )  # fmt: skip
+    for name, x in tensors.items():
+        setattr(problem, name, None if x is None else x.data_ptr())
+    for name in ("q", "k", "v", "f"):
+        for step, stride in zip(("batch", "token", "head"), tensors[name].stride(), strict=False):
+            setattr(problem, f"{name}_{step}", stride)
+    kernels = _kernels(device.index)
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream().cuda_stream
+        error = getattr(kernels, entry)(ctypes.byref(problem), _DTYPES[dtype], stream)
+    if error:
+        raise RuntimeError(f"{entry}: {kernels.m2rnn_error(error).decode()}")
+
+
+@functools.cache
+def _kernels(device: int) -> ctypes.CDLL:
+    major, minor = torch.cuda.get_device_capability(device)
+    kernels = library(f"sm_{major}{minor}")
+    kernels.m2rnn_error.restype = ctypes.c_char_p
+    kernels.m2rnn_problem_size.restype = ctypes.c_int64
+    for entry in (kernels.m2rnn_forward, kernels.m2rnn_backward):
+        entry.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+    if kernels.m2rnn_problem_size() != ctypes.sizeof(_Problem):
+        raise RuntimeError(
+            f"m2rnn.cu's Problem has {kernels.m2rnn_problem_size()} bytes, cuda.py's "
+            f"{ctypes.sizeof(_Problem)}"
+        )
+    return kernels
+
+
+class _Sizes:
+    """What the tensors' shapes say."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: Tensor | None,
+        chunk_size: int,
+        grad_clamp: float | None,
+        exact: bool,
+    ) -> None:
+        self.batch, self.tokens, self.heads, _ = v.shape
+        self.q_heads, self.k_heads, self.k_dim = q.shape[2], k.shape[2], q.shape[3]
+        self.exact, self.chunk = exact, chunk_size
+        self.groups = self.k_dim // EXACT_ROWS if exact else 1  # blocks that share a head's rows
+        self.clamp = 0.0 if grad_clamp is None else grad_clamp
+        if bounds is None:
+            self.chains = self.batch
+            self.chunks = self.batch * -(-self.tokens // chunk_size)
+        else:
+            self.chains = bounds.numel() - 1
+            # Without asking the device: every document ends in at most one chunk that is not full.
+            self.chunks = self.tokens // chunk_size + self.chains
+
+    def state(self, rows: int) -> tuple[int, int, int, int]:
+        return rows, self.heads, self.k_dim, V_HEAD_DIM
+
+    def parts(self, like: Tensor, *width: int) -> Tensor | None:
+        """Room for one part of each group's; the fast kernels have no parts of y, dv and df."""
+        if not self.exact:
+            return None
+        return like.new_empty(self.groups, self.batch, self.tokens, self.heads, *width)
+
+
+def _first_chunks(bounds: Tensor | None, chunk_size: int) -> Tensor | None:
+    """Index of each document's first checkpoint."""
+    if bounds is None:
+        return None
+    chunks = (bounds.diff() + chunk_size - 1) // chunk_size
+    return (chunks.cumsum(0) - chunks).to(torch.int32)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x itself when its rows can be read four elements at a time, else a copy."""
+    aligned = x.stride(-1) == 1 and all(stride % 4 == 0 for stride in x.stride()[:-1])
+    return x if aligned and x.data_ptr() % (4 * x.element_size()) == 0 else x.clone(
+        memory_format=torch.contiguous_format
+    )  # fmt: skip
+
+
+def _whole(x: Tensor | None) -> Tensor | None:
+    """x contiguous, and readable as `_readable`."""
+    return None if x is None else _readable(x.contiguous())
+
+
+@torch.library.custom_op("megacpp::m2rnn_cuda", mutates_args=(), device_types="cuda")
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    W: Tensor,
+    f: Tensor,
+    initial: Tensor | None,
+    bounds: Tensor | None,
+    chunk_size: int,
+    grad_clamp: float | None,
+    exact: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, the final state, and the state before each chunk (chunks, H, K, V)."""
+    sizes = _Sizes(q, k, v, bounds, chunk_size, grad_clamp, exact)
+    y, final_state, checkpoints = _outputs(v, f, sizes)
+    _launch(
+        "m2rnn_forward", sizes, v.dtype, v.device,
+        q=_readable(q), k=_readable(k), v=_readable(v), W=W.contiguous(), f=f,
+        initial=_whole(initial), bounds=bounds,
+        first_chunk=_first_chunks(bounds, chunk_size), checkpoints=checkpoints,
+        final_state=final_state, y=y,
+        y_parts=sizes.parts(f, V_HEAD_DIM),
+    )  # fmt: skip
+    return y, final_state, checkpoints
+
+
+def _outputs(v: Tensor, f: Tensor, sizes: _Sizes) -> tuple[Tensor, Tensor, Tensor]:
+    states = (f.new_empty(sizes.state(rows)) for rows in (sizes.chains, sizes.chunks))
+    return v.new_empty(v.shape), *states
+
+
+@_forward.register_fake
+def _(q, k, v, W, f, initial, bounds, chunk_size, grad_clamp, exact):
+    return _outputs(v, f, _Sizes(q, k, v, bounds, chunk_size, grad_clamp, exact))
+
+
+@torch.library.custom_op("megacpp::m2rnn_cuda_backward", mutates_args=(), device_types="cuda")
+def _backward(
+    dy: Tensor | None,
+    d_final: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    W: Tensor,
+    f: Tensor,
+    bounds: Tensor | None,
+    checkpoints: Tensor,
+    chunk_size: int,
+    grad_clamp: float | None,
+    exact: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dW, df, d_initial from the gradients of y and of the final state."""
+    sizes = _Sizes(q, k, v, bounds, chunk_size, grad_clamp, exact)
+    dq, dk, dv, dW, df, d_initial = _gradient_outputs(q, k, v, W, f, sizes)
+    _launch(
+        "m2rnn_backward", sizes, v.dtype, v.device,
+        q=_readable(q), k=_readable(k), v=_readable(v), W=W.contiguous(), f=f,
+        bounds=bounds, first_chunk=_first_chunks(bounds, chunk_size), checkpoints=checkpoints,
+        dy=_whole(dy), d_final=_whole(d_final),
+        dq=dq, dk=dk, dv=dv, dW=dW, df=df, d_initial=d_initial,
+        dq_parts=f.new_empty(sizes.batch, sizes.tokens, sizes.heads, sizes.k_dim),
+        dk_parts=f.new_empty(sizes.batch, sizes.tokens, sizes.heads, sizes.k_dim),
+        dv_parts=sizes.parts(f, V_HEAD_DIM), df_parts=sizes.parts(f),
+        dW_parts=f.new_empty(sizes.chains * sizes.groups, *W.shape),
+    )  # fmt: skip
+    return dq, dk, dv, dW, df, d_initial
+
+
+def _gradient_outputs(q, k, v, W, f, sizes: _Sizes) -> tuple[Tensor, ...]:
+    gradients = (x.new_empty(x.shape) for x in (q, k, v, W, f))
+    return *gradients, f.new_empty(sizes.state(sizes.chains))
+
+
+@_backward.register_fake
+def _(dy, d_final, q, k, v, W, f, bounds, checkpoints, chunk_size, grad_clamp, exact):
+    sizes = _Sizes(q, k, v, bounds, chunk_size, grad_clamp, exact)
+    return _gradient_outputs(q, k, v, W, f, sizes)
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, W, f, initial, bounds, *ctx.options = inputs
+    checkpoints = output[2]
+    ctx.mark_non_differentiable(checkpoints)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, W, f, bounds, checkpoints)
+    ctx.has_initial = initial is not None
+
+
+def _gradients(ctx, dy, d_final, _):
+    *gradients, d_initial = _backward(dy, d_final, *ctx.saved_tensors, *ctx.options)
+    return *gradients, d_initial if ctx.has_initial else None, None, None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)

@@ -1,0 +1,249 @@
+"""M2RNN's CUDA kernels against the formulas in float64, forward and backward, on a GPU.
+
+W is a contraction here (|h W| at most half of |h| for a row's largest element), so that an error
+fades instead of growing with the steps, and a bound can be derived: what one step adds, times how
+long it lasts.
+"""
+
+import math
+
+import pytest
+import torch
+
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.kernels.m2rnn import m2rnn as reference
+from megacpp_mcore.kernels.m2rnn.build import reason
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+    pytest.mark.skipif(torch.cuda.is_available() and reason() is not None, reason=str(reason())),
+]
+
+NAMES = ("q", "k", "v", "W", "f", "initial_state")
+V = 16
+# What a step of each kernel is off by, relative to the largest state: see the top of cuda.py.
+STEP_ERROR = {"fast": 2**-10.9 + 2**-11, "exact": 2**-20 + 2**-21}
+LASTING = 64  # steps: f is at most 0.95 here, and W halves; gradients run through two recurrences
+
+
+def kernel(precision):
+    from megacpp_mcore.kernels.m2rnn import cuda
+
+    return {"fast": cuda.m2rnn, "exact": cuda.m2rnn_exact}[precision]
+
+
+def draw(batch, seq, heads, k_dim=64, q_heads=1, k_heads=1, dtype=torch.float32, states=None):
+    seed = torch.randint(2**31, ()).item()
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.float64)
+
+    W = normal(heads, V, V)
+    return {
+        "q": normal(batch, seq, q_heads, k_dim).to(dtype),
+        "k": normal(batch, seq, k_heads, k_dim).to(dtype),
+        "v": normal(batch, seq, heads, V).to(dtype),
+        "W": (W / W.abs().sum(-2, keepdim=True) / 2).float(),
+        "f": (0.95 * torch.sigmoid(2 * normal(batch, seq, heads))).float(),
+        "initial_state": torch.tanh(normal(states or batch, heads, k_dim, V)).float(),
+    }
+
+
+def run(function, inputs, wide=False, **options):
+    leaves = {n: (x.double() if wide else x).detach().requires_grad_() for n, x in inputs.items()}
+    tensors = [leaves[n] for n in NAMES[:5]]
+    y, state = function(*tensors, initial_state=leaves["initial_state"], **options)
+    generator = torch.Generator("cuda").manual_seed(1)
+    # Eighths: exact in every dtype.
+    directions = [
+        torch.randint(-16, 17, x.shape, generator=generator, device="cuda") / 8 for x in (y, state)
+    ]
+    torch.autograd.backward(
+        (y, state), [d.to(x.dtype) for d, x in zip(directions, (y, state), strict=True)]
+    )
+    gradients = {f"d{name}": leaf.grad for name, leaf in leaves.items()}
+    return {"y": y.detach(), "final_state": state.detach()} | gradients
+
+
+def assert_close(actual, expected, precision):
+    for name, want in expected.items():
+        got = actual[name]
+        assert got.shape == want.shape and torch.isfinite(got).all(), name
+        # Rounding to the tensor's own dtype; q's dtype for h in dq, too.
+        rounding = 2 * torch.finfo(got.dtype).eps
+        if precision == "fast":
+            rounding = max(rounding, 2 * torch.finfo(actual["dq"].dtype).eps)
+        elif name == "dW":  # factors rounded to 11 bits unless the inputs are float32
+            rounding = max(rounding, 2**-11 if actual["dq"].dtype != torch.float32 else 0)
+        bound = rounding + LASTING * STEP_ERROR[precision]
+        error = (got.double() - want).norm() / want.norm()
+        assert error <= bound, f"{name}: {error:.2e} > {bound:.2e}"
+
+
+@pytest.mark.parametrize("seq", [1, 7, 8, 9, 16, 17, 63, 64, 65, 200, 4097])
+@pytest.mark.parametrize(
+    "precision, dtype",
+    [
+        ("fast", torch.bfloat16),
+        ("fast", torch.float16),
+        ("exact", torch.float32),
+        ("exact", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_matches_float64(precision, dtype, seq):
+    inputs = draw(2, seq, 3, dtype=dtype)
+    actual = run(kernel(precision), inputs)
+    assert_close(actual, run(reference, inputs, wide=True), precision)
+
+
+@pytest.mark.parametrize("heads", [(1, 3), (3, 1), (3, 3)], ids=str)
+@pytest.mark.parametrize("precision", STEP_ERROR)
+def test_heads_of_q_and_k(precision, heads):
+    inputs = draw(1, 70, 3, q_heads=heads[0], k_heads=heads[1], dtype=torch.bfloat16)
+    actual = run(kernel(precision), inputs, chunk_size=16)
+    assert_close(actual, run(reference, inputs, wide=True), precision)
+
+
+@pytest.mark.parametrize("chunk_size", [16, 32, 48, 64])
+@pytest.mark.parametrize("precision", STEP_ERROR)
+def test_documents_have_states_of_their_own(precision, chunk_size):
+    bounds = torch.tensor([0, 1, 1, 90, 154, 200], device="cuda")
+    inputs = draw(1, 200, 2, dtype=torch.bfloat16, states=5)
+    options = {"cu_seqlens": bounds, "chunk_size": chunk_size}
+    actual = run(kernel(precision), inputs, **options)
+    assert_close(actual, run(reference, inputs, wide=True, **options), precision)
+
+
+@pytest.mark.parametrize("precision", STEP_ERROR)
+def test_the_clamp_is_the_reference_s(precision):
+    inputs = draw(2, 150, 2, dtype=torch.bfloat16)
+    true = run(kernel(precision), inputs)
+    clamped = run(kernel(precision), inputs, grad_clamp=0.05)
+    assert_close(clamped, run(reference, inputs, wide=True, grad_clamp=0.05), precision)
+    assert (clamped["dk"] - true["dk"]).norm() > 0.1 * true["dk"].norm()
+    loose = run(kernel(precision), inputs, grad_clamp=1e30)
+    assert all(torch.equal(loose[name], x) for name, x in true.items())
+
+
+@pytest.mark.parametrize("k_dim", [32, 96, 128])
+def test_exact_takes_other_widths(k_dim):
+    inputs = draw(1, 77, 2, k_dim=k_dim)
+    assert_close(run(kernel("exact"), inputs), run(reference, inputs, wide=True), "exact")
+
+
+@pytest.mark.parametrize("precision", STEP_ERROR)
+def test_same_bits_from_run_to_run_and_from_strided_inputs(precision):
+    inputs = draw(2, 130, 3, dtype=torch.bfloat16)
+    first = run(kernel(precision), inputs)
+    # [s, b, ...] in memory, as Megatron has it; and rows that start in the middle of four elements
+    sequence_first = {
+        n: x if n in ("W", "initial_state") else x.transpose(0, 1).contiguous().transpose(0, 1)
+        for n, x in inputs.items()
+    }
+    odd = torch.zeros(inputs["v"].numel() + 1, device="cuda", dtype=torch.bfloat16)
+    odd[1:] = inputs["v"].flatten()
+    for other in (inputs, sequence_first, inputs | {"v": odd[1:].view_as(inputs["v"])}):
+        again = run(kernel(precision), other)
+        assert all(torch.equal(x, again[name]) for name, x in first.items())
+
+
+@pytest.mark.parametrize("precision", STEP_ERROR)
+def test_a_state_carries_a_sequence_over_a_cut(precision):
+    q, k, v, W, f, state = draw(2, 100, 2, dtype=torch.bfloat16).values()
+    function = kernel(precision)
+    y, final = function(q, k, v, W, f, initial_state=state)
+    y1, middle = function(q[:, :48], k[:, :48], v[:, :48], W, f[:, :48], initial_state=state)
+    y2, end = function(q[:, 48:], k[:, 48:], v[:, 48:], W, f[:, 48:], initial_state=middle)
+    assert torch.equal(torch.cat((y1, y2), 1), y) and torch.equal(end, final)
+
+
+@pytest.mark.parametrize("precision", STEP_ERROR)
+@pytest.mark.parametrize("use", [0, 1], ids=["y", "state"])
+def test_a_loss_on_one_output_only(precision, use):
+    inputs = draw(1, 40, 2, dtype=torch.bfloat16)
+
+    def one(*tensors, **options):
+        outputs = kernel(precision)(*tensors, **options)
+        return outputs[use], outputs[use]
+
+    def one_reference(*tensors, **options):
+        outputs = reference(*tensors, **options)
+        return outputs[use], outputs[use]
+
+    expected, actual = run(one_reference, inputs, wide=True), run(one, inputs)
+    if use == 1:
+        assert not actual.pop("dq").any() and not expected.pop("dq").any()
+        actual["dq"] = inputs["q"]  # its dtype says what is allowed
+    assert_close(actual, expected, precision)
+
+
+@pytest.mark.parametrize("precision", STEP_ERROR)
+def test_65536_steps_do_not_drift(precision):
+    inputs = draw(1, 65_536, 1, dtype=torch.bfloat16)
+    arguments = [inputs[n] for n in NAMES[:5]]
+    with torch.no_grad():
+        y, state = kernel(precision)(*arguments)
+        y64, state64 = reference(*(x.double() for x in arguments))
+    bound = LASTING * STEP_ERROR[precision]
+    assert (state - state64).abs().max() <= bound  # |h| is at most 1
+    errors = (y.double() - y64).unflatten(1, (16, -1)).norm(dim=(0, 2, 3, 4))
+    sizes = y64.unflatten(1, (16, -1)).norm(dim=(0, 2, 3, 4))
+    assert (errors / sizes).max() <= bound + torch.finfo(torch.bfloat16).eps
+
+
+def test_nan_is_not_hidden():
+    inputs = draw(1, 40, 2, dtype=torch.bfloat16)
+    inputs["v"][0, 20, 1, 3] = math.nan
+    for precision in STEP_ERROR:
+        for clamp in (None, 1.0):
+            results = run(kernel(precision), inputs, grad_clamp=clamp)
+            assert results["y"][0, 20:, 1].isnan().any(-1).all()
+            assert not results["y"][0, :, 0].isnan().any()
+            assert results["dW"][1].isnan().any() and results["dk"].isnan().any()
+
+
+def test_saved_for_backward():
+    inputs = {n: x.requires_grad_() for n, x in draw(4, 4096, 44, dtype=torch.bfloat16).items()}
+    saved = {}
+
+    def pack(tensor):
+        saved[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kernel("fast")(*(inputs[n] for n in NAMES[:5]))
+    own = sum(inputs[n].nbytes for n in NAMES[:5])
+    assert sum(saved.values()) - own <= 60e6
+
+
+@pytest.mark.parametrize("precision", STEP_ERROR)
+def test_operators_are_opaque_and_sound(precision):
+    inputs = draw(1, 20, 2, dtype=torch.bfloat16)
+    leaves = [inputs[n].requires_grad_() for n in NAMES]
+    kernel(precision)
+    operator = torch.ops.megacpp.m2rnn_cuda.default
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(
+        operator, (*leaves, None, 16, None, precision == "exact"), test_utils=checks
+    )
+
+
+def test_refuses_what_the_kernels_do_not_take():
+    good = draw(1, 5, 2, dtype=torch.bfloat16)
+    wide = {name: good[name].double() for name in "qkv"}
+    for changes, options, message in (
+        (wide, {}, "q, k and v are float64"),
+        ({"q": good["q"].float()}, {}, "takes one dtype"),
+        ({"v": good["v"].cpu()}, {}, "on one cuda device"),
+        ({}, {"chunk_size": 24}, "chunk_size is 24"),
+        ({}, {"grad_clamp": -1.0}, "grad_clamp is -1.0"),
+    ):
+        for precision in STEP_ERROR:
+            arguments = [(good | changes)[n] for n in NAMES[:5]]
+            with pytest.raises(MegacppError, match=message):
+                kernel(precision)(*arguments, **options)
+    with pytest.raises(MegacppError, match="q, k and v are float32"):
+        kernel("fast")(*(draw(1, 5, 2)[n] for n in NAMES[:5]))

@@ -1,0 +1,138 @@
+"""Building M2RNN's kernels: nvcc missing, failing, raced for, and what dispatch then says."""
+
+import shutil
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from megacpp_mcore import dispatch
+from megacpp_mcore.backend import Problem
+from megacpp_mcore.kernels.m2rnn import build, cuda
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("CUDA_HOME", "CUDA_PATH", dispatch.ENVIRONMENT_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    for cached in (build.reason, build.library):
+        cached.cache_clear()
+    dispatch.forget()
+    yield
+    for cached in (build.reason, build.library):
+        cached.cache_clear()
+    dispatch.forget()
+
+
+def problem(device="cuda", dtype="bfloat16", **changes):
+    sizes = {"heads": 44, "k_head_dim": 64, "v_head_dim": 16, "chunk_size": 64} | changes
+    return Problem.of(device, dtype, **sizes)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+
+def nvcc(folder, script):
+    """A program named nvcc that runs `script`; returns the CUDA_HOME it lies in."""
+    path = folder / "bin" / "nvcc"
+    path.parent.mkdir(parents=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(folder)
+
+
+def without_nvcc(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name, *args, **kwargs: None)
+
+
+def test_dispatch_takes_the_fast_kernel_then_the_exact_one(hopper, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_HOME", nvcc(tmp_path / "toolkit", "exit 0"))
+    for asked, served in (
+        (problem(), "cuda"),
+        (problem(dtype="float32"), "cuda_exact"),
+        (problem(k_head_dim=128), "cuda_exact"),
+        (problem(k_head_dim=40), "reference"),
+        (problem(v_head_dim=8), "reference"),
+        (problem(chunk_size=128), "reference"),
+        (problem(dtype="float64"), "reference"),
+        (problem(device="cpu"), "reference"),
+    ):
+        assert dispatch.choose("m2rnn", asked).observed == served, asked
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)], ids=str)
+def test_an_untested_gpu_is_said_to_be_one(hopper, monkeypatch, tmp_path, capability):
+    import torch
+
+    monkeypatch.setenv("CUDA_HOME", nvcc(tmp_path / "toolkit", "exit 0"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    decision = dispatch.choose("m2rnn", problem())
+    assert decision.observed == "reference"
+    assert f"compute capability {capability[0]}.{capability[1]}" in decision.reason
+
+
+def test_without_nvcc_the_reference_serves_and_says_so(hopper, monkeypatch):
+    without_nvcc(monkeypatch)
+    decision = dispatch.choose("m2rnn", problem())
+    assert decision.observed == "reference"
+    assert "nvcc, which compiles the kernels on first use, is not found" in decision.reason
+    with pytest.raises(dispatch.DispatchError, match="cannot serve: nvcc"):
+        dispatch.choose("m2rnn", problem(), {"m2rnn": "cuda"})
+    with pytest.raises(build.KernelBuildError, match="nvcc is not found"):
+        build.library("sm_90")
+
+
+def test_what_nvcc_says_is_passed_on(monkeypatch, tmp_path):
+    script = 'case "$1" in --version) echo 13.0;; *) echo "no such target" >&2; exit 3;; esac'
+    monkeypatch.setenv("CUDA_HOME", nvcc(tmp_path / "toolkit", script))
+    with pytest.raises(build.KernelBuildError, match=r"sm_99 failed .* status 3: no such target"):
+        build.library("sm_99")
+    assert not list((tmp_path / "cache").rglob("*.so*"))
+
+
+def test_built_once_whoever_asks(monkeypatch, tmp_path):
+    """Four processes at once: one compiles, all load the same whole library."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler to stand in for nvcc")
+    script = f"""case "$1" in --version) echo 13.0; exit;; esac
+echo built >> {tmp_path}/log
+while [ "$1" != -o ]; do shift; done
+sleep 0.3; echo 'int answer(void) {{ return 42; }}' > {tmp_path}/$$.c
+exec {compiler} -shared -fPIC -o "$2" {tmp_path}/$$.c"""
+    monkeypatch.setenv("CUDA_HOME", nvcc(tmp_path / "toolkit", script))
+    program = "from megacpp_mcore.kernels.m2rnn import build;print(build.library('sm_90').answer())"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    assert [process.communicate()[0].strip() for process in processes] == ["42"] * 4
+    assert (tmp_path / "log").read_text() == "built\n"
+
+
+def test_another_nvcc_or_source_is_another_library(monkeypatch, tmp_path):
+    first = nvcc(tmp_path / "first", "echo 13.0")
+    second = nvcc(tmp_path / "second", "echo 13.1")
+    names = {build._fingerprint(f"{home}/bin/nvcc") for home in (first, second)}
+    sources = tmp_path / "csrc"
+    shutil.copytree(build._SOURCES, sources)
+    (sources / "common.cuh").write_text("// changed\n")
+    monkeypatch.setattr(build, "_SOURCES", sources)
+    names.add(build._fingerprint(f"{first}/bin/nvcc"))
+    assert len(names) == 3
+
+
+def test_the_sources_compile(tmp_path):
+    compiler = build.find_nvcc()
+    if compiler is None:
+        pytest.skip("no nvcc here")
+    kernels = build.library("sm_90")
+    kernels.m2rnn_problem_size.restype = cuda.ctypes.c_int64
+    assert kernels.m2rnn_problem_size() == cuda.ctypes.sizeof(cuda._Problem)
