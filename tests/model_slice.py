@@ -16,12 +16,13 @@ from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.training.megatron_setup import build_model, megatron_args, single_process
 
 _SIZES = [
-    "model.hidden_size=32", "model.ffn_hidden_size=64", "model.num_attention_heads=4",
-    "model.seq_length=32", "attention.q_lora_rank=16", "attention.kv_lora_rank=16",
-    "attention.qk_head_dim=8", "attention.qk_pos_emb_head_dim=8", "attention.v_head_dim=8",
+    "model.hidden_size=64", "model.ffn_hidden_size=64", "model.num_attention_heads=4",
+    "model.seq_length=96", "attention.q_lora_rank=16", "attention.kv_lora_rank=16",
+    "attention.qk_head_dim=16", "attention.qk_pos_emb_head_dim=16", "attention.v_head_dim=16",
     "moe.moe_ffn_hidden_size=32", "moe.moe_shared_expert_intermediate_size=32",
-    "mamba3.mamba_num_heads=4", "mamba3.mamba_head_dim=8", "mamba3.mamba_state_dim=8",
-    "mamba3.mamba_num_groups=2", "mamba3.chunk_size=8", "m2rnn.k_head_dim=8", "m2rnn.v_head_dim=8",
+    "mamba3.mamba_num_heads=4", "mamba3.mamba_head_dim=32", "mamba3.mamba_state_dim=32",
+    "mamba3.mamba_num_groups=2", "mamba3.chunk_size=64", "m2rnn.k_head_dim=64",
+    "m2rnn.v_head_dim=16", "m2rnn.num_heads=2",
     "mtp.mtp_num_layers=0", "mtp.pattern=",
     # Every expert takes every token: a choice that rounding turns over is no error of a kernel.
     "moe.moe_router_topk=4",

@@ -44,13 +44,15 @@ class Bound:
 class Case(ABC):
     """Base of the cases; a subclass is a frozen dataclass whose fields are the sizes.
 
-    inputs: tensors with a gradient. wide: those that are float32 in a bf16 model too; a tuple of
-    outputs can be among them.
+    inputs: tensors with a gradient. wide: tensors, outputs among them, that are float32 in a bf16
+    model too. backward_flops: operations of a backward pass in units of a forward pass's; 0 for one
+    that hands on the gradient as it is, and moves no bytes either.
     """
 
     surface: ClassVar[str]
     inputs: tuple[str, ...]
     wide: ClassVar[tuple[str, ...]] = ()
+    backward_flops: ClassVar[int] = 2
 
     @classmethod
     @abstractmethod
@@ -96,7 +98,7 @@ class Case(ABC):
 
     @abstractmethod
     def flops(self) -> int:
-        """Operations a forward call needs at least; its backward call needs twice as many more."""
+        """Operations that a forward call needs at least."""
 
     def tolerance(self, name: str, dtype: torch.dtype) -> float:
         """The bound of the error of output or gradient `name`, in units of its largest value.

@@ -26,6 +26,7 @@ class ResidualCase(Case):
     has_bias: bool
 
     surface = "residual"
+    backward_flops = 0
 
     @property
     def inputs(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -1,0 +1,156 @@
+"""Taking times: cold once, then warm and interleaved, on a CPU or by CUDA's own events."""
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+FEWEST, MOST = 5, 40  # samples; five a side are the fewest that a comparison can judge
+_WARM_UP = 2
+Call = Callable[[int], object]  # called with the number of the turn, to rotate its inputs
+
+
+class Clock(ABC):
+    """Milliseconds of one call on one device."""
+
+    device: str
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Until the device has done what it was told."""
+
+    @abstractmethod
+    def sample(self, call: Callable[[], object]) -> float:
+        """One warm call."""
+
+    def cold(self, call: Callable[[], object]) -> float:
+        """One call with all that a first one brings: host time, from an idle device to an idle."""
+        self.wait()
+        start = time.perf_counter()
+        call()
+        self.wait()
+        return (time.perf_counter() - start) * 1000
+
+    def peak_memory_bytes(self, call: Callable[[], object]) -> int | None:
+        """Most memory that a call had allocated, beyond what was before it; None if unknown."""
+        return None
+
+
+class CpuClock(Clock):
+    """The host's clock."""
+
+    device = "cpu"
+
+    def wait(self) -> None:
+        pass
+
+    def sample(self, call: Callable[[], object]) -> float:
+        return self.cold(call)
+
+
+class CudaClock(Clock):
+    """CUDA events around a call that the host has queued behind a pause of the device.
+
+    The pause is as long as the host needed to queue the last such call, so that the device does not
+    wait for the host in between, as in a training step, where the host runs ahead.
+    """
+
+    device = "cuda"
+    _CYCLES_PER_MS = 2_000_000  # at 2 GHz: an H200's boost clock is 1.98
+    _LONGEST_PAUSE_MS = 20.0
+
+    def __init__(self) -> None:
+        self._host_ms: dict[int, float] = {}
+
+    def wait(self) -> None:
+        torch.cuda.synchronize()
+
+    def sample(self, call: Callable[[], object]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.wait()
+        pause = min(1.5 * self._host_ms.get(id(call), 1.0), self._LONGEST_PAUSE_MS)
+        torch.cuda._sleep(int(pause * self._CYCLES_PER_MS))
+        began = time.perf_counter()
+        start.record()
+        call()
+        end.record()
+        self._host_ms[id(call)] = (time.perf_counter() - began) * 1000
+        self.wait()
+        return start.elapsed_time(end)
+
+    def peak_memory_bytes(self, call: Callable[[], object]) -> int | None:
+        self.wait()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        self.wait()
+        return torch.cuda.max_memory_allocated() - before
+
+
+def clock_for(device: str) -> Clock:
+    """The clock of "cpu" or "cuda"."""
+    return CudaClock() if device == "cuda" else CpuClock()
+
+
+def interleave(clock: Clock, calls: Mapping[str, Call], seconds: float) -> dict[str, list[float]]:
+    """Warm samples of every call, taken in turns, in about `seconds`, in the order taken.
+
+    A call gets from FEWEST to MOST samples, as its share of the time allows, spread evenly over
+    the rounds; so whatever slows the machine down for a while slows them all.
+    """
+    wanted = {}
+    for name, call in calls.items():
+        for turn in range(_WARM_UP - 1):
+            call(turn)
+        took = clock.cold(lambda call=call: call(_WARM_UP - 1))
+        fitting = seconds / len(calls) / (took / 1000) if took else MOST
+        wanted[name] = max(FEWEST, min(MOST, math.floor(fitting)))
+    rounds = max(wanted.values(), default=0)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    turns = {name: _Turn(call) for name, call in calls.items()}
+    for index in range(rounds):
+        for name, count in wanted.items():
+            if (index + 1) * count // rounds > index * count // rounds:
+                samples[name].append(clock.sample(turns[name]))
+    return samples
+
+
+class _Turn:
+    """A call that counts its turns."""
+
+    def __init__(self, call: Call) -> None:
+        self.call, self.number = call, 0
+
+    def __call__(self) -> object:
+        self.number += 1
+        return self.call(self.number)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What this device does now: FLOP/s of a large matrix product, bytes/s of a copy."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+    def floor_ms(self, flops: float, bytes_moved: float) -> float:
+        """The least time for that many operations and bytes, whichever is longer."""
+        return 1000 * max(flops / self.flops_per_s, bytes_moved / self.bytes_per_s)
+
+    def __str__(self) -> str:
+        return f"{self.flops_per_s / 1e12:.3g} TFLOP/s, copy {self.bytes_per_s / 1e9:,.0f} GB/s"
+
+
+def measure_rates(clock: Clock, dtype: torch.dtype) -> Rates:
+    """The best of ten products and ten copies, each far larger than any cache."""
+    on_gpu = clock.device == "cuda"
+    size, count = (8192, 2**30) if on_gpu else (512, 2**26)
+    a, b = (torch.randn(size, size, device=clock.device).to(dtype) for _ in range(2))
+    source = torch.zeros(count, dtype=torch.uint8, device=clock.device)
+    target = torch.empty_like(source)
+    calls = {"product": lambda turn: a @ b, "copy": lambda turn: target.copy_(source)}
+    best = {name: min(times) / 1000 for name, times in interleave(clock, calls, 0.2).items()}
+    return Rates(2 * size**3 / best["product"], 2 * count / best["copy"])

@@ -1,0 +1,80 @@
+"""`megacpp bench`: time the backends of a surface side by side, or a whole model."""
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+_EPILOG = """\
+examples:
+  megacpp bench core_attention --recipe nam56r --receipt attention.json
+  megacpp bench moe_experts --against te            the chosen backend against te
+  megacpp bench model --recipe nam56r --layers 13   forward, forward + backward, step
+  megacpp report compare before.json after.json
+
+Exit status 1 when a backend failed or was wrong; it then has a reason and no times.
+"""
+
+
+def register(subparsers: Any) -> None:
+    """Add `bench`."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="time the backends of a surface side by side, or a whole model",
+        description="Time every usable backend of SURFACE in turns on one micro batch of a "
+        "recipe, each first held against the definition; or, for `model`, the recipe's model. In "
+        "one process, on this machine's GPU where there is one, else on its CPU.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("surface", metavar="SURFACE", help="a surface of `megacpp catalog`, or `model`")
+    add("--recipe", metavar="RECIPE",
+        help="whose sizes to take (default: nam56r on a GPU, nam56r-tiny on a CPU)")  # fmt: skip
+    add("--set", dest="overrides", metavar="A.B=C", action="append", default=[],
+        help="override one key; may be given again")  # fmt: skip
+    add("--against", metavar="BACKEND", nargs="+", default=[],
+        help="time these beside the chosen one, no others; the first is the baseline")  # fmt: skip
+    add("--layers", type=int, metavar="N", help="of `model`: its first N layers")
+    add("--no-optimizer", action="store_true", help="of `model`: no step with the optimizer")
+    add("--receipt", type=Path, metavar="FILE", help="write the bench receipt here")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Bench, print the receipt as a page, and write it."""
+    from megacpp_mcore import bench, problems, receipts, report
+
+    is_model = args.surface == "model"
+    _check_options(args, is_model)
+    default = "nam56r" if problems.current_device() == "cuda" else "nam56r-tiny"
+    overrides = args.overrides + ([f"model.depth={args.layers}"] if args.layers else [])
+    recipe = bench.load_for_bench(args.recipe or default, overrides)
+    say = functools.partial(print, file=sys.stderr, flush=True)
+    if is_model:
+        from megacpp_mcore.bench.model import bench_model
+
+        receipt, wrong = bench_model(recipe, optimizer=not args.no_optimizer, say=say)
+    else:
+        from megacpp_mcore.bench.surface import bench_surface
+
+        receipt, wrong = bench_surface(args.surface, recipe, args.against, say)
+    if args.receipt:
+        receipts.write(args.receipt, receipt)
+    print(report.show(receipt, str(args.receipt or "not written")))
+    for reason in wrong:
+        print(f"megacpp: {args.surface}: {reason}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _check_options(args: argparse.Namespace, is_model: bool) -> None:
+    from megacpp_mcore.bench import BenchError
+
+    if is_model and args.against:
+        raise BenchError("--against is for a surface; choose a model's backends with --set "
+                         "backends.SURFACE=NAME or MEGACPP_BACKENDS")  # fmt: skip
+    if not is_model and (args.layers is not None or args.no_optimizer):
+        raise BenchError("--layers and --no-optimizer are for `megacpp bench model`")
+    if args.layers is not None and args.layers < 1:
+        raise BenchError(f"--layers {args.layers}: at least 1 is needed")

@@ -1,0 +1,325 @@
+"""The bench: turns and times, what is kept of a backend that fails, receipts and the command."""
+
+import itertools
+import json
+import sys
+import time
+
+import pytest
+import torch
+
+from megacpp_mcore import bench, cli, dispatch, receipts
+from megacpp_mcore.backend import Backend, Surface, always
+from megacpp_mcore.bench import clock as clocks
+from megacpp_mcore.bench import model, surface
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.kernels.norm import rms_norm
+from megacpp_mcore.problems import stack_part_of
+from megacpp_mcore.surfaces import REGISTRY
+
+SMALL = [
+    "model.hidden_size=32", "model.seq_length=32", "model.num_attention_heads=4",
+    "schedule.micro_batch_size=2", "schedule.global_batch_size=2", "m2rnn.k_head_dim=8",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Few samples, and the environment as it was."""
+    monkeypatch.setattr(surface, "_SECONDS_A_PHASE", 0.01)
+    monkeypatch.setattr(model, "_SECONDS_A_PHASE", 0.01)
+    for name in ("MEGACPP_RECIPE", "MEGACPP_BACKENDS", "RANK", "WORLD_SIZE", "LOCAL_RANK",
+                 "PET_NNODES", "PET_NPROC_PER_NODE"):  # fmt: skip
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    # The spec reads the recipe as it is imported.
+    monkeypatch.delitem(sys.modules, "megacpp_mcore.specs.nam56r", raising=False)
+    dispatch.forget()
+
+
+def quiet(words):
+    pass
+
+
+class FakeClock(clocks.Clock):
+    """A call takes as long as it says; what was asked is kept."""
+
+    device = "cpu"
+
+    def __init__(self):
+        self.taken = []
+
+    def wait(self):
+        pass
+
+    def cold(self, call):
+        return call()
+
+    def sample(self, call):
+        milliseconds = call()
+        self.taken.append(milliseconds)
+        return milliseconds
+
+
+class TestTurns:
+    def test_calls_take_turns_and_slow_ones_fewer(self):
+        clock = FakeClock()
+        samples = clocks.interleave(clock, {"a": lambda turn: 10.0, "b": lambda turn: 40.0}, 0.8)
+        assert {name: len(taken) for name, taken in samples.items()} == {"a": 40, "b": 10}
+        # b comes every fourth round, up to the end
+        places = [index for index, taken in enumerate(clock.taken) if taken == 40.0]
+        assert {after - before for before, after in itertools.pairwise(places)} == {5}
+        assert places[-1] == len(clock.taken) - 1
+
+    def test_never_fewer_than_a_comparison_needs_nor_more_than_enough(self):
+        calls = {"slow": lambda turn: 1e6, "fast": lambda turn: 1e-6}
+        samples = clocks.interleave(FakeClock(), calls, 1.0)
+        assert {n: len(s) for n, s in samples.items()} == {
+            "slow": clocks.FEWEST, "fast": clocks.MOST,
+        }  # fmt: skip
+
+    def test_inputs_rotate_and_the_first_calls_are_not_samples(self):
+        turns = []
+        clocks.interleave(FakeClock(), {"a": lambda turn: turns.append(turn) or 200.0}, 1.0)
+        assert turns[:2] == [0, 1]
+        assert turns[2:] == [1, 2, 3, 4, 5]
+
+    def test_the_hosts_clock_measures(self):
+        clock = clocks.clock_for("cpu")
+        assert 9 < clock.sample(lambda: time.sleep(0.01)) < 100
+        assert clock.peak_memory_bytes(lambda: None) is None
+
+    def test_the_floor_is_the_longer_of_operations_and_bytes(self):
+        rates = clocks.Rates(flops_per_s=1e12, bytes_per_s=1e9)
+        assert rates.floor_ms(2e9, 0) == pytest.approx(2.0)
+        assert rates.floor_ms(2e9, 5e6) == pytest.approx(5.0)
+        assert str(rates) == "1 TFLOP/s, copy 1 GB/s"
+
+    def test_rates_of_this_machine(self):
+        rates = clocks.measure_rates(clocks.clock_for("cpu"), torch.float32)
+        assert 1e8 < rates.flops_per_s < 1e14 and 1e8 < rates.bytes_per_s < 1e12
+
+
+class TestRecipe:
+    def test_nam56r_becomes_one_process(self):
+        recipe = bench.load_for_bench("nam56r")
+        assert recipe.world_size == 1 and recipe.schedule.global_batch_size == 4
+        assert recipe.parallel.expert_model_parallel_size == 1
+        assert recipe.parallel.use_distributed_optimizer  # one rank can have it
+
+    def test_what_is_asked_for_is_kept(self):
+        recipe = bench.load_for_bench("nam56r", ["schedule.micro_batch_size=2", "model.depth=13"])
+        assert (recipe.schedule.global_batch_size, recipe.plan.depth) == (2, 13)
+
+    def test_a_recipes_dispatcher_over_ranks_is_replaced_and_an_asked_for_one_refused(
+        self, tmp_path
+    ):
+        path = tmp_path / "deepep.toml"
+        flex = 'moe_token_dispatcher_type = "flex"'
+        path.write_text(f'description = "x"\nextends = "nam56r"\n[moe]\n{flex}\n')
+        recipe = bench.load_for_bench(str(path))
+        assert recipe.moe.moe_token_dispatcher_type == "alltoall"
+        with pytest.raises(MegacppError, match='must not be "flex"'):
+            bench.load_for_bench("nam56r", ["moe.moe_token_dispatcher_type=flex"])
+
+
+@pytest.mark.parametrize("name", ["norm", "residual", "moe_experts", "linear_cross_entropy"])
+def test_a_surface_is_timed_and_the_receipt_is_valid(name, tmp_path):
+    receipt, wrong = surface.bench_surface(name, bench.load_for_bench("nam56r-tiny", SMALL), (),
+                                           quiet)  # fmt: skip
+    assert wrong == []
+    receipts.write(tmp_path / "r.json", receipt)
+    rows = receipts.read(tmp_path / "r.json")["rows"]
+    assert [(row["backend"], row["phase"]) for row in rows] == [
+        ("reference", "forward"), ("reference", "forward_backward"),
+    ]  # fmt: skip
+    for row in rows:
+        assert len(row["samples_ms"]) >= clocks.FEWEST and row["cold_ms"] > 0
+        assert row["flops"] > 0 and row["bytes_floor"] > 0
+        assert row["error"] is None
+    assert rows[1]["flops"] >= rows[0]["flops"] and rows[1]["cold_ms"] > rows[0]["cold_ms"]
+    assert any(note.startswith("floors, at what the device did") for note in receipt["notes"])
+    unusable = [entry for entry in receipt["backends"] if entry["observed"] is None]
+    assert all(": " in entry["reason"] for entry in unusable)
+
+
+def test_backends_side_by_side():
+    recipe = bench.load_for_bench("nam56r-tiny", SMALL)
+    receipt, wrong = surface.bench_surface("core_attention", recipe, (), quiet)
+    assert wrong == [] and receipt["baseline"] == "sdpa"
+    rows = {(row["backend"], row["phase"]): row for row in receipt["rows"]}
+    assert {backend for backend, _ in rows} == {"sdpa", "reference"}
+    row = rows["sdpa", "forward_backward"]
+    assert 0 < row["error"] < row["tolerance"]
+    assert receipt["problem"]["sizes"]["dqk"] == 32
+    assert receipt["recipe"]["content"]["model"]["hidden_size"] == 32
+
+
+class Norm(torch.nn.Module):
+    def __init__(self, config, hidden_size, eps):
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.ones(hidden_size)), eps
+
+    def forward(self, x):
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Wrong(Norm):
+    def forward(self, x):
+        return super().forward(x) * 1.01
+
+
+class Raises(Norm):
+    def forward(self, x):
+        raise KeyError("no such tile")
+
+
+class NeedsTooMuch(Norm):
+    def forward(self, x):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 60 GiB\nmore words")
+
+
+def load_wrong():
+    return Wrong
+
+
+def load_raises():
+    return Raises
+
+
+def load_needs_too_much():
+    return NeedsTooMuch
+
+
+class TestFailures:
+    @pytest.fixture
+    def add(self, monkeypatch):
+        def add(name):
+            backend = Backend(name, f"{__name__}:load_{name}", always)
+            backends = (backend, *REGISTRY["norm"].backends)
+            monkeypatch.setitem(REGISTRY, "norm", Surface("norm", backends, stack_part_of))
+
+        return add
+
+    @pytest.mark.parametrize(
+        ("name", "reason", "fails"),
+        [
+            ("wrong", "wrong: y: error 1.0", True),
+            ("raises", "KeyError: 'no such tile'", True),
+            (
+                "needs_too_much",
+                "out of memory: CUDA out of memory. Tried to allocate 60 GiB",
+                False,
+            ),
+        ],
+    )
+    def test_a_backend_that_fails_has_a_reason_and_no_times(self, add, name, reason, fails, capfd):
+        add(name)
+        recipe = bench.load_for_bench("nam56r-tiny", SMALL)
+        receipt, wrong = surface.bench_surface("norm", recipe, (), quiet)
+        assert {row["backend"] for row in receipt["rows"]} == {"reference"}
+        assert receipt["baseline"] == "reference"
+        entry = receipt["backends"][0]
+        assert entry["observed"] is None and reason in entry["reason"]
+        assert bool(wrong) is fails
+        if fails:
+            assert wrong[0].startswith(f"{name}: ")
+
+    def test_too_little_memory_is_a_failure_for_a_backend_that_was_named(self, add):
+        add("needs_too_much")
+        recipe = bench.load_for_bench("nam56r-tiny", [*SMALL, "backends.norm=reference"])
+        _, wrong = surface.bench_surface("norm", recipe, ("needs_too_much",), quiet)
+        assert wrong and "out of memory" in wrong[0]
+
+    def test_the_command_ends_with_status_1(self, add, capfd):
+        add("wrong")
+        words = [word for override in SMALL for word in ("--set", override)]
+        assert cli.main(["bench", "norm", "--recipe", "nam56r-tiny", *words]) == 1
+        out, err = capfd.readouterr()
+        assert "megacpp: norm: wrong: wrong: y: error" in err
+        assert "reference" in out
+
+    def test_nothing_that_could_be_timed(self, add, monkeypatch):
+        add("raises")
+        only = Surface("norm", REGISTRY["norm"].backends[:1], stack_part_of)
+        monkeypatch.setitem(REGISTRY, "norm", only)
+        recipe = bench.load_for_bench("nam56r-tiny", SMALL)
+        with pytest.raises(bench.BenchFailure, match=r"no backend of norm could be timed: raises"):
+            surface.bench_surface("norm", recipe, (), quiet)
+
+
+class TestAgainst:
+    def test_the_chosen_and_the_named_ones_run_and_the_first_is_the_baseline(self):
+        recipe = bench.load_for_bench("nam56r-tiny", SMALL)
+        receipt, _ = surface.bench_surface("core_attention", recipe, ("reference",), quiet)
+        assert receipt["baseline"] == "reference"
+        assert {row["backend"] for row in receipt["rows"]} == {"sdpa", "reference"}
+        requested = {entry["implementation"].split(":")[1]: entry["requested"]
+                     for entry in receipt["backends"]}  # fmt: skip
+        assert requested["ReferenceCoreAttention"] == "reference"
+        assert requested["SDPACoreAttention"] == "auto"
+
+    @pytest.mark.parametrize(
+        ("against", "message"),
+        [
+            ("te", "--against te: Transformer Engine runs on cuda only"),
+            ("flash", "--against: unknown backend 'flash' of surface 'core_attention'"),
+            ("auto", "--against auto: name a backend, not auto"),
+        ],
+    )
+    def test_refusals(self, against, message):
+        recipe = bench.load_for_bench("nam56r-tiny", SMALL)
+        with pytest.raises(MegacppError) as caught:
+            surface.bench_surface("core_attention", recipe, (against,), quiet)
+        assert message in str(caught.value)
+
+
+class TestCommand:
+    def test_a_model_step(self, tmp_path, capsys):
+        path = tmp_path / "model.json"
+        words = [word for override in SMALL for word in ("--set", override)]
+        status = cli.main(["bench", "model", "--recipe", "nam56r-tiny", "--layers", "2", *words,
+                           "--receipt", str(path)])  # fmt: skip
+        out = capsys.readouterr().out
+        assert status == 0 and "tokens/s" in out
+        receipt = json.loads(path.read_text())
+        assert [row["phase"] for row in receipt["rows"]] == ["forward", "forward_backward", "step"]
+        assert receipt["problem"]["sizes"]["pattern"] == "+E/+E"
+        assert receipt["problem"]["sizes"]["tokens"] == 64
+        observed = {entry["surface"]: entry["observed"] for entry in receipt["backends"]}
+        assert observed["core_attention"] == "sdpa"
+        forward, backward, step = (row["flops"] for row in receipt["rows"])
+        assert backward == step == 3 * forward > 0
+
+    def test_a_step_that_fails_leaves_the_other_rows_and_status_1(self, monkeypatch, capfd):
+        def fails(bare, args):
+            raise RuntimeError("no optimizer today")
+
+        monkeypatch.setattr(model, "_cpu_step", fails)
+        words = [word for override in SMALL for word in ("--set", override)]
+        status = cli.main(["bench", "model", "--recipe", "nam56r-tiny", "--layers", "1", *words])
+        out, err = capfd.readouterr()
+        assert status == 1 and "no step: RuntimeError: no optimizer today" in err
+        assert "forward_backward" in out
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["norms"], "surface 'norms' has no case; choose norm, moe_experts"),
+            (["linear"], "surface 'linear' has no case"),
+            (["norm", "--layers", "3"], "--layers and --no-optimizer are for `megacpp bench"),
+            (["model", "--against", "te"], "--against is for a surface"),
+            (["model", "--layers", "0"], "--layers 0: at least 1 is needed"),
+            (["norm", "--recipe", "nam57"], "unknown recipe 'nam57'"),
+            (["m2rnn", "--recipe", "nam56r-tiny", "--set", "model.pattern=AE", "--set",
+              "model.depth=2"], "recipe nam56r-tiny has no layer for a bench of m2rnn"),
+        ],
+    )  # fmt: skip
+    def test_refusals(self, arguments, message, capsys):
+        assert cli.main(["bench", *arguments]) == 2
+        assert message in capsys.readouterr().err
+
+    def test_without_jsonschema_it_says_so_before_anything_runs(self, monkeypatch, capsys):
+        monkeypatch.setitem(sys.modules, "jsonschema", None)
+        assert cli.main(["bench", "norm", "--recipe", "nam56r-tiny"]) == 2
+        assert "jsonschema is not installed" in capsys.readouterr().err
