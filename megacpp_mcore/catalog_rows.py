@@ -334,7 +334,7 @@ MAMBA3_SCAN = (
         layout="q, k (B, S, G, N), v, z (B, S, H, P) -> (B, S, H, P); SISO, N and P 32, 64 or 128",
         dtypes="bf16; dt, decay and state in fp32, angles and their sums in bf16",
         fallback="reference",
-        tests=("tests/gpu/test_mamba3_gpu.py", "tests/test_dispatch.py"),
+        tests=("tests/gpu/test_mamba3_gpu.py", "tests/kernels/test_mamba_ssm.py"),
         no_receipt=_NO_BENCH,
         exit_when="a scan of our own beats it over a whole step: it moves ten times the bytes of "
         "the input and output",

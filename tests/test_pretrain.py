@@ -216,7 +216,7 @@ class FakeLoop:
     """Megatron's loop as `Watch` sees it: its functions by name, in its order."""
 
     def __init__(self, training, steps: int) -> None:
-        self.training, self.steps = training, steps
+        self.training, self.first, self.steps = training, 0, steps
         self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.5, "default_config": True}])
 
     def setup_model_and_optimizer(self, model_type):
@@ -242,7 +242,7 @@ class FakeLoop:
         loop = self.training
         model, optimizer, _ = loop.setup_model_and_optimizer(None)
         loop.build_train_valid_test_data_iterators(None)
-        for iteration in range(self.steps):
+        for iteration in range(self.first, self.steps):
             if iteration == stop_at:
                 raise RuntimeError("out of memory")
             loop.train_step(None, model, optimizer, iteration=iteration)
@@ -306,6 +306,28 @@ def test_a_loop_that_breaks_leaves_a_receipt_that_says_so(watched, tmp_path):
     assert result["reason"] == "after step 2: RuntimeError: out of memory"
 
 
+def test_a_run_that_megatron_resumes_goes_on_in_its_receipt(watched, tmp_path):
+    from megatron.training import get_args as megatron_args
+
+    from megacpp_mcore.training.gpu_watch import Watch
+
+    watch, loop = watched
+    with watch.installed():
+        loop.run()
+    watch.write("interrupted", "stopped")
+    megatron_args().iteration = loop.first = 2  # Megatron has loaded the checkpoint of step 2
+    loop.steps = 4
+    again = Watch(watch.launch, Goodput())
+    with again.installed():
+        loop.run()
+    again.write("complete")
+    receipt = receipts.read(tmp_path / "out" / "receipt.json")
+    assert receipt["series"]["step"] == [1, 2, 3, 4]
+    assert receipt["result"]["tokens"] == 4 * 4 * 32
+    assert receipt["goodput"]["seconds"]["lost"] > 0  # step 3 was done twice
+    assert "resumed from the checkpoint of step 2" in receipt["notes"]
+
+
 def test_another_megatron_loop_is_refused(watched, monkeypatch):
     from megacpp_mcore.training.gpu_watch import WatchError
 
@@ -326,12 +348,12 @@ def test_the_dataset_helper_needs_no_makefile(monkeypatch):
 def test_train_on_gpus_refuses_what_it_cannot_do(gpu_recipe, small_recipe, overrides):
     def refused(what: str, gpus: int = 1, *more: str) -> None:
         with pytest.raises(MegacppError, match=what):
-            gpu_run.run(str(small_recipe), [*overrides, *more], gpus, None, False)
+            gpu_run.run(str(small_recipe), [*overrides, *more], gpus, None)
 
     refused("--gpus 0", 0)
-    refused("3 x|which must|multiple", 3)  # a batch of 4 does not divide over three ranks
+    refused("schedule.global_batch_size = 4", 3)
     refused("launch.nnodes = 2", 1, "launch.nnodes=2")
     if torch.cuda.device_count() == 0:
         refused("torch sees 0 CUDA devices")
     with pytest.raises(LaunchError, match="without --gpus"):
-        gpu_run.run(str(small_recipe), [], 1, None, False)
+        gpu_run.run(str(small_recipe), [], 1, None)

@@ -43,12 +43,12 @@ def run(args: argparse.Namespace) -> int:
     if args.gpus is not None:
         from megacpp_mcore.training import gpu_run
 
-        if args.steps is not None or args.overwrite:
+        if args.steps is not None or args.overwrite or args.resume:
             raise MegacppError(
-                "--steps and --overwrite are the CPU lane's: with --gpus set "
-                "schedule.train_iters=N, and move a run's folders away by hand"
+                "--steps, --resume and --overwrite are the CPU lane's: with --gpus set "
+                "schedule.train_iters=N, and give every run folders of its own"
             )
-        return gpu_run.run(args.recipe, args.overrides, args.gpus, args.out, args.resume)
+        return gpu_run.run(args.recipe, args.overrides, args.gpus, args.out)
     recipe = load_recipe(args.recipe, args.overrides)
     out = Path(args.out or f"runs/{recipe.name}")
 

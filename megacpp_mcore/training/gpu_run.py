@@ -13,18 +13,16 @@ from megacpp_mcore.training.gpu_launch import OUT, LaunchError, recipe_words
 _TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's, in a folder that holds a checkpoint
 
 
-def run(
-    name_or_path: str, overrides: Sequence[str], gpus: int, out: str | None, resume: bool
-) -> int:
+def run(name_or_path: str, overrides: Sequence[str], gpus: int, out: str | None) -> int:
     """Train a recipe on `gpus` GPUs of this machine. Returns torchrun's exit status.
 
     Raises LaunchError when the machine has fewer GPUs, the recipe is for several machines, or the
-    recipe's checkpoint folder holds a run and `resume` is false; RecipeError as `load_recipe`.
+    folder it loads from holds a checkpoint already; RecipeError as `load_recipe`.
     """
     if gpus < 1:
         raise LaunchError(f"--gpus {gpus}: at least 1 is needed")
     recipe = load_recipe(name_or_path, [*overrides, f"launch.nproc_per_node={gpus}"])
-    _check(recipe, gpus, resume)
+    _check(recipe, gpus)
     words = recipe_words(recipe) + ([OUT, out] if out else []) + lower(recipe).argv
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -42,7 +40,7 @@ def _heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _check(recipe: Recipe, gpus: int, resume: bool) -> None:
+def _check(recipe: Recipe, gpus: int) -> None:
     if recipe.launch.device != "cuda":
         raise LaunchError(
             f'recipe {recipe.name} has launch.device = "{recipe.launch.device}": train it without '
@@ -59,8 +57,8 @@ def _check(recipe: Recipe, gpus: int, resume: bool) -> None:
     if found < gpus:
         raise LaunchError(f"--gpus {gpus}: torch sees {found} CUDA devices on this machine")
     load = recipe.checkpoint.load
-    if load and not resume and (Path(load) / _TRACKER).is_file():
+    if load and (Path(load) / _TRACKER).is_file():
         raise LaunchError(
-            f"{load} holds a checkpoint, which Megatron would go on from: say --resume, or set "
-            "checkpoint.load and checkpoint.save to another folder"
+            f"{load} holds a checkpoint, which Megatron would go on from: set checkpoint.load and "
+            "checkpoint.save to another folder"
         )

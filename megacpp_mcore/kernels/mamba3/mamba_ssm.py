@@ -50,9 +50,9 @@ def mamba3_scan(
             cu_seqlens=cu_seqlens, initial_state=initial_state,
             return_final_state=return_final_state,
         )  # fmt: skip
+    _check(v)
     from mamba_ssm.ops.triton.mamba3.mamba3_siso_combined import mamba3_siso_combined
 
-    _check(v)
     _pin(q.shape[-1], v.shape[-1], chunk_size)
     # Narrow first: what is expanded over the heads is then written once, at half the size.
     angles = angles.to(torch.bfloat16).expand(-1, -1, v.shape[2], -1).contiguous()
