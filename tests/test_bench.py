@@ -274,6 +274,10 @@ class TestAgainst:
         assert message in str(caught.value)
 
 
+def missing_package(package):
+    raise ImportError("No module named 'unidiff'")
+
+
 class TestCommand:
     def test_a_model_step(self, tmp_path, capsys):
         path = tmp_path / "model.json"
@@ -301,6 +305,14 @@ class TestCommand:
         out, err = capfd.readouterr()
         assert status == 1 and "no step: RuntimeError: no optimizer today" in err
         assert "forward_backward" in out
+
+    def test_a_spec_that_cannot_be_imported_is_refused(self, monkeypatch, capsys):
+        """Megatron would build its own stack of Transformer Engine's layers without a word."""
+        monkeypatch.setattr("megacpp_mcore.patching.applied", missing_package)
+        monkeypatch.delitem(sys.modules, "megacpp_mcore.layers.stack", raising=False)
+        words = [word for override in SMALL for word in ("--set", override)]
+        assert cli.main(["bench", "model", "--recipe", "nam56r-tiny", *words]) == 2
+        assert "the stack spec is none" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("arguments", "message"),

@@ -40,14 +40,16 @@ def build_model(args: Namespace) -> torch.nn.Module:
     """Megatron's HybridModel for `args`, built by Megatron's own builder.
 
     On the CPU with use_cpu_initialization, else on this process's GPU. Needs the process groups of
-    `single_process`. The stack spec is the one `--spec` names.
+    `single_process`. The stack spec is the one `--spec` names; raises StackSpecError when Megatron
+    could not import it and would take its own.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import hybrid_config_from_args
-    from megatron.training.models.hybrid import HybridModelBuilder
+
+    from megacpp_mcore.training.gpu_model import MegacppModelBuilder
 
     with quiet():
-        builder = HybridModelBuilder(hybrid_config_from_args(args))
+        builder = MegacppModelBuilder(hybrid_config_from_args(args))
         model = builder.build_model(
             ProcessGroupCollection.use_mpu_process_groups(), pre_process=True, post_process=True
         )
