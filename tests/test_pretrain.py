@@ -335,6 +335,7 @@ def test_another_megatron_loop_is_refused(watched, monkeypatch):
     monkeypatch.delattr(loop.training, "train_step")
     with pytest.raises(WatchError, match="train_step"), watch.installed():
         pass
+    assert loop.training.evaluate == loop.evaluate  # nothing stays wrapped
 
 
 def test_the_dataset_helper_needs_no_makefile(monkeypatch):

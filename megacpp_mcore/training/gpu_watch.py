@@ -56,15 +56,10 @@ class Watch:
             "evaluate_and_print_results": (self._evaluation, ("prefix", "iteration")),
             "evaluate": (self._losses, ()),
         }
-        saved = {name: getattr(training, name, None) for name in wrappers}
-        for name, (wrapper, read) in wrappers.items():
-            if saved[name] is None or not set(read) <= set(
-                inspect.signature(saved[name]).parameters
-            ):
-                raise WatchError(
-                    f"megatron.training.training.{name}({', '.join(read)}) is not there: this "
-                    "package watches the loop of megatron-core 0.19.2"
-                )
+        saved = {
+            name: _known_function(name, parameters) for name, (_, parameters) in wrappers.items()
+        }
+        for name, (wrapper, _) in wrappers.items():
             setattr(training, name, functools.wraps(saved[name])(self._bound(wrapper, saved[name])))
         try:
             yield
@@ -89,7 +84,7 @@ class Watch:
         if _keeps_the_receipt():
             self.receipt = self._new_receipt()
             parameters = sum(p.numel() for chunk in built[0] for p in chunk.parameters())
-            self._results["parameters_on_this_rank"] = parameters
+            self._results["rank_parameters"] = parameters
         return built
 
     def _new_receipt(self) -> RunReceipt:
@@ -120,7 +115,7 @@ class Watch:
             tokens = self.iteration * args.global_batch_size * args.seq_length
             receipt.resume(receipts.read(self.path), self.iteration, tokens)
         if args.world_size > 1:
-            receipt.note(f"peak memory and the loss's time are rank {args.rank}'s")
+            receipt.note(f"peak memory, parameters and times are those of rank {args.rank}")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         return receipt
 
@@ -186,6 +181,16 @@ class Watch:
         if self.receipt is None:
             return None
         return self.receipt.write(status, reason, **self._results)
+
+
+def _known_function(name: str, parameters: tuple[str, ...]) -> Callable:
+    function = getattr(training, name, None)
+    if function is None or not set(parameters) <= set(inspect.signature(function).parameters):
+        raise WatchError(
+            f"megatron.training.training.{name}({', '.join(parameters)}) is not there: this "
+            "package watches the loop of megatron-core 0.19.2"
+        )
+    return function
 
 
 def _keeps_the_receipt() -> bool:
