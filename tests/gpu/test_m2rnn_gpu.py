@@ -187,10 +187,10 @@ def test_65536_steps_do_not_drift(precision):
     with torch.no_grad():
         y, state = kernel(precision)(*arguments)
         y64, state64 = reference(*(x.double() for x in arguments))
+    print(f"{precision}: state off by {(state - state64).abs().max():.2e} after 65,536 steps")
     bound = LASTING * STEP_ERROR[precision]
     assert (state - state64).abs().max() <= bound  # |h| is at most 1
-    errors = (y.double() - y64).unflatten(1, (16, -1)).norm(dim=(0, 2, 3, 4))
-    sizes = y64.unflatten(1, (16, -1)).norm(dim=(0, 2, 3, 4))
+    errors, sizes = (x.reshape(16, -1).norm(dim=1) for x in (y.double() - y64, y64))
     assert (errors / sizes).max() <= bound + torch.finfo(torch.bfloat16).eps
 
 
@@ -202,7 +202,8 @@ def test_nan_is_not_hidden():
             results = run(kernel(precision), inputs, grad_clamp=clamp)
             assert results["y"][0, 20:, 1].isnan().any(-1).all()
             assert not results["y"][0, :, 0].isnan().any()
-            assert results["dW"][1].isnan().any() and results["dk"].isnan().any()
+            for name in ("dk", "dW", "dinitial_state"):
+                assert results[name].isnan().any(), name
 
 
 def test_saved_for_backward():

@@ -1,5 +1,6 @@
 """The M2RNN mixer in Megatron's TransformerLayer: math, dtypes, documents, inference, refusals."""
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -338,6 +339,19 @@ def test_settings_and_backend_come_from_the_plugin(monkeypatch):
     monkeypatch.setenv("MEGACPP_BACKENDS", "m2rnn=none-such")
     with pytest.raises(MegacppError, match="none-such"):
         build()
+
+
+def test_the_state_s_gradient_is_clamped_as_the_settings_say():
+    def gradient(grad_clamp):
+        mixer = build(dataclasses.replace(SETTINGS, grad_clamp=grad_clamp))
+        x = hidden(20, 1, torch.float32).requires_grad_()
+        mixer(x)[0].square().sum().backward()
+        return x.grad
+
+    true = gradient(None)
+    # The clamp adds the two halves of a step's gradient in another order.
+    torch.testing.assert_close(gradient(1e9), true, rtol=1e-4, atol=1e-4)
+    assert (gradient(1e-4) - true).norm() > 1e-3 * true.norm()
 
 
 class DynamicContext(SimpleNamespace):

@@ -72,12 +72,6 @@ def _m2rnn(r: Rules) -> None:
         "m2rnn.num_heads",
         f"makes {heads} heads: must be a multiple of {r.told(tp)}",
     )
-    clamp = r["m2rnn.grad_clamp"]
-    r.refuse(
-        clamp is not None and not clamp > 0,
-        "m2rnn.grad_clamp",
-        "must be positive, or left out for the true gradient",
-    )
     _time_step(r, "m2rnn")
 
 

@@ -58,6 +58,7 @@ template <bool kExact>
 __device__ void add_weight_gradient(float (&dW)[2][4], const BackwardShared& shared) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, warp_row = threadIdx.x / 32 * 8;
   const int first = slot_of(warp_row + t, g / 2) + g % 2 * 2;
+  float sum[2][4] = {};  // a tensor core cuts its sums, too: few terms, then an addition that rounds
 #pragma unroll 4
   for (int s = 0; s < kSteps; ++s) {
     const float2 h0 = *reinterpret_cast<const float2*>(&shared.h[s][first]);
@@ -74,9 +75,9 @@ __device__ void add_weight_gradient(float (&dW)[2][4], const BackwardShared& sha
       for (int n = 0; n < 2; ++n) {
         const float high[2] = {upper(a[n][0]), upper(a[n][1])};
         const float low[2] = {a[n][0] - high[0], a[n][1] - high[1]};
-        mma(dW[n], h_high, high);
-        mma(dW[n], h_low, high);
-        mma(dW[n], h_high, low);
+        mma(sum[n], h_high, high);
+        mma(sum[n], h_low, high);
+        mma(sum[n], h_high, low);
       }
     } else {
       // Rounded, not cut: 2^-12 of a term either way, and no drift of the sum.
@@ -89,10 +90,14 @@ __device__ void add_weight_gradient(float (&dW)[2][4], const BackwardShared& sha
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const float a_rounded[2] = {rounded(a[n][0]), rounded(a[n][1])};
-        mma(dW[n], h_rounded, a_rounded);
+        mma(sum[n], h_rounded, a_rounded);
       }
     }
   }
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) dW[n][e] += sum[n][e];
 }
 
 // One stage backwards. dh: the gradient of the state, h: the state after the last step.

@@ -18,7 +18,7 @@ struct FastBackwardShared {
   float df[kHalf][kThreads / 32];
 };
 
-// W^T as the right operand of a W^T, 11 bits a factor.
+// W^T as the right operand of a W^T, to 11 bits.
 struct FastTransposed {
   float b[2][2][2];
 
@@ -75,6 +75,7 @@ struct Made {
   __device__ void load(const FastBackwardShared<T>& shared, int half, int i) {
     const int g = threadIdx.x % 32 / 4, column = own_column(), s = half * kHalf + i;
     decay = shared.in.decay[s];
+    decay.y *= kUncut;  // all of a
     q = *reinterpret_cast<const float2*>(&shared.in.q[s][own_row()]);
     load4(dy, &shared.in.dy[s][column]);
     load4(own_v, g == i ? &shared.in.v[s][column] : shared.in.zeros);
@@ -116,11 +117,9 @@ __device__ float undo_step(FastBackwardShared<T>& shared, const Problem& p,
   if (i > 0) made.load(shared, half, i - 1);
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    const float operand[4] = {rounded(a[j][0]), rounded(a[j][1]), rounded(a[j][2]),
-                              rounded(a[j][3])};
 #pragma unroll
-    for (int n = 0; n < 2; ++n) mma(passed[n], operand, w.b[j][n]);
-    mma(dk, operand, {own_v[2 * j], own_v[2 * j + 1]});
+    for (int n = 0; n < 2; ++n) mma(passed[n], a[j], w.b[j][n]);
+    mma(dk, a[j], {own_v[2 * j], own_v[2 * j + 1]});
     store4(&shared.a[i][own_slot(j)], a[j]);
   }
 #pragma unroll
@@ -134,6 +133,7 @@ __device__ float undo_step(FastBackwardShared<T>& shared, const Problem& p,
 template <typename T>
 __device__ void fast_weight_gradient(float (&dW)[2][4], const FastBackwardShared<T>& shared) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, warp = threadIdx.x / 32;
+  float sum[2][4] = {};  // a tensor core cuts its sums, too: few terms, then an addition that rounds
 #pragma unroll
   for (int i = 0; i < kHalf; ++i)
 #pragma unroll
@@ -142,11 +142,13 @@ __device__ void fast_weight_gradient(float (&dW)[2][4], const FastBackwardShared
       float h[4], a[4];
       load4(h, &shared.h[i][slot]);
       load4(a, &shared.a[i][slot]);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) h[e] = rounded(h[e]), a[e] = rounded(a[e]);
-      mma(dW[0], h, {a[0], a[1]});
-      mma(dW[1], h, {a[2], a[3]});
+      mma(sum[0], h, {a[0], a[1]});
+      mma(sum[1], h, {a[2], a[3]});
     }
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) dW[n][e] += sum[n][e];
 }
 
 // dq, dk of the half's steps 2 t, 2 t + 1 and rows g, g + 8.
@@ -184,8 +186,8 @@ __device__ void write_half(const FastBackwardShared<T>& shared, const Problem& p
       dv.y = fmaf(k.x, a[2], fmaf(k.y, a[3], dv.y));
     }
   }
-  dv.x += __shfl_xor_sync(0xffffffffu, dv.x, 8);
-  dv.y += __shfl_xor_sync(0xffffffffu, dv.y, 8);
+  dv.x = (dv.x + __shfl_xor_sync(0xffffffffu, dv.x, 8)) * (1.f / kUncut);
+  dv.y = (dv.y + __shfl_xor_sync(0xffffffffu, dv.y, 8)) * (1.f / kUncut);
   if (first == 0 && t0 + i < at.length)
     store_pair<T>(p.dv, (at.token(p, t0 + i) * p.heads + at.head) * kColumns + 2 * pair, dv);
   if (threadIdx.x < kHalf && t0 + threadIdx.x < at.length) {
@@ -288,6 +290,10 @@ __global__ void __launch_bounds__(kThreads, 2) fast_backward(const __grid_consta
     }
   }
   store_state(p.d_initial + at.chain * state_size(p) + state, carried.dh);
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) carried.dW[n][e] *= kUncut;  // for h
   __syncthreads();
   write_weight_gradient(shared.h[0], p, at, carried.dW);
 }
