@@ -75,7 +75,13 @@ class Case(ABC):
 
     @abstractmethod
     def draw(self, generator: torch.Generator) -> Tensors:
-        """Random float64 tensors and integers on the CPU, such as a model would hold."""
+        """Random tensors such as a model would hold, on the generator's device, and integers."""
+
+    @staticmethod
+    def normal(generator: torch.Generator, *shape: int) -> Tensor:
+        """Standard normal, float64 on a CPU, where it is checked to float64, else float32."""
+        dtype = torch.float64 if generator.device.type == "cpu" else torch.float32
+        return torch.randn(shape, generator=generator, device=generator.device, dtype=dtype)
 
     @abstractmethod
     def truth(self, **tensors: Tensor) -> Tensors:

@@ -43,7 +43,7 @@ class Truth:
 
 def drawn(case: Case, dtype: torch.dtype, device: str, seed: int) -> Tensors:
     """The case's tensors on `device`, in `dtype` but for its wide ones."""
-    tensors = case.draw(torch.Generator().manual_seed(seed))
+    tensors = case.draw(torch.Generator(device).manual_seed(seed))
     return {
         name: tensor.to(device, dtype_of(case, name, dtype) if tensor.is_floating_point() else None)
         for name, tensor in tensors.items()
@@ -71,15 +71,14 @@ def truth_of(
     leaves = {name: widened[name].detach().requires_grad_() for name in case.inputs}
     outputs = case.truth(**{**widened, **leaves})
     if directions is None:
-        generator = torch.Generator().manual_seed(1)
-        directions = {
-            name: torch.randn(y.shape, generator=generator).to(
-                y.device, dtype_of(case, name, dtype)
-            )
-            for name, y in outputs.items()
-        }
+        directions = {n: _direction(y).to(dtype_of(case, n, dtype)) for n, y in outputs.items()}
     values = _values(outputs, {n: d.to(wide) for n, d in directions.items()}, leaves)
     return Truth(values, directions)
+
+
+def _direction(y: Tensor) -> Tensor:
+    generator = torch.Generator(y.device).manual_seed(1)
+    return torch.randn(y.shape, generator=generator, device=y.device)
 
 
 def run(case: Case, bound: Bound, tensors: Tensors, directions: Tensors) -> Tensors:

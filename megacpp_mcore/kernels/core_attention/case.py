@@ -56,14 +56,11 @@ class CoreAttentionCase(Case):
         return problems.core_attention(device, self._config(device, dtype), self.dqk, self.dv)
 
     def draw(self, generator: torch.Generator) -> Tensors:
-        def normal(heads: int, dim: int) -> Tensor:
-            shape = (self.seq, self.batch, heads, dim)
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
-
+        tokens = (self.seq, self.batch)
         return {
-            "q": normal(self.heads, self.dqk),
-            "k": normal(self.groups, self.dqk),
-            "v": normal(self.groups, self.dv),
+            "q": self.normal(generator, *tokens, self.heads, self.dqk),
+            "k": self.normal(generator, *tokens, self.groups, self.dqk),
+            "v": self.normal(generator, *tokens, self.groups, self.dv),
         }
 
     def truth(self, q: Tensor, k: Tensor, v: Tensor) -> Tensors:

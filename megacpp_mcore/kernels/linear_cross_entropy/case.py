@@ -52,13 +52,15 @@ class LinearCrossEntropyCase(Case):
 
     def draw(self, generator: torch.Generator) -> Tensors:
         """Logits are standard normal, so that no label has all of the probability."""
-        shape = (self.seq, self.batch, self.hidden_size)
-        hidden = torch.randn(shape, generator=generator, dtype=torch.float64)
-        weight = torch.randn(
-            self.vocab_size, self.hidden_size, generator=generator, dtype=torch.float64
-        )
-        labels = torch.randint(self.vocab_size, shape[:2], generator=generator)
-        return {"hidden": hidden, "weight": weight * self.hidden_size**-0.5, "labels": labels}
+        tokens = (self.seq, self.batch)
+        weight = self.normal(generator, self.vocab_size, self.hidden_size)
+        return {
+            "hidden": self.normal(generator, *tokens, self.hidden_size),
+            "weight": weight * self.hidden_size**-0.5,
+            "labels": torch.randint(
+                self.vocab_size, tokens, generator=generator, device=generator.device
+            ),
+        }
 
     def truth(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensors:
         return {"losses": linear_cross_entropy(hidden, weight, labels)}

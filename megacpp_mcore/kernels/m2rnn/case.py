@@ -1,5 +1,6 @@
 """The m2rnn surface's case: shared q and k as in the model, from a zero state."""
 
+import functools
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Self
@@ -59,16 +60,14 @@ class M2RNNCase(Case):
         return problems.m2rnn(device, SimpleNamespace(params_dtype=dtype), layout, settings)
 
     def draw(self, generator: torch.Generator) -> Tensors:
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
-
+        normal = functools.partial(self.normal, generator)
         b, s, h, k, v = self.batch, self.seq, self.heads, self.k_head_dim, self.v_head_dim
         return {
             "q": normal(b, s, 1, k),
             "k": normal(b, s, 1, k),
             "v": normal(b, s, h, v),
-            "W": torch.eye(v, dtype=torch.float64) + 0.1 * normal(h, v, v),
-            "f": torch.rand(b, s, h, generator=generator, dtype=torch.float64),
+            "W": torch.eye(v, device=generator.device) + 0.1 * normal(h, v, v),
+            "f": normal(b, s, h).sigmoid(),
         }
 
     def truth(self, **tensors: Tensor) -> Tensors:

@@ -1,5 +1,6 @@
 """The mamba3_scan surface's case: gated and with the skip, from a zero state."""
 
+import functools
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Self
@@ -82,9 +83,7 @@ class Mamba3ScanCase(Case):
         return problems.mamba3_scan(device, SimpleNamespace(params_dtype=dtype), layout, settings)
 
     def draw(self, generator: torch.Generator) -> Tensors:
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
-
+        normal = functools.partial(self.normal, generator)
         b, s, h, g, n, p = (self.batch, self.seq, self.heads, self.groups, self.state_dim,
                             self.head_dim)  # fmt: skip
         rank = (self.rank,) if self.rank else ()

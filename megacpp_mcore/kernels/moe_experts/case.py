@@ -55,17 +55,15 @@ class MoeExpertsCase(Case):
         return problems.stack_part(device)
 
     def draw(self, generator: torch.Generator) -> Tensors:
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
-
         h, f = self.hidden_size, self.ffn_hidden_size
-        drawn = torch.randint(self.experts - self.idle, (self.tokens,), generator=generator)
+        busy = self.experts - self.idle
+        chosen = torch.randint(busy, (self.tokens,), generator=generator, device=generator.device)
         return {
-            "x": normal(self.tokens, h),
-            "w1": normal(self.experts, 2 * f, h) * h**-0.5,
-            "w2": normal(self.experts, h, f) * f**-0.5,
-            "probs": torch.rand(self.tokens, generator=generator, dtype=torch.float64),
-            "counts": torch.bincount(drawn, minlength=self.experts),
+            "x": self.normal(generator, self.tokens, h),
+            "w1": self.normal(generator, self.experts, 2 * f, h) * h**-0.5,
+            "w2": self.normal(generator, self.experts, h, f) * f**-0.5,
+            "probs": self.normal(generator, self.tokens).sigmoid(),
+            "counts": torch.bincount(chosen, minlength=self.experts),
         }
 
     def truth(self, x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, probs: Tensor) -> Tensors:

@@ -50,10 +50,8 @@ class NormCase(Case):
         return problems.stack_part(device)
 
     def draw(self, generator: torch.Generator) -> Tensors:
-        shape = (self.seq, self.batch, self.hidden_size)
-        x = torch.randn(shape, generator=generator, dtype=torch.float64)
-        weight = torch.randn(self.hidden_size, generator=generator, dtype=torch.float64)
-        return {"x": x, "weight": 1 + weight / 4}
+        x = self.normal(generator, self.seq, self.batch, self.hidden_size)
+        return {"x": x, "weight": 1 + self.normal(generator, self.hidden_size) / 4}
 
     def truth(self, x: Tensor, weight: Tensor) -> Tensors:
         return {"y": rms_norm(x, weight, self.eps)}

@@ -53,10 +53,7 @@ class ResidualCase(Case):
     def draw(self, generator: torch.Generator) -> Tensors:
         shape = (self.seq, self.batch, self.hidden_size)
         shapes = {"x": shape, "residual": shape, "bias": shape[-1:]}
-        return {
-            name: torch.randn(shapes[name], generator=generator, dtype=torch.float64)
-            for name in self.inputs
-        }
+        return {name: self.normal(generator, *shapes[name]) for name in self.inputs}
 
     def truth(self, x: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensors:
         return {"y": bias_dropout_add(x, bias, residual, dropout=0.0, training=True)}
