@@ -1,6 +1,7 @@
 """A rank of a training run on GPUs, inside Megatron's own loop, from the wheel alone.
 
-    torchrun --nproc-per-node N -m megacpp_mcore.pretrain $(megacpp recipe args RECIPE)
+    torchrun --nproc-per-node N -m megacpp_mcore.pretrain \\
+        $(megacpp recipe args RECIPE --with-recipe)
 
 `megacpp train RECIPE --gpus N` is the same launch.
 """

@@ -69,17 +69,11 @@ def test_show_json(capsys):
     assert shown["recipe"]["model"]["hidden_size"] == 3584
 
 
-def words_for_pretrain(name: str, overrides=()) -> list[str]:
-    """Without --env: the recipe in an argument of our own, then Megatron's words."""
-    ours = [word for override in overrides for word in ("--megacpp-set", override)]
-    return ["--megacpp-recipe", name, *ours, *lower(load_recipe(name, overrides)).argv]
-
-
 def test_args_for_copy_and_paste(capsys):
     assert recipe("args", "nam56r", *sets(NEEDS_QUOTES)) == 0
     out, err = capsys.readouterr()
     printed = bash(f"python3 -c 'import sys, json; print(json.dumps(sys.argv[1:]))' {out}")
-    assert json.loads(printed) == words_for_pretrain("nam56r", NEEDS_QUOTES)
+    assert json.loads(printed) == lower(load_recipe("nam56r", NEEDS_QUOTES)).argv
     assert "*EME" in err and "my data/cpp" in err and "lines" in err
 
 
@@ -87,7 +81,7 @@ def test_args_of_a_shipped_recipe_work_in_command_substitution(capsys):
     for name in ("nam56r", "nam56r-quarter", "nam56r-tiny"):
         assert recipe("args", name) == 0
         out, err = capsys.readouterr()
-        assert err == "" and out.split() == words_for_pretrain(name)
+        assert err == "" and out.split() == lower(load_recipe(name)).argv
 
 
 def test_args_lines_work_in_command_substitution(capsys):
@@ -95,7 +89,15 @@ def test_args_lines_work_in_command_substitution(capsys):
     assert recipe("args", "nam56r", "--format", "lines", *sets(overrides)) == 0
     out = capsys.readouterr().out
     words = bash("set -f; printf '%s\\n' $(printf %s \"$LINES_OUT\")", LINES_OUT=out)
-    assert words.splitlines() == words_for_pretrain("nam56r", overrides)
+    assert words.splitlines() == lower(load_recipe("nam56r", overrides)).argv
+
+
+def test_args_that_carry_the_recipe_to_our_own_module(capsys):
+    override = "mamba3.rope_fraction=1.0"  # Megatron has no flag for it
+    assert recipe("args", "nam56r", "--with-recipe", "--format", "lines", "--set", override) == 0
+    words = capsys.readouterr().out.splitlines()
+    ours = ["--megacpp-recipe", "nam56r", "--megacpp-set", override]
+    assert words == [*ours, *lower(load_recipe("nam56r", [override])).argv]
 
 
 def test_lines_refuses_a_line_break(capsys):

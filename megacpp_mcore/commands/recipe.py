@@ -13,9 +13,9 @@ from megacpp_mcore.recipe.fields import Target
 from megacpp_mcore.recipe.source import KEYS, RecipeError, shipped
 
 _ARGS_EPILOG = """\
-Megatron has no flag for a part of a recipe. Without --env the words begin with --megacpp-recipe,
-which carries that part to our own module. With --env it travels in MEGACPP_RECIPE, and the words
-are Megatron's alone, for Megatron-LM's pretrain_hybrid.py.
+The words are Megatron's alone. It has no flag for a part of a recipe, which travels in
+MEGACPP_RECIPE: --env prints it. With --with-recipe it travels in words of our own before
+Megatron's, which our own module takes and Megatron-LM's pretrain_hybrid.py does not.
 
 formats:
   shell  one line, quoted: to copy and paste, and for $(...) as long as no word needs quotes
@@ -24,7 +24,8 @@ formats:
   json   {"argv": [...]}, with --env also {"environment": {...}}
 
 examples:
-  torchrun --nproc-per-node 8 -m megacpp_mcore.pretrain $(megacpp recipe args nam56r)
+  torchrun --nproc-per-node 8 -m megacpp_mcore.pretrain \\
+    $(megacpp recipe args nam56r --with-recipe)
 
   eval "$(megacpp recipe args nam56r --env)"
   torchrun pretrain_hybrid.py "${MEGATRON_ARGS[@]}"
@@ -48,10 +49,16 @@ def register(subparsers: Any) -> None:
 
     args = _add(commands, "args", _args, "Megatron's command line", epilog=_ARGS_EPILOG)
     args.add_argument("--format", choices=("shell", "lines", "json"), default="shell")
-    args.add_argument(
+    carrier = args.add_mutually_exclusive_group()
+    carrier.add_argument(
         "--env",
         action="store_true",
         help="the environment too; in the shell format as exports, with the words in MEGATRON_ARGS",
+    )
+    carrier.add_argument(
+        "--with-recipe",
+        action="store_true",
+        help="begin with --megacpp-recipe, for `python -m megacpp_mcore.pretrain`",
     )
 
 
@@ -156,7 +163,7 @@ def _args(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.overrides)
     lowered = lower(recipe)
     environment = lowered.environment if args.env else {}
-    words = lowered.argv if args.env else [*recipe_words(recipe), *lowered.argv]
+    words = [*recipe_words(recipe), *lowered.argv] if args.with_recipe else lowered.argv
     if args.format == "json":
         print(json.dumps({"argv": words} | ({"environment": environment} if args.env else {})))
     elif args.format == "lines":

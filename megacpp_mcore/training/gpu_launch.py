@@ -51,7 +51,7 @@ def launch(argv: Sequence[str]) -> Launch:
     parser = argparse.ArgumentParser(
         prog="python -m megacpp_mcore.pretrain",
         description="A rank of a run on GPUs; start it with torchrun. All other arguments are "
-        "Megatron's own: `megacpp recipe args RECIPE` prints them with ours.",
+        "Megatron's own: `megacpp recipe args RECIPE --with-recipe` prints them with ours.",
         allow_abbrev=False,
     )
     parser.add_argument(RECIPE, dest="recipe", metavar="RECIPE", help="the recipe's name or file")
@@ -80,8 +80,8 @@ def _recipe(name: str | None, overrides: Sequence[str]) -> Recipe:
             raise LaunchError(f"{SET} {overrides[0]} changes a recipe, but {RECIPE} names none")
         if inherited is None:
             raise LaunchError(
-                f"no recipe: pass the words of `megacpp recipe args RECIPE`, which begin with "
-                f"{RECIPE}, or export {ENVIRONMENT_VARIABLE}"
+                "no recipe: pass the words of `megacpp recipe args RECIPE --with-recipe`, which "
+                f"begin with {RECIPE}, or export {ENVIRONMENT_VARIABLE}"
             )
         return inherited
     recipe = load_recipe(name, overrides)

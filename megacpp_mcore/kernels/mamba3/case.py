@@ -1,6 +1,7 @@
 """The mamba3_scan surface's case: gated and with the skip, from a zero state."""
 
 import functools
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Self
@@ -117,8 +118,17 @@ class Mamba3ScanCase(Case):
 
     def roundings(self, name: str) -> float:
         """The operands of three products (scores, state, output) and the result; a gradient
-        passes as many again."""
-        return 4 if name == "y" else 8
+        passes as many again.
+
+        A backend may keep angles, and the gradients of their sums, in the dtype, as mamba-ssm's
+        kernels do. An angle of up to 2 pi turns a pair by as many half epsilons; a gradient passes
+        the rotation twice. The gradient of one token's angle, and through it of its dt, is a sum
+        over all later tokens, of terms that cancel (turning all of them together changes nothing)
+        and of one rounding each, which do not: a random walk of as many steps.
+        """
+        rotations = 1 if name == "y" else 2
+        walk = math.sqrt(self.seq) if name in ("dangles", "ddt") else 0.0
+        return 4 * rotations + 2 * math.pi * rotations + walk
 
     def terms(self, name: str) -> int:
         """Three sums over the tokens, and over a row of the state or of the heads' dim."""
