@@ -89,6 +89,37 @@ class TestTurns:
         assert 9 < clock.sample(lambda: time.sleep(0.01)) < 100
         assert clock.peak_memory_bytes(lambda: None) is None
 
+    def test_cuda_events_stand_behind_a_pause_as_long_as_the_host_needs(self, monkeypatch):
+        """The queue, as the device would see it."""
+        queue, host_s = [], 0.004
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                queue.append("event")
+
+            def elapsed_time(self, end):
+                return 1.25
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: queue.append("wait"))
+        monkeypatch.setattr(torch.cuda, "_sleep", queue.append)
+        clock = clocks.clock_for("cuda")
+
+        def call():
+            queue.append("call")
+            time.sleep(host_s)
+
+        assert clock.sample(call) == clock.sample(call) == 1.25
+        waits = [index for index, entry in enumerate(queue) if entry == "wait"]
+        first, second = queue[: waits[1] + 1], queue[waits[1] + 1 :]
+        for order, at_least_ms in ((first, 1.0), (second, 1.5 * host_s * 1000)):
+            kinds = [entry if isinstance(entry, str) else "pause" for entry in order]
+            assert kinds == ["wait", "pause", "event", "call", "event", "wait"]
+            assert order[1] >= at_least_ms * 2e6
+
     def test_the_floor_is_the_longer_of_operations_and_bytes(self):
         rates = clocks.Rates(flops_per_s=1e12, bytes_per_s=1e9)
         assert rates.floor_ms(2e9, 0) == pytest.approx(2.0)
@@ -189,6 +220,13 @@ def load_raises():
 
 def load_needs_too_much():
     return NeedsTooMuch
+
+
+def test_the_recipe_of_the_environment_is_the_default(monkeypatch, capsys):
+    words = " ".join(f"--set {override}" for override in SMALL)
+    monkeypatch.setenv("MEGACPP_RECIPE", f"nam56r-tiny {words} --set model.hidden_size=48")
+    assert cli.main(["bench", "norm", "--set", "model.seq_length=16"]) == 0
+    assert "batch 2, seq 16, hidden_size 48" in capsys.readouterr().out
 
 
 class TestFailures:

@@ -6,6 +6,7 @@ return a bench receipt (`megacpp_mcore.receipts`), which `megacpp report` shows 
 """
 
 import importlib.util
+import sys
 from collections.abc import Sequence
 
 from megacpp_mcore.errors import MegacppError
@@ -32,6 +33,11 @@ class BenchFailure(BenchError):
     """A bench in which a backend failed or was wrong, or that timed nothing."""
 
     exit_status = 1
+
+
+def to_stderr(words: str) -> None:
+    """What is being done: the page on stdout is the receipt's."""
+    print(words, file=sys.stderr, flush=True)
 
 
 def load_for_bench(name: str, overrides: Sequence[str] = ()) -> Recipe:

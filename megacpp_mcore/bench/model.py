@@ -27,7 +27,7 @@ _NAME = "model"
 
 
 def bench_model(
-    recipe: Recipe, *, optimizer: bool = True, say: Callable[[str], None] = print
+    recipe: Recipe, *, optimizer: bool = True, say: Callable[[str], None] = bench.to_stderr
 ) -> tuple[dict[str, Any], list[str]]:
     """Time the model of `recipe` on random tokens, one micro batch at a time.
 
@@ -44,14 +44,14 @@ def bench_model(
     # The spec chooses its parts as it is imported, which may have been for another recipe.
     sys.modules.pop("megacpp_mcore.specs.nam56r", None)
     bridges.before_megatron()
-    from megacpp_mcore.training.megatron_setup import build_model, megatron_args, single_process
+    from megacpp_mcore.training import megatron_setup as setup
 
     device = problems.current_device()
     clock = clock_for(device)
-    args = megatron_args(lowered.argv, lowered.environment)
-    with single_process(recipe.schedule.seed, device):
+    args = setup.megatron_args(lowered.argv, lowered.environment)
+    with setup.single_process(recipe.schedule.seed, device), setup.quiet():
         say(f"building {recipe.plan.megatron_pattern} on {device}")
-        subject = _Subject(build_model(args), args, _batches(recipe, args, device), clock)
+        subject = _Subject(setup.build_model(args), args, _batches(recipe, args, device), clock)
         flops = subject.flops(recipe)
         rows, wrong = _rows(subject, flops, optimizer, say)
         decisions = [asdict(decision) for decision in dispatch.decisions()]
@@ -114,7 +114,7 @@ class _Subject:
         share = recipe.moe.moe_router_topk / (recipe.moe.num_experts or 1)
         total = 0.0
         for name, parameter in self.bare.named_parameters():
-            if parameter.dim() < 2 or "word_embeddings" in name:
+            if parameter.dim() < 2 or not name.endswith("weight") or "embedding" in name:
                 continue
             used = share if ".experts." in name else 1
             total += 2 * parameter.numel() * tokens * used
@@ -238,6 +238,8 @@ def _row(
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     gc.collect()
+    if clock.device == "cuda":
+        torch.cuda.empty_cache()
     return receipts.bench_row(
         _NAME, phase, samples, cold_ms=cold, peak_memory_bytes=peak, flops=flops
     )

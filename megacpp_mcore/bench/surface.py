@@ -55,26 +55,33 @@ class Race:
     truth: parity.Truth
 
     def forward(self, contender: Contender) -> Callable[[int], object]:
-        return lambda turn: self._forward(contender, turn)[0]
+        return lambda turn: self.outputs(contender, turn)[0]
 
     def forward_backward(self, contender: Contender) -> Callable[[int], object]:
         def call(turn: int) -> object:
-            outputs, sources = self._forward(contender, turn)
-            along = [self.truth.directions[name] for name in outputs]
-            return torch.autograd.grad(list(outputs.values()), sources, along)
+            return self.gradients(*self.outputs(contender, turn))
 
         return call
 
-    def _forward(self, contender: Contender, turn: int) -> tuple[Tensors, list[torch.Tensor]]:
+    def outputs(self, contender: Contender, turn: int) -> tuple[Tensors, list[torch.Tensor]]:
+        """A forward call, and the tensors that gradients are for."""
         index = turn % len(self.sets)
         tensors, bound = self.sets[index], contender.bounds[index]
         sources = [tensors[n] for n in self.case.inputs if n not in bound.parameters]
         sources += [p for parameters in bound.parameters.values() for p in parameters]
         return bound.call(**tensors), sources
 
+    def gradients(self, outputs: Tensors, sources: list[torch.Tensor]) -> object:
+        """The backward call."""
+        along = [self.truth.directions[name] for name in outputs]
+        return torch.autograd.grad(list(outputs.values()), sources, along)
+
 
 def bench_surface(
-    surface: str, recipe: Recipe, against: Sequence[str] = (), say: Callable[[str], None] = print
+    surface: str,
+    recipe: Recipe,
+    against: Sequence[str] = (),
+    say: Callable[[str], None] = bench.to_stderr,
 ) -> tuple[dict[str, Any], list[str]]:
     """Time the backends of `surface` on one micro batch of `recipe`, forward and with backward.
 
@@ -131,7 +138,6 @@ def environment(recipe: Recipe) -> dict[str, dict[str, str]]:
 def _contenders(
     surface: str, problem: dispatch.Problem, chosen: str, against: Sequence[str]
 ) -> list[Contender]:
-    dispatch.check_requests(dict.fromkeys([surface], dispatch.AUTO), "bench")
     for name in against:
         dispatch.check_requests({surface: name}, "--against")
     verdicts = dispatch.verdicts(surface, problem)
@@ -195,22 +201,15 @@ def _enter(race: Race, contender: Contender) -> None:
     case, clock = race.case, race.clock
     decision = dispatch.Decision(case.surface, "", contender.name, "", contender.implementation)
 
-    def build() -> None:
-        bound = case.bind(decision.load(), clock.device, race.dtype)
-        bound.put(race.sets[0])
-        contender.bounds.append(bound)
-
-    built = clock.cold(build)
-    kept: list[Any] = []
-    first = clock.cold(lambda: kept.append(race._forward(contender, 0)))
-    outputs, sources = kept.pop()
-    along = [race.truth.directions[name] for name in outputs]
-    back = clock.cold(lambda: torch.autograd.grad(list(outputs.values()), sources, along))
-    contender.cold_ms = {"forward": built + first, "forward_backward": built + first + back}
-    for tensors in race.sets[1:]:
+    for tensors in race.sets:
         bound = case.bind(decision.load(), clock.device, race.dtype)
         bound.put(tensors)
         contender.bounds.append(bound)
+    kept: list[Any] = []
+    first = clock.cold(lambda: kept.extend(race.outputs(contender, 0)))
+    back = clock.cold(lambda: race.gradients(*kept))
+    kept.clear()
+    contender.cold_ms = {"forward": first, "forward_backward": first + back}
     values = parity.run(case, contender.bounds[0], race.sets[0], race.truth.directions)
     contender.error = parity.errors(case, values, race.truth, race.dtype)[0]
     if contender.error.share > 1:

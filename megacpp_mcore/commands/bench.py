@@ -1,7 +1,6 @@
 """`megacpp bench`: time the backends of a surface side by side, or a whole model."""
 
 import argparse
-import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ def register(subparsers: Any) -> None:
     add = parser.add_argument
     add("surface", metavar="SURFACE", help="a surface of `megacpp catalog`, or `model`")
     add("--recipe", metavar="RECIPE",
-        help="whose sizes to take (default: nam56r on a GPU, nam56r-tiny on a CPU)")  # fmt: skip
+        help="whose sizes (default: MEGACPP_RECIPE, nam56r; nam56r-tiny on a CPU)")  # fmt: skip
     add("--set", dest="overrides", metavar="A.B=C", action="append", default=[],
         help="override one key; may be given again")  # fmt: skip
     add("--against", metavar="BACKEND", nargs="+", default=[],
@@ -44,28 +43,36 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Bench, print the receipt as a page, and write it."""
-    from megacpp_mcore import bench, problems, receipts, report
+    from megacpp_mcore import receipts, report
 
     is_model = args.surface == "model"
     _check_options(args, is_model)
-    default = "nam56r" if problems.current_device() == "cuda" else "nam56r-tiny"
-    overrides = args.overrides + ([f"model.depth={args.layers}"] if args.layers else [])
-    recipe = bench.load_for_bench(args.recipe or default, overrides)
-    say = functools.partial(print, file=sys.stderr, flush=True)
+    recipe = _recipe(args)
     if is_model:
         from megacpp_mcore.bench.model import bench_model
 
-        receipt, wrong = bench_model(recipe, optimizer=not args.no_optimizer, say=say)
+        receipt, wrong = bench_model(recipe, optimizer=not args.no_optimizer)
     else:
         from megacpp_mcore.bench.surface import bench_surface
 
-        receipt, wrong = bench_surface(args.surface, recipe, args.against, say)
+        receipt, wrong = bench_surface(args.surface, recipe, args.against)
     if args.receipt:
         receipts.write(args.receipt, receipt)
     print(report.show(receipt, str(args.receipt or "not written")))
     for reason in wrong:
         print(f"megacpp: {args.surface}: {reason}", file=sys.stderr)
     return 1 if wrong else 0
+
+
+def _recipe(args: argparse.Namespace) -> Any:
+    from megacpp_mcore import bench, problems
+    from megacpp_mcore.recipe import recipe_from_environment
+
+    overrides = args.overrides + ([f"model.depth={args.layers}"] if args.layers else [])
+    if args.recipe is None and (named := recipe_from_environment()):
+        return bench.load_for_bench(named.source, [*named.overrides, *overrides])
+    default = "nam56r" if problems.current_device() == "cuda" else "nam56r-tiny"
+    return bench.load_for_bench(args.recipe or default, overrides)
 
 
 def _check_options(args: argparse.Namespace, is_model: bool) -> None:

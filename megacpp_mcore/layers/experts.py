@@ -110,7 +110,7 @@ def _check(config) -> None:
     differing = [
         f"{field} is {getattr(config, field)!r}, served: {value!r}"
         for field, value in _SERVED.items()
-        if getattr(config, field, value) != value
+        if getattr(config, field) != value
     ]
     recompute = config.recompute_granularity == "selective" and config.recompute_modules
     if recompute and "moe_act" in config.recompute_modules:
