@@ -52,10 +52,10 @@ def without_nvcc(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name, *args, **kwargs: None)
 
 
-def test_dispatch_takes_the_fast_kernel_then_the_exact_one(hopper, monkeypatch, tmp_path):
+def test_dispatch_takes_the_exact_kernel_and_the_fast_one_by_name(hopper, monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_HOME", nvcc(tmp_path / "toolkit", "exit 0"))
     for asked, served in (
-        (problem(), "cuda"),
+        (problem(), "cuda_exact"),
         (problem(dtype="float32"), "cuda_exact"),
         (problem(k_head_dim=128), "cuda_exact"),
         (problem(k_head_dim=40), "reference"),
@@ -65,6 +65,9 @@ def test_dispatch_takes_the_fast_kernel_then_the_exact_one(hopper, monkeypatch, 
         (problem(device="cpu"), "reference"),
     ):
         assert dispatch.choose("m2rnn", asked).observed == served, asked
+    assert dispatch.choose("m2rnn", problem(), {"m2rnn": "cuda"}).observed == "cuda"
+    with pytest.raises(dispatch.DispatchError, match="K is 128; it takes 64"):
+        dispatch.choose("m2rnn", problem(k_head_dim=128), {"m2rnn": "cuda"})
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)], ids=str)
@@ -95,6 +98,17 @@ def test_what_nvcc_says_is_passed_on(monkeypatch, tmp_path):
     with pytest.raises(build.KernelBuildError, match=r"sm_99 failed .* status 3: no such target"):
         build.library("sm_99")
     assert not list((tmp_path / "cache").rglob("*.so*"))
+
+
+def test_a_cache_that_cannot_be_written_or_loaded_is_named(monkeypatch, tmp_path):
+    script = 'case "$1" in --version) echo 13.0; exit;; esac; while [ "$1" != -o ]; do shift; done'
+    monkeypatch.setenv("CUDA_HOME", nvcc(tmp_path / "toolkit", f"{script}; echo no library > $2"))
+    with pytest.raises(build.KernelBuildError, match=r"m2rnn-sm_90-.*XDG_CACHE_HOME"):
+        build.library("sm_90")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(build.KernelBuildError, match=r"Not a directory.*XDG_CACHE_HOME"):
+        build.library("sm_90")
 
 
 def test_built_once_whoever_asks(monkeypatch, tmp_path):

@@ -21,7 +21,7 @@ _SOURCES = Path(__file__).parent / "csrc"
 
 
 class KernelBuildError(MegacppError):
-    """nvcc is missing, or refuses the source."""
+    """nvcc is missing or refuses the source, or its output cannot be kept or loaded."""
 
 
 def find_nvcc() -> str | None:
@@ -55,7 +55,7 @@ def library(architecture: str) -> ctypes.CDLL:
 
     The file lies under XDG_CACHE_HOME (~/.cache) and its name has a hash of the sources, the flags
     and nvcc's version. Processes that need it at once wait for the one that builds it. Raises
-    KernelBuildError with what nvcc said.
+    KernelBuildError with what nvcc said, or why the file cannot be written or loaded.
     """
     nvcc = find_nvcc()
     if nvcc is None:
@@ -64,13 +64,19 @@ def library(architecture: str) -> ctypes.CDLL:
             "set MEGACPP_BACKENDS=m2rnn=reference"
         )
     path = _cache_folder() / f"m2rnn-{architecture}-{_fingerprint(nvcc)}.so"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
-                _compile(nvcc, architecture, path)
-    return ctypes.CDLL(str(path))
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path.with_suffix(".lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not path.exists():
+                    _compile(nvcc, architecture, path)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise KernelBuildError(
+            f"cannot keep or load the compiled kernels at {path}: {error}; name a folder for them "
+            "in XDG_CACHE_HOME that can be written to and loaded from"
+        ) from error
 
 
 def _cache_folder() -> Path:

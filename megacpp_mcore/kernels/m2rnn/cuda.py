@@ -8,10 +8,12 @@ exact: products of the recurrence with both factors in two parts of 11 bits (2^-
 absolute products), tanh as 1 - 2 / (1 + e^2x) (absolute error 2^-21). dW's factors are in two parts
 with float32 inputs and rounded to 11 bits otherwise.
 
-fast, for 16-bit inputs: products of the recurrence of factors rounded to 11 bits (h and W to
-fp16, the gradient to tf32), the hardware's tanh (relative error 2^-10.9), and the state in dq
-rounded to the inputs' dtype. A step adds at most (1 - f) (2^-10.9 + 2^-11 sum |h W|) to the state's
-error, and what it finds there fades with f: below the 2^-9 that rounding y to bf16 costs.
+fast, for 16-bit inputs: products of factors of 11 bits (h and W in fp16; the backward's a, and h in
+dW, cut to 11 bits and scaled by what that takes off on average), the hardware's tanh (relative
+error 2^-10.9), y from the state in fp16, dq from it in the inputs' dtype. A step adds at most
+(1 - f) (2^-10.9 + 2^-11 sum |h W|) to the state's error, and what it finds there fades with f as
+the state itself does: below the 2^-9 that rounding y to bf16 costs. Where W makes states diverge,
+errors grow with the steps instead, gradients' most, so `auto` takes the exact kernels.
 """
 
 import ctypes

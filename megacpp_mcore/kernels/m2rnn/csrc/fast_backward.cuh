@@ -133,7 +133,9 @@ __device__ float undo_step(FastBackwardShared<T>& shared, const Problem& p,
 template <typename T>
 __device__ void fast_weight_gradient(float (&dW)[2][4], const FastBackwardShared<T>& shared) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, warp = threadIdx.x / 32;
-  float sum[2][4] = {};  // a tensor core cuts its sums, too: few terms, then an addition that rounds
+  // Four chains, since each sum waits for the one before. A tensor core cuts its sums, too: few
+  // terms each, then additions that round.
+  float sum[4][2][4] = {};
 #pragma unroll
   for (int i = 0; i < kHalf; ++i)
 #pragma unroll
@@ -142,13 +144,15 @@ __device__ void fast_weight_gradient(float (&dW)[2][4], const FastBackwardShared
       float h[4], a[4];
       load4(h, &shared.h[i][slot]);
       load4(a, &shared.a[i][slot]);
-      mma(sum[0], h, {a[0], a[1]});
-      mma(sum[1], h, {a[2], a[3]});
+      float(&chain)[2][4] = sum[i % 2 * 2 + j];
+      mma(chain[0], h, {a[0], a[1]});
+      mma(chain[1], h, {a[2], a[3]});
     }
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) dW[n][e] += sum[n][e];
+    for (int e = 0; e < 4; ++e)
+      dW[n][e] += (sum[0][n][e] + sum[1][n][e]) + (sum[2][n][e] + sum[3][n][e]);
 }
 
 // dq, dk of the half's steps 2 t, 2 t + 1 and rows g, g + 8.
@@ -174,7 +178,7 @@ __device__ void write_half(const FastBackwardShared<T>& shared, const Problem& p
                            int half, int t0) {
   const int i = threadIdx.x / 16, pair = threadIdx.x % 8, first = threadIdx.x / 8 % 2 * 2;
   float2 dv = {};
-#pragma unroll 1
+#pragma unroll
   for (int warp = first; warp < first + 2; ++warp) {
 #pragma unroll
     for (int g = 0; g < 8; ++g) {
