@@ -12,12 +12,19 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import model_slice
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from admission_probes import (
+    deterministic,
+    environment,
+    graphs,
+    operators,
+    poisoned_memory,
+    strided,
+    transposed,
+)
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.backend import REFERENCE, always
@@ -127,8 +134,8 @@ def check_zero_size(subject: Subject) -> None:
 
 def check_non_contiguous(subject: Subject) -> None:
     """Inputs and gradients in any strides, among NaN that nobody may read."""
-    _compare(subject, "plain", arrange=_strided)
-    _compare(subject, "plain", arrange=_transposed)
+    _compare(subject, "plain", arrange=strided)
+    _compare(subject, "plain", arrange=transposed)
     _compare(subject, "plain", direction=lambda y: torch.ones((), dtype=y.dtype).expand(y.shape))
 
 
@@ -144,9 +151,9 @@ def check_opcheck(subject: Subject) -> None:
         for what, case, dtype in subject.samples("plain"):
             if dtype != torch.float32 and subject.takes(case, torch.float32):
                 continue  # the schema and the fake do not depend on the dtype
-            for operator, arguments, differentiable in _operators(subject, case, dtype):
-                given = [_leaf(x, differentiable) for x in arguments]
-                results = torch.library.opcheck(operator, given, raise_exception=False)
+            tensors = parity.drawn(case, dtype, subject.device, _seed())
+            for operator, args, kwargs in operators(subject.bind(case, dtype), case, tensors):
+                results = torch.library.opcheck(operator, args, kwargs, raise_exception=False)
                 failed = {test: result for test, result in results.items() if result != "SUCCESS"}
                 assert not failed, f"{what}: {operator}: {failed}"
 
@@ -160,7 +167,8 @@ def check_graph(subject: Subject) -> None:
         _, case, dtype = list(subject.samples("plain"))[-1]
         reference = Subject(subject.surface, REFERENCE, subject.device)
         found, expected = (
-            _graphs(s.bind(case, dtype), case, dtype, s) for s in (subject, reference)
+            graphs(s.bind(case, dtype), case, parity.drawn(case, dtype, s.device, _seed()))
+            for s in (subject, reference)
         )
     assert found.count <= expected.count, f"{found.count} graphs, the reference {expected.count}"
     marks, wanted = ([mark for graph in g.around for mark in graph] for g in (found, expected))
@@ -174,7 +182,7 @@ def check_fallback(subject: Subject) -> None:
     forced = next(name for name in _fallbacks(subject) if _served(subject, name))
     with (
         single_process(0, subject.device),
-        _environment(MEGACPP_BACKENDS=f"{subject.surface}={forced}"),
+        environment(MEGACPP_BACKENDS=f"{subject.surface}={forced}"),
     ):
         for what, case, dtype in subject.samples("plain"):
             decision = dispatch.choose(subject.surface, case.problem(subject.device, dtype))
@@ -197,7 +205,7 @@ def check_determinism(subject: Subject) -> None:
             truth = parity.truth_of(case, tensors, dtype, torch.float64)
             bound = subject.bind(case, dtype)
             try:
-                with _deterministic():
+                with deterministic():
                     first, second = (
                         parity.run(case, bound, tensors, truth.directions) for _ in range(2)
                     )
@@ -263,7 +271,7 @@ def _compare(
                 tensors = {n: arrange(t) for n, t in tensors.items()}
                 rearranged = {n: arrange(d) for n, d in truth.directions.items()}
                 truth = parity.Truth(truth.values, rearranged)
-            with _poisoned_memory(subject.device) if poison else contextlib.nullcontext():
+            with poisoned_memory(subject.device) if poison else contextlib.nullcontext():
                 values = parity.run(case, bound, tensors, truth.directions)
             _assert_within(f"{what}, {_SEED}={seed}", parity.errors(case, values, truth, dtype))
             tested += 1
@@ -288,60 +296,6 @@ def _refuses(bound: Bound, tensors: Tensors) -> bool:
 def _seed() -> int:
     """A fresh one, or the one that a failure printed."""
     return int(os.environ.get(_SEED) or int.from_bytes(os.urandom(3)))
-
-
-def _strided(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, every second element of a wider tensor of NaN."""
-    if not tensor.is_floating_point() or not tensor.dim():
-        return tensor
-    wide = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1] + 1), float("nan"))
-    return wide[..., 1::2].copy_(tensor)
-
-
-def _transposed(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with the first axis innermost in memory."""
-    return tensor.movedim(0, -1).contiguous().movedim(-1, 0) if tensor.dim() > 1 else tensor
-
-
-@contextlib.contextmanager
-def _poisoned_memory(device: str) -> Iterator[None]:
-    """What is allocated holds NaN: the allocator's free blocks do, and on a CPU torch sees to it.
-
-    torch does so in deterministic mode only, in which some CUDA kernels refuse to run.
-    """
-    for power in range(4, 23):
-        blocks = [torch.full((2**power,), float("nan"), device=device) for _ in range(4)]
-        del blocks
-    if device != "cpu":
-        yield
-        return
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        with _deterministic(warn_only=True):
-            yield
-    finally:
-        torch.utils.deterministic.fill_uninitialized_memory = fill
-
-
-@contextlib.contextmanager
-def _deterministic(warn_only: bool = False) -> Iterator[None]:
-    saved = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    try:
-        # Megatron's own switch for TE, and what cuBLAS asks for in this mode.
-        with _environment(NVTE_ALLOW_NONDETERMINISTIC_ALGO="0", CUBLAS_WORKSPACE_CONFIG=":4096:8"):
-            yield
-    finally:
-        torch.use_deterministic_algorithms(saved)
-
-
-@contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        yield
 
 
 @contextlib.contextmanager
@@ -374,83 +328,3 @@ def _fallbacks(subject: Subject) -> Iterator[str]:
 def _served(subject: Subject, backend: str) -> bool:
     other = Subject(subject.surface, backend, subject.device)
     return all(other.takes(case, dtype) for _, case, dtype in subject.samples("plain"))
-
-
-class _Recorder(TorchDispatchMode):
-    """Every operator of the megacpp library that is called, with its first arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: dict[Any, tuple] = {}
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if operator.namespace.startswith("megacpp") and operator not in self.calls:
-            self.calls[operator] = args
-        return operator(*args, **(kwargs or {}))
-
-
-def _operators(subject: Subject, case: Case, dtype: torch.dtype) -> list[tuple[Any, tuple, bool]]:
-    """(operator, arguments, is it differentiable) of a forward and a backward call."""
-    tensors = parity.drawn(case, dtype, subject.device, _seed())
-    leaves = {n: t.requires_grad_() if n in case.inputs else t for n, t in tensors.items()}
-    bound = subject.bind(case, dtype)
-    bound.put(tensors)
-    with _Recorder() as forward:
-        outputs = bound.call(**leaves)
-    with _Recorder() as backward:
-        torch.autograd.backward([y.sum() for y in outputs.values()])
-    return [
-        *((operator, arguments, True) for operator, arguments in forward.calls.items()),
-        *((operator, arguments, False) for operator, arguments in backward.calls.items()),
-    ]
-
-
-def _leaf(argument: Any, differentiable: bool) -> Any:
-    if not isinstance(argument, torch.Tensor):
-        return argument
-    copy = argument.detach().clone()
-    return copy.requires_grad_(differentiable and copy.is_floating_point())
-
-
-@dataclass(frozen=True)
-class _Graphs:
-    """count: graphs of a call; again: after a second one. around: the marked operations in each."""
-
-    count: int
-    again: int
-    around: list[list[str]]
-
-
-_BEFORE, _AFTER = (torch.asinh, torch.atan), (torch.erf, torch.sinc)  # in no op of ours
-
-
-def _graphs(bound: Bound, case: Case, dtype: torch.dtype, subject: Subject) -> _Graphs:
-    tensors = parity.drawn(case, dtype, subject.device, 0)
-    first = next(n for n in case.inputs if n not in case.wide and n not in bound.parameters)
-    leaves = {n: t.requires_grad_() if n in case.inputs else t for n, t in tensors.items()}
-    graphs: list[torch.fx.GraphModule] = []
-    marks = {f.__name__ for f in _BEFORE + _AFTER}
-
-    def block(**given):
-        before, joined = _BEFORE
-        given[first] = joined(before(given[first]))
-        after, last = _AFTER
-        return sum(last(after(y)).float().sum() for y in bound.call(**given).values())
-
-    def keep(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        graphs.append(graph)
-        return graph.forward
-
-    bound.put(tensors)
-    with torch._dynamo.config.patch(disable=False):  # the CPU lane turns it off
-        torch._dynamo.reset()
-        compiled = torch.compile(block, backend=keep)
-        compiled(**leaves)
-        count = len(graphs)
-        compiled(**leaves)
-        torch._dynamo.reset()
-    around = [
-        [n.target.__name__ for n in graph.graph.nodes if getattr(n.target, "__name__", "") in marks]
-        for graph in graphs[:count]
-    ]
-    return _Graphs(count, len(graphs), [marked for marked in around if marked])
