@@ -43,7 +43,6 @@ class Row:
     skips: Mapping[str, str] = field(default_factory=dict)
 
 
-_NO_BENCH = "not benched yet: the first `megacpp bench` of the surface on an H200 writes one"
 _IN_MODEL = "benched only inside the whole model so far"
 _REFERENCE_EXIT = "never: it is the definition that the others are held to"
 _TE_SKIPS = {
@@ -79,7 +78,7 @@ LINEAR = (
         dtypes="bf16, fp16, fp32; fp8 inside",
         fallback="reference",
         tests=_DISPATCH_TESTS,
-        no_receipt=_IN_MODEL,
+        receipt="examples/receipts/h200/model-nam56r-quarter.json",
         exit_when="torch's linears train NAM56R at the same tokens/s, FP8 included",
     ),
     Row(
@@ -109,7 +108,7 @@ NORM = (
         dtypes="bf16, fp16, fp32; sums in fp32",
         fallback="liger",
         tests=_NORM_TESTS,
-        no_receipt=_NO_BENCH,
+        receipt="examples/receipts/h200/norm.json",
         exit_when="torch's RMSNorm is within the noise of it over a whole step",
         skips={
             "graph": _TE_SKIPS["graph"],
@@ -127,7 +126,7 @@ NORM = (
         dtypes="bf16, fp16, fp32; computed in fp32",
         fallback="reference",
         tests=_NORM_TESTS,
-        no_receipt=_NO_BENCH,
+        receipt="examples/receipts/h200/norm.json",
         exit_when="te or torch is as fast in the bench of the surface",
     ),
     Row(
@@ -140,7 +139,7 @@ NORM = (
         layout="[..., h], normalised over h",
         dtypes="bf16, fp16, fp32",
         tests=(*_NORM_TESTS, *_STACK_TESTS),
-        no_receipt=_NO_BENCH,
+        receipt="examples/receipts/h200/norm.json",
         exit_when=_REFERENCE_EXIT,
     ),
     Row(
@@ -170,7 +169,7 @@ MOE_EXPERTS = (
         dtypes="bf16, fp16, fp32; fp8 inside",
         fallback="grouped_mm",
         tests=_EXPERTS_TESTS,
-        no_receipt=_NO_BENCH,
+        receipt="examples/receipts/h200/moe_experts.json",
         exit_when="a path that never writes the permuted copies wins a whole run",
         skips=_TE_SKIPS,
     ),
@@ -187,7 +186,7 @@ MOE_EXPERTS = (
         dtypes="bf16; fp16 and fp32 outside torch.compile",
         fallback="reference",
         tests=_EXPERTS_TESTS,
-        no_receipt=_NO_BENCH,
+        receipt="examples/receipts/h200/moe_experts.json",
         exit_when="te is as fast in the bench of the surface, or torch drops F.grouped_mm",
     ),
     Row(
@@ -200,7 +199,7 @@ MOE_EXPERTS = (
         layout="tokens [t, h] sorted by expert, counts [experts] on the host",
         dtypes="bf16, fp16, fp32",
         tests=(*_EXPERTS_TESTS, *_STACK_TESTS),
-        no_receipt=_NO_BENCH,
+        receipt="examples/receipts/h200/moe_experts.json",
         exit_when=_REFERENCE_EXIT,
     ),
     Row(
@@ -251,7 +250,7 @@ CORE_ATTENTION = (
         dtypes="bf16, fp16",
         fallback="sdpa_flash",
         tests=_ATTENTION_TESTS,
-        no_receipt=_NO_BENCH,
+        receipt="examples/receipts/h200/core_attention.json",
         exit_when="another backend is faster over a whole step with the same dims",
     ),
     Row(
@@ -266,7 +265,7 @@ CORE_ATTENTION = (
         dtypes="bf16, fp16",
         fallback="sdpa",
         tests=_ATTENTION_TESTS,
-        no_receipt=_NO_BENCH,
+        receipt="examples/receipts/h200/core_attention.json",
         exit_when="torch's own choice of a kernel is as fast wherever cuDNN cannot serve",
     ),
     Row(
@@ -280,7 +279,7 @@ CORE_ATTENTION = (
         dtypes="bf16, fp16, fp32, fp64",
         fallback="reference",
         tests=_ATTENTION_TESTS,
-        no_receipt=_NO_BENCH,
+        receipt="examples/receipts/h200/core_attention.json",
         exit_when="the CPU lane has another attention",
     ),
     Row(
@@ -293,7 +292,7 @@ CORE_ATTENTION = (
         layout=_ATTENTION_LAYOUT,
         dtypes="bf16, fp16, fp32, fp64; softmax in fp32 or wider",
         tests=_ATTENTION_TESTS,
-        no_receipt=_NO_BENCH,
+        receipt="examples/receipts/h200/core_attention.json",
         exit_when=_REFERENCE_EXIT,
     ),
 )
@@ -338,7 +337,7 @@ MAMBA3_SCAN = (
         dtypes="bf16; dt, decay and state in fp32, angles and their sums in bf16",
         fallback="reference",
         tests=("tests/gpu/test_mamba3_gpu.py", "tests/kernels/test_mamba_ssm.py"),
-        no_receipt=_NO_BENCH,
+        receipt="examples/receipts/h200/mamba3_scan.json",
         exit_when="a scan of our own beats it over a whole step: it moves ten times the bytes of "
         "the input and output",
     ),
@@ -352,7 +351,7 @@ MAMBA3_SCAN = (
         layout="q, k (B, S, G, N), v, z (B, S, H, P) -> (B, S, H, P); MIMO adds a rank dim",
         dtypes="bf16, fp16, fp32, fp64; dt, decay and state in fp32 or wider",
         tests=_MAMBA3_TESTS,
-        no_receipt=_NO_BENCH,
+        receipt="examples/receipts/h200/mamba3_scan.json",
         exit_when=_REFERENCE_EXIT,
     ),
     Row(
@@ -417,7 +416,7 @@ M2RNN = (
         layout="q, k (B, S, 1 or H, K), v (B, S, H, V) -> (B, S, H, V), state (B, H, K, V)",
         dtypes="bf16, fp16, fp32, fp64; computed in fp32 or wider",
         tests=("tests/kernels/test_m2rnn_kernel.py", _ADMISSION),
-        no_receipt=_NO_BENCH,
+        receipt="examples/receipts/h200/m2rnn-b4-h44.json",
         exit_when=_REFERENCE_EXIT,
     ),
     Row(
@@ -445,7 +444,7 @@ HEAD = (
         layout="hidden [s, b, h], weight [V, h], labels [s, b] -> losses [s, b]",
         dtypes="bf16, fp16, fp32, fp64; the sum and the losses in fp32 or wider",
         tests=_LOSS_TESTS,
-        no_receipt=_NO_BENCH,
+        receipt="examples/receipts/h200/linear_cross_entropy.json",
         exit_when=_REFERENCE_EXIT,
         skips=_NOT_IN_MODEL,
     ),
@@ -489,9 +488,8 @@ RESIDUAL = (
         dtypes="bf16, fp16, fp32; the residual's",
         fallback="reference",
         tests=_RESIDUAL_TESTS,
-        no_receipt=_NO_BENCH,
+        receipt="examples/receipts/h200/residual.json",
         exit_when="it is no faster than the eager operations over a whole step",
-        skips=_NOT_IN_MODEL,
     ),
     Row(
         surface="residual",
@@ -503,9 +501,8 @@ RESIDUAL = (
         layout="x, residual [s, b, h], bias [h] -> [s, b, h]",
         dtypes="bf16, fp16, fp32, fp64; the residual's",
         tests=_RESIDUAL_TESTS,
-        no_receipt=_NO_BENCH,
+        receipt="examples/receipts/h200/residual.json",
         exit_when=_REFERENCE_EXIT,
-        skips=_NOT_IN_MODEL,
     ),
     Row(
         surface="residual",

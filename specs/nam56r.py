@@ -15,16 +15,16 @@ class SpecError(MegacppError):
 try:
     from megacpp_mcore.layers.stack import stack_spec
     from megacpp_mcore.recipe import recipe_from_environment
+
+    _recipe = recipe_from_environment()
+    _backends = _recipe.backends if _recipe else None
+
+    # M2RNN in the G slot: patterns with R
+    nam56r_stack_spec = stack_spec(_backends, recurrent="m2rnn")
+    # Megatron's GatedDeltaNet in the G slot: patterns with D
+    nam56r_deltanet_stack_spec = stack_spec(_backends, recurrent="deltanet")
 except ImportError as error:
     raise SpecError(
         f"megacpp_mcore.specs.nam56r cannot be used: {error}. Without this error Megatron would "
         "train its default spec instead; run `megacpp doctor` or reinstall the pinned stack"
     ) from error
-
-_recipe = recipe_from_environment()
-_backends = _recipe.backends if _recipe else None
-
-# M2RNN in the G slot: patterns with R
-nam56r_stack_spec = stack_spec(_backends, recurrent="m2rnn")
-# Megatron's GatedDeltaNet in the G slot: patterns with D
-nam56r_deltanet_stack_spec = stack_spec(_backends, recurrent="deltanet")

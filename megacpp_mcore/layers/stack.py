@@ -1,17 +1,16 @@
 """The stack spec: which module serves each symbol of a hybrid pattern, put together from parts.
 
 `stack_spec` returns what Megatron's `HybridModel(hybrid_stack_spec=...)` and `--spec` take. Parts
-(linears, norms, experts) are chosen by dispatch when the spec is made; what depends on the model's
-config (attention core, scans) is chosen when a layer is built.
+(linears, norms, experts, residuals) are chosen by dispatch when the spec is made; what depends on
+the model's config (attention core, scans) is chosen when a layer is built.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import torch
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
@@ -90,6 +89,15 @@ class MegacppStack(HybridStack):
             )
 
 
+@dataclass(frozen=True)
+class StackParts:
+    """What every layer of a stack is put together from. residual: bias-dropout-add."""
+
+    linears: Linears
+    norm: type
+    residual: Callable
+
+
 def stack_spec(
     backends: Mapping[str, str] | None = None,
     recurrent: Literal["m2rnn", "deltanet"] = "m2rnn",
@@ -100,21 +108,20 @@ def stack_spec(
     carries; one pattern cannot have both. Raises DispatchError when a named backend cannot serve.
     """
     problem = problems.stack_part(problems.current_device())
-    linears, norm, experts = (
+    linears, norm, experts, residual = (
         dispatch.decide(surface, problem, backends).load()()
-        for surface in ("linear", "norm", "moe_experts")
+        for surface in ("linear", "norm", "moe_experts", "residual")
     )
+    parts = StackParts(linears, norm, residual)
     submodules = HybridStackSubmodules(
-        mamba_layer=_mamba3_layer(linears, norm),
-        gdn_layer=_m2rnn_layer(linears, norm)
-        if recurrent == "m2rnn"
-        else _gdn_layer(linears, norm),
-        attention_layer=_gqa_layer(linears, norm),
-        dsa_layer=_dsa_layer(linears, norm),
-        mla_layer=_mla_layer(linears, norm),
-        mlp_layer=_mlp_layer(linears, norm),
-        moe_layer=_moe_layer(linears, norm, experts),
-        mtp_block_spec=_mtp_block(linears, norm),
+        mamba_layer=_mamba3_layer(parts),
+        gdn_layer=_m2rnn_layer(parts) if recurrent == "m2rnn" else _gdn_layer(parts),
+        attention_layer=_gqa_layer(parts),
+        dsa_layer=_dsa_layer(parts),
+        mla_layer=_mla_layer(parts),
+        mlp_layer=_mlp_layer(parts),
+        moe_layer=_moe_layer(parts, experts),
+        mtp_block_spec=_mtp_block(parts),
     )
     if "final-norm-from-spec" in applied("megatron-core"):
         submodules.final_norm = norm
@@ -122,65 +129,65 @@ def stack_spec(
     return ModuleSpec(module=MegacppStack, params={"final_norm": norm}, submodules=submodules)
 
 
-def _mamba3_layer(linears: Linears, norm: type) -> ModuleSpec:
+def _mamba3_layer(parts: StackParts) -> ModuleSpec:
     mixer = ModuleSpec(
         module=Mamba3Mixer,
-        submodules=Mamba3MixerSubmodules(in_proj=linears.column, out_proj=linears.row),
+        submodules=Mamba3MixerSubmodules(in_proj=parts.linears.column, out_proj=parts.linears.row),
     )
     return ModuleSpec(
         module=MambaLayer,
-        submodules=MambaLayerSubmodules(norm=norm, mixer=mixer, mamba_bda=get_bias_dropout_add),
+        submodules=MambaLayerSubmodules(norm=parts.norm, mixer=mixer, mamba_bda=parts.residual),
     )
 
 
-def _attention_layer(norm: type, self_attention: ModuleSpec, **more) -> ModuleSpec:
+def _attention_layer(parts: StackParts, self_attention: ModuleSpec, **more) -> ModuleSpec:
     """A TransformerLayer of a norm, a token mixer and a residual, without an MLP."""
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
+            input_layernorm=parts.norm,
             self_attention=self_attention,
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=parts.residual,
             **more,
         ),
     )
 
 
-def _m2rnn_layer(linears: Linears, norm: type) -> ModuleSpec:
-    submodules = M2RNNMixerSubmodules(in_proj=linears.column, out_proj=linears.row)
-    return _attention_layer(norm, ModuleSpec(module=M2RNNMixer, submodules=submodules))
+def _m2rnn_layer(parts: StackParts) -> ModuleSpec:
+    submodules = M2RNNMixerSubmodules(in_proj=parts.linears.column, out_proj=parts.linears.row)
+    return _attention_layer(parts, ModuleSpec(module=M2RNNMixer, submodules=submodules))
 
 
-def _gdn_layer(linears: Linears, norm: type) -> ModuleSpec:
+def _gdn_layer(parts: StackParts) -> ModuleSpec:
     submodules = GatedDeltaNetSubmodules(
-        in_proj=linears.column, out_norm=norm, out_proj=linears.row
+        in_proj=parts.linears.column, out_norm=parts.norm, out_proj=parts.linears.row
     )
-    return _attention_layer(norm, ModuleSpec(module=GatedDeltaNet, submodules=submodules))
+    return _attention_layer(parts, ModuleSpec(module=GatedDeltaNet, submodules=submodules))
 
 
-def _gqa_layer(linears: Linears, norm: type) -> ModuleSpec:
+def _gqa_layer(parts: StackParts) -> ModuleSpec:
     attention = ModuleSpec(
         module=SelfAttention,
         params=_CAUSAL,
         submodules=SelfAttentionSubmodules(
-            linear_qkv=linears.column,
+            linear_qkv=parts.linears.column,
             core_attention=DispatchedCoreAttention,
-            linear_proj=linears.row,
+            linear_proj=parts.linears.row,
         ),
     )
     # Megatron's own hybrid spec fuses this norm into the projection; its checkpoint keys are kept.
     keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    return _attention_layer(norm, attention, sharded_state_dict_keys_map=keys)
+    return _attention_layer(parts, attention, sharded_state_dict_keys_map=keys)
 
 
-def _mla_layer(linears: Linears, norm: type) -> ModuleSpec:
+def _mla_layer(parts: StackParts) -> ModuleSpec:
     attention = ModuleSpec(
         module=MLASelfAttention,
         params=_CAUSAL,
         submodules=MLASelfAttentionSubmodules(
             core_attention=DispatchedCoreAttention,
-            **_mla_projections(linears),
-            **_mla_norms(linears, norm),
+            **_mla_projections(parts),
+            **_mla_norms(parts),
         ),
     )
     # The keys of Megatron's own hybrid spec, where the norms are part of TE's up-projections.
@@ -188,23 +195,23 @@ def _mla_layer(linears: Linears, norm: type) -> ModuleSpec:
         f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_"
         for x in ("q", "kv")
     }
-    return _attention_layer(norm, attention, sharded_state_dict_keys_map=keys)
+    return _attention_layer(parts, attention, sharded_state_dict_keys_map=keys)
 
 
-def _mla_norms(linears: Linears, norm: type) -> dict[str, type]:
+def _mla_norms(parts: StackParts) -> dict[str, type]:
     """Q/KV norms as modules; TE's linears have them inside."""
-    module = IdentityOp if linears.is_te else norm
+    module = IdentityOp if parts.linears.is_te else parts.norm
     return {"q_layernorm": module, "kv_layernorm": module}
 
 
-def _dsa_layer(linears: Linears, norm: type) -> ModuleSpec:
+def _dsa_layer(parts: StackParts) -> ModuleSpec:
     indexer = ModuleSpec(
         module=DSAIndexer,
         submodules=DSAIndexerSubmodules(
-            linear_wq_b=linears.duplicated,
-            linear_wk=linears.duplicated,
-            k_norm=norm,
-            linear_weights_proj=linears.duplicated,
+            linear_wq_b=parts.linears.duplicated,
+            linear_wk=parts.linears.duplicated,
+            k_norm=parts.norm,
+            linear_weights_proj=parts.linears.duplicated,
         ),
     )
     core = ModuleSpec(module=DSAttention, submodules=DSAttentionSubmodules(indexer=indexer))
@@ -213,57 +220,57 @@ def _dsa_layer(linears: Linears, norm: type) -> ModuleSpec:
         params=_CAUSAL,
         submodules=AbsorbedMLASelfAttentionSubmodules(
             core_attention=core,
-            **_mla_projections(linears),
+            **_mla_projections(parts),
             q_layernorm=IdentityOp,
             kv_layernorm=IdentityOp,
         ),
     )
-    return _attention_layer(norm, attention)
+    return _attention_layer(parts, attention)
 
 
-def _mla_projections(linears: Linears) -> dict[str, type]:
+def _mla_projections(parts: StackParts) -> dict[str, type]:
     return {
-        "linear_q_proj": linears.column,
-        "linear_q_down_proj": linears.duplicated,
-        "linear_q_up_proj": linears.column,
-        "linear_kv_down_proj": linears.duplicated,
-        "linear_kv_up_proj": linears.column,
-        "linear_proj": linears.row,
+        "linear_q_proj": parts.linears.column,
+        "linear_q_down_proj": parts.linears.duplicated,
+        "linear_q_up_proj": parts.linears.column,
+        "linear_kv_down_proj": parts.linears.duplicated,
+        "linear_kv_up_proj": parts.linears.column,
+        "linear_proj": parts.linears.row,
     }
 
 
-def _mlp_layer(linears: Linears, norm: type) -> ModuleSpec:
-    mlp = MLPSubmodules(linear_fc1=linears.column, linear_fc2=linears.row)
+def _mlp_layer(parts: StackParts) -> ModuleSpec:
+    mlp = MLPSubmodules(linear_fc1=parts.linears.column, linear_fc2=parts.linears.row)
     submodules = TransformerLayerSubmodules(
-        pre_mlp_layernorm=norm,
+        pre_mlp_layernorm=parts.norm,
         mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
-        mlp_bda=get_bias_dropout_add,
+        mlp_bda=parts.residual,
         sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
     )
     return ModuleSpec(module=MLPLayer, submodules=submodules)
 
 
-def _moe_layer(linears: Linears, norm: type, experts) -> ModuleSpec:
+def _moe_layer(parts: StackParts, experts) -> ModuleSpec:
     # num_experts only has to be a number here; the layer reads the config's.
-    upstream = get_moe_module_spec(use_te=linears.is_te, num_experts=1)
+    upstream = get_moe_module_spec(use_te=parts.linears.is_te, num_experts=1)
     moe = replace(upstream.keywords["submodules"], experts=experts)
     submodules = TransformerLayerSubmodules(
-        pre_mlp_layernorm=norm,
+        pre_mlp_layernorm=parts.norm,
         mlp=partial(MoELayer, submodules=moe),
-        mlp_bda=get_bias_dropout_add,
+        mlp_bda=parts.residual,
     )
     return ModuleSpec(module=MoETransformerLayer, submodules=submodules)
 
 
-def _mtp_block(linears: Linears, norm: type) -> ModuleSpec:
+def _mtp_block(parts: StackParts) -> ModuleSpec:
     layer = ModuleSpec(
         module=MultiTokenPredictionLayer,
         submodules=MultiTokenPredictionLayerSubmodules(
-            enorm=norm,
-            hnorm=norm,
-            eh_proj=linears.column,
+            enorm=parts.norm,
+            hnorm=parts.norm,
+            eh_proj=parts.linears.column,
             mtp_model_layer=None,  # HybridModel builds the inner stack from the pattern
-            layer_norm=norm,
+            layer_norm=parts.norm,
         ),
     )
     return ModuleSpec(
