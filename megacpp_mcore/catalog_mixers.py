@@ -1,0 +1,230 @@
+"""Catalog rows of the token mixers: attention and its glue, Mamba-3, M2RNN.
+
+Times are medians on one H200 in bf16, forward / forward + backward, 16,384 tokens of NAM56R's
+shapes (hidden 3584), unless a row says otherwise.
+"""
+
+from megacpp_mcore.catalog_row import (
+    ADMISSION,
+    ATTENTION_TESTS,
+    MAMBA3_TESTS,
+    REFERENCE_EXIT,
+    TE_SKIPS,
+    Row,
+)
+
+_ATTENTION_LAYOUT = (
+    "q, k [s, b, heads, dqk], v [s, b, heads, dv] -> [s, b, heads * dv]; thd packed, one document "
+    "at a time"
+)
+
+CORE_ATTENTION = (
+    Row(
+        surface="core_attention",
+        backend="te",
+        blocks="A",
+        role="vendor",
+        keep="borderline",
+        removes="the [s, s] scores, as SDPA does; and it alone serves context parallelism",
+        layout="q, k [s, b, heads, dqk], v [s, b, heads, dv] -> [s, b, heads * dv]; thd packed",
+        dtypes="bf16, fp16",
+        fallback="sdpa_cudnn",
+        tests=ATTENTION_TESTS,
+        no_receipt="cannot run a backward pass on the pinned stack: it needs cuDNN >= 9.22, torch "
+        "2.11 brings 9.19",
+        exit_when="SDPA is as fast on the same cuDNN and serves context parallelism",
+        skips={"graph": TE_SKIPS["graph"]},
+    ),
+    Row(
+        surface="core_attention",
+        backend="sdpa_cudnn",
+        blocks="A",
+        role="chosen",
+        keep="keep",
+        removes="the [s, s] scores of every head; dqk 128 and dv 64 as they are: 1.48 / 6.5 ms",
+        layout=_ATTENTION_LAYOUT,
+        dtypes="bf16, fp16",
+        fallback="sdpa_flash",
+        tests=ATTENTION_TESTS,
+        receipt="examples/receipts/h200/core_attention.json",
+        exit_when="another backend is faster over a whole step with the same dims",
+    ),
+    Row(
+        surface="core_attention",
+        backend="sdpa_flash",
+        blocks="A",
+        role="vendor",
+        keep="borderline",
+        removes="the [s, s] scores of every head, where cuDNN cannot serve; v padded to dqk costs "
+        "it 3.10 / 12.27 ms",
+        layout=_ATTENTION_LAYOUT,
+        dtypes="bf16, fp16",
+        fallback="sdpa",
+        tests=ATTENTION_TESTS,
+        receipt="examples/receipts/h200/core_attention.json",
+        exit_when="torch's own choice of a kernel is as fast wherever cuDNN cannot serve",
+    ),
+    Row(
+        surface="core_attention",
+        backend="sdpa",
+        blocks="A",
+        role="vendor",
+        keep="keep",
+        removes="the [s, s] scores of every head, on a CPU and in fp32 too",
+        layout=_ATTENTION_LAYOUT,
+        dtypes="bf16, fp16, fp32, fp64",
+        fallback="reference",
+        tests=ATTENTION_TESTS,
+        receipt="examples/receipts/h200/core_attention.json",
+        exit_when="the CPU lane has another attention",
+    ),
+    Row(
+        surface="core_attention",
+        backend="reference",
+        blocks="A",
+        role="fallback",
+        keep="keep",
+        removes="nothing: softmax(q k^T) v with the scores in memory",
+        layout=_ATTENTION_LAYOUT,
+        dtypes="bf16, fp16, fp32, fp64; softmax in fp32 or wider",
+        tests=ATTENTION_TESTS,
+        receipt="examples/receipts/h200/core_attention.json",
+        exit_when=REFERENCE_EXIT,
+    ),
+)
+
+MLA = (
+    Row(
+        surface="mla_projection",
+        backend="own_fused",
+        blocks="A",
+        role="deferred",
+        keep="not carried",
+        removes="the traffic between down projection, norm and up projection",
+        not_carried="cuBLAS has caught up: the GEMMs are about 2.2 ms of the MLA layer's 13.43, "
+        "while copies around RoPE cost 3 - 4 ms; and it carries a recompute contract of its own "
+        "in the backward pass",
+        exit_when="a run shows a compiled projection losing to it at long context, in memory or "
+        "tokens/s",
+    ),
+    Row(
+        surface="mla_rope",
+        backend="megatron_fused",
+        blocks="A",
+        role="vendor",
+        keep="not carried",
+        removes="concatenations and copies around RoPE, 3 - 4 ms of the layer's 13.43",
+        not_carried="megatron-core 0.19.2's kernel serves YaRN only, and its head mask forgets the "
+        "block offset: at 56 heads silently wrong or an illegal access, as the autotuner picks",
+        exit_when="a release passes parity at 56 heads and serves plain RoPE: then it is benched",
+    ),
+)
+
+MAMBA3_SCAN = (
+    Row(
+        surface="mamba3_scan",
+        backend="mamba_ssm",
+        blocks="M",
+        role="chosen",
+        keep="keep",
+        removes="the float32 intermediates and launches of the plain scan: 0.73 / 1.94 ms for 56 "
+        "heads, N = P = 64; of it 0.09 ms are input and output in the forward pass",
+        layout="q, k (B, S, G, N), v, z (B, S, H, P) -> (B, S, H, P); SISO, N and P 32, 64 or 128",
+        dtypes="bf16; dt, decay and state in fp32, angles and their sums in bf16",
+        fallback="reference",
+        tests=("tests/gpu/test_mamba3_gpu.py", "tests/kernels/test_mamba_ssm.py"),
+        receipt="examples/receipts/h200/mamba3_scan.json",
+        exit_when="a scan of our own beats it over a whole step: it moves ten times the bytes of "
+        "the input and output",
+    ),
+    Row(
+        surface="mamba3_scan",
+        backend="reference",
+        blocks="M",
+        role="fallback",
+        keep="keep",
+        removes="nothing: the chunked scan in plain torch",
+        layout="q, k (B, S, G, N), v, z (B, S, H, P) -> (B, S, H, P); MIMO adds a rank dim",
+        dtypes="bf16, fp16, fp32, fp64; dt, decay and state in fp32 or wider",
+        tests=MAMBA3_TESTS,
+        receipt="examples/receipts/h200/mamba3_scan.json",
+        exit_when=REFERENCE_EXIT,
+    ),
+    Row(
+        surface="mamba3_scan",
+        backend="own_scan",
+        blocks="M",
+        role="deferred",
+        keep="not carried",
+        removes="rotated Q, scaled K, expanded angles and chunk states in memory: upstream's SISO "
+        "kernel takes 0.73 / 1.94 ms, of 0.09 ms of input and output in the forward pass",
+        fallback="reference",
+        not_carried="upstream's kernel is the one to beat, and no H200 receipt shows a scan of our "
+        "own that beats it over a whole step",
+        exit_when="such a receipt exists",
+    ),
+)
+
+_M2RNN_TESTS = ("tests/gpu/test_m2rnn_gpu.py", "tests/kernels/test_m2rnn_build.py")
+_M2RNN_LAYOUT = "q, k (B, S, 1 or H, K), v (B, S, H, V) -> (B, S, H, V), state (B, H, K, V); V 16"
+
+M2RNN = (
+    Row(
+        surface="m2rnn",
+        backend="cuda_exact",
+        blocks="R",
+        role="chosen",
+        keep="keep",
+        removes="the launches of 4096 dependent steps: one forward, two backward, the state in "
+        "registers; 1.06 / 4.59 ms at 44 heads, XMA's Triton kernels 3.41 / 14.6 in another run",
+        layout=f"{_M2RNN_LAYOUT}, K a multiple of 32",
+        dtypes="bf16, fp16, fp32; computed to nearly fp32: products 2^-20, tanh 2^-21",
+        fallback="reference",
+        tests=_M2RNN_TESTS,
+        receipt="examples/receipts/h200/m2rnn-b4-h44.json",
+        exit_when="upstream's kernels, at true gradients, come within a tenth of it over a whole "
+        "step, or the fast ones become as exact",
+    ),
+    Row(
+        surface="m2rnn",
+        backend="cuda",
+        blocks="R",
+        role="experimental",
+        keep="keep",
+        removes="a sixth to a half of the exact kernels' time; only for whoever names it: at 4096 "
+        "steps and 44 heads its gradients were 1.2e-1 off, of 4.9e-2 allowed, where W makes states "
+        "diverge",
+        layout=f"{_M2RNN_LAYOUT}, K 64",
+        dtypes="bf16, fp16; state in fp32, products of 11-bit factors, the hardware's tanh",
+        fallback="cuda_exact",
+        tests=_M2RNN_TESTS,
+        receipt="examples/receipts/h200/m2rnn-b4-h51.json",
+        exit_when="the exact kernels are as fast, or a trained model shows that it needs them",
+    ),
+    Row(
+        surface="m2rnn",
+        backend="reference",
+        blocks="R",
+        role="fallback",
+        keep="keep",
+        removes="the per-step graph: states are kept once a chunk and made again in the backward "
+        "pass",
+        layout="q, k (B, S, 1 or H, K), v (B, S, H, V) -> (B, S, H, V), state (B, H, K, V)",
+        dtypes="bf16, fp16, fp32, fp64; computed in fp32 or wider",
+        tests=("tests/kernels/test_m2rnn_kernel.py", ADMISSION),
+        receipt="examples/receipts/h200/m2rnn-b4-h44.json",
+        exit_when=REFERENCE_EXIT,
+    ),
+    Row(
+        surface="m2rnn",
+        backend="xma",
+        blocks="R",
+        role="donor",
+        keep="not carried",
+        removes="the launches of 4096 dependent steps: 3.31 / 14.28 ms and 1.70 GiB at 44 heads",
+        fallback="reference",
+        not_carried="over ten times the latency floor of 0.19 - 0.30 ms, 3.4e-3 relative error in "
+        "fp32 (it multiplies in tf32), and it clamps the state's gradient by default",
+        exit_when="our own kernel is at the floor: then it is the figure to compare with",
+    ),
+)

@@ -1,0 +1,256 @@
+"""Catalog rows of what every layer is made of: linears, norms, experts, the head, residuals.
+
+Times are medians on one H200 in bf16, forward / forward + backward, 16,384 tokens of NAM56R's
+shapes (hidden 3584), unless a row says otherwise.
+"""
+
+from megacpp_mcore.catalog_row import (
+    DISPATCH_TESTS,
+    EXPERTS_TESTS,
+    IN_MODEL,
+    LOSS_TESTS,
+    NORM_TESTS,
+    NOT_IN_MODEL,
+    REFERENCE_EXIT,
+    RESIDUAL_TESTS,
+    STACK_TESTS,
+    TE_SKIPS,
+    Row,
+)
+
+LINEAR = (
+    Row(
+        surface="linear",
+        backend="te",
+        blocks="AEMR",
+        role="chosen",
+        keep="keep",
+        removes="FP8 casts outside the GEMM, and tensor-parallel communication that does not "
+        "overlap it; in bf16 on one GPU nothing, both call cuBLAS",
+        layout="[s, b, in] -> [s, b, out], weight [out, in]",
+        dtypes="bf16, fp16, fp32; fp8 inside",
+        fallback="reference",
+        tests=DISPATCH_TESTS,
+        receipt="examples/receipts/h200/model-nam56r-quarter.json",
+        exit_when="torch's linears train NAM56R at the same tokens/s, FP8 included",
+    ),
+    Row(
+        surface="linear",
+        backend="reference",
+        blocks="AEMR",
+        role="fallback",
+        keep="keep",
+        removes="nothing: Megatron's own linears in plain torch",
+        layout="[s, b, in] -> [s, b, out], weight [out, in]",
+        dtypes="bf16, fp16, fp32",
+        tests=STACK_TESTS,
+        no_receipt=IN_MODEL,
+        exit_when=REFERENCE_EXIT,
+    ),
+)
+
+NORM = (
+    Row(
+        surface="norm",
+        backend="te",
+        blocks="AEMR",
+        role="chosen",
+        keep="keep",
+        removes="a read and a write of the activations between the square sum and the scaling",
+        layout="[..., h], normalised over h",
+        dtypes="bf16, fp16, fp32; sums in fp32",
+        fallback="liger",
+        tests=NORM_TESTS,
+        receipt="examples/receipts/h200/norm.json",
+        exit_when="torch's RMSNorm is within the noise of it over a whole step",
+        skips={
+            "graph": TE_SKIPS["graph"],
+            "zero_size": "TE 2.17.1 asserts that a norm's output holds data",
+        },
+    ),
+    Row(
+        surface="norm",
+        backend="liger",
+        blocks="AEMR",
+        role="vendor",
+        keep="borderline",
+        removes="the same round trip as te, without te; RMSNorm only",
+        layout="[..., h], normalised over h",
+        dtypes="bf16, fp16, fp32; computed in fp32",
+        fallback="reference",
+        tests=NORM_TESTS,
+        receipt="examples/receipts/h200/norm.json",
+        exit_when="te or torch is as fast in the bench of the surface",
+    ),
+    Row(
+        surface="norm",
+        backend="reference",
+        blocks="AEMR",
+        role="fallback",
+        keep="keep",
+        removes="nothing: torch.nn.RMSNorm and LayerNorm, sequence parallelism added",
+        layout="[..., h], normalised over h",
+        dtypes="bf16, fp16, fp32",
+        tests=(*NORM_TESTS, *STACK_TESTS),
+        receipt="examples/receipts/h200/norm.json",
+        exit_when=REFERENCE_EXIT,
+    ),
+    Row(
+        surface="norm",
+        backend="own_triton",
+        blocks="AEMR",
+        role="deferred",
+        keep="not carried",
+        removes="the same round trip that te and Liger remove already",
+        fallback="te",
+        not_carried="TE, Liger and torch each have one that a far larger user base tests; one of "
+        "our own removes no memory traffic that theirs do not",
+        exit_when="a norm fused with a neighbour that no package offers saves step time in a run",
+    ),
+)
+
+MOE_EXPERTS = (
+    Row(
+        surface="moe_experts",
+        backend="te",
+        blocks="E",
+        role="chosen",
+        keep="keep",
+        removes="one GEMM launch an expert. The whole MoE layer takes 3.14 / 9.50 ms with it, of "
+        "a 5.1 ms floor: the rest is sort, permute and copies",
+        layout="tokens [t, h] sorted by expert, counts [experts] on the host",
+        dtypes="bf16, fp16, fp32; fp8 inside",
+        fallback="grouped_mm",
+        tests=EXPERTS_TESTS,
+        receipt="examples/receipts/h200/moe_experts.json",
+        exit_when="a path that never writes the permuted copies wins a whole run",
+        skips=TE_SKIPS,
+    ),
+    Row(
+        surface="moe_experts",
+        backend="grouped_mm",
+        blocks="E",
+        role="vendor",
+        keep="borderline",
+        removes="one GEMM launch an expert, and the wait for the counts on the host; fc1, SwiGLU "
+        "and fc2 take 2.25 / 6.83 ms. SwiGLU without bias only: another config is refused when the "
+        "layer is built. Muon would train its weights, which are one 3-d tensor, with Adam",
+        layout="tokens [t, h] sorted by expert, counts [experts] anywhere; h and f multiples of 8",
+        dtypes="bf16; fp16 and fp32 outside torch.compile",
+        fallback="reference",
+        tests=EXPERTS_TESTS,
+        receipt="examples/receipts/h200/moe_experts.json",
+        exit_when="te is as fast in the bench of the surface, or torch drops F.grouped_mm",
+    ),
+    Row(
+        surface="moe_experts",
+        backend="reference",
+        blocks="E",
+        role="fallback",
+        keep="keep",
+        removes="nothing: Megatron's SequentialMLP, one expert after another",
+        layout="tokens [t, h] sorted by expert, counts [experts] on the host",
+        dtypes="bf16, fp16, fp32",
+        tests=(*EXPERTS_TESTS, *STACK_TESTS),
+        receipt="examples/receipts/h200/moe_experts.json",
+        exit_when=REFERENCE_EXIT,
+    ),
+    Row(
+        surface="moe_experts",
+        backend="sonicmoe",
+        blocks="E",
+        role="donor",
+        keep="not carried",
+        removes="the stored expert output: router gradients come from dA' . A, so that only X and "
+        "the pre-activation are kept",
+        fallback="te",
+        not_carried="0.1.2.post1 needs torch <= 2.9.1 and cutlass-dsl 4.4.2; its algorithm carries "
+        "over, its package does not",
+        exit_when="a release serves the pinned torch: then it is benched as a vendor",
+    ),
+)
+
+HEAD = (
+    Row(
+        surface="linear_cross_entropy",
+        backend="reference",
+        blocks="",
+        role="fallback",
+        keep="keep",
+        removes="nothing: logits of every token, then their cross entropy; 44.1 ms and 12.0 GiB",
+        layout="hidden [s, b, h], weight [V, h], labels [s, b] -> losses [s, b]",
+        dtypes="bf16, fp16, fp32, fp64; the sum and the losses in fp32 or wider",
+        tests=LOSS_TESTS,
+        receipt="examples/receipts/h200/linear_cross_entropy.json",
+        exit_when=REFERENCE_EXIT,
+        skips=NOT_IN_MODEL,
+    ),
+    Row(
+        surface="linear_cross_entropy",
+        backend="own_mega_kernel",
+        blocks="",
+        role="deferred",
+        keep="not carried",
+        removes="the logits: plain linear and cross entropy 44.1 ms and 12.0 GiB, Liger 37.8 ms "
+        "and 0.67 GiB, floor 31 ms",
+        fallback="reference",
+        not_carried="it is made of 23 TFLOP of GEMM, and cuBLAS runs those; chunked logits with "
+        "one small kernel over each chunk save the same memory",
+        exit_when="a chunked path cannot come within reach of the floor on an H200",
+    ),
+    Row(
+        surface="linear_cross_entropy",
+        backend="megatron_te",
+        blocks="",
+        role="vendor",
+        keep="not carried",
+        removes="a pass over the logits",
+        fallback="reference",
+        not_carried="Megatron's cross_entropy_fusion_impl 'te' is reported to give grad norm 0 or "
+        "divergence (Megatron-LM #1627 and #1750)",
+        exit_when="both reports are closed by a fix and our gradient test passes on it",
+    ),
+)
+
+RESIDUAL = (
+    Row(
+        surface="residual",
+        backend="megatron",
+        blocks="AEMR",
+        role="chosen",
+        keep="keep",
+        removes="two of three elementwise launches and their traffic: bias, dropout and addition "
+        "are one kernel of torch.compile, where the recipe has bias_dropout_fusion",
+        layout="x, residual [s, b, h], bias [h] -> [s, b, h]",
+        dtypes="bf16, fp16, fp32; the residual's",
+        fallback="reference",
+        tests=RESIDUAL_TESTS,
+        receipt="examples/receipts/h200/residual.json",
+        exit_when="it is no faster than the eager operations over a whole step",
+    ),
+    Row(
+        surface="residual",
+        backend="reference",
+        blocks="AEMR",
+        role="fallback",
+        keep="keep",
+        removes="nothing: bias, dropout and addition one after another",
+        layout="x, residual [s, b, h], bias [h] -> [s, b, h]",
+        dtypes="bf16, fp16, fp32, fp64; the residual's",
+        tests=RESIDUAL_TESTS,
+        receipt="examples/receipts/h200/residual.json",
+        exit_when=REFERENCE_EXIT,
+    ),
+    Row(
+        surface="residual",
+        backend="own_triton",
+        blocks="AEMR",
+        role="deferred",
+        keep="not carried",
+        removes="elementwise launches between a block's output and the next block's input",
+        fallback="megatron",
+        not_carried="bias, dropout and addition are one kernel of torch.compile already; a Triton "
+        "kernel would be a border that the compiler cannot fuse across",
+        exit_when="torch.compile stops fusing them in the pinned stack, seen in a trace of a run",
+    ),
+)
