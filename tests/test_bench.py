@@ -350,7 +350,7 @@ class TestCommand:
         monkeypatch.delitem(sys.modules, "megacpp_mcore.layers.stack", raising=False)
         words = [word for override in SMALL for word in ("--set", override)]
         assert cli.main(["bench", "model", "--recipe", "nam56r-tiny", *words]) == 2
-        assert "the stack spec is none" in capsys.readouterr().err
+        assert "megacpp_mcore.specs.nam56r cannot be used" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
