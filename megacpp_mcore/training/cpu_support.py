@@ -38,7 +38,6 @@ _SERVED: dict[str, set[str]] = {
 }  # fmt: skip
 # key -> the values that are served, where the default is not the only one
 _ONLY: dict[tuple[str, str], tuple[Any, ...]] = {
-    ("launch", "device"): ("cpu",),
     ("launch", "distributed_backend"): ("gloo",),
     ("launch", "use_cpu_initialization"): (True,),
     ("data", "tokenizer_type"): ("NullTokenizer",),
@@ -59,6 +58,11 @@ def check(recipe: Recipe) -> None:
 
     Raises CpuLaneError naming every key, its value, and the one that is served.
     """
+    if recipe.launch.device != "cpu":
+        raise CpuLaneError(
+            f"recipe {recipe.name} has launch.device = {recipe.launch.device!r}: train it with "
+            f"`megacpp train {recipe.name} --gpus N`"
+        )
     problems = []
     for (section, key), served in _ONLY.items():
         asked = getattr(getattr(recipe, section), key)
