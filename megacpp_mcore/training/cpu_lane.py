@@ -22,7 +22,7 @@ from megacpp_mcore.lowering import lower
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.receipts.run import RunReceipt
-from megacpp_mcore.recipe import Recipe, patch_needs
+from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, Recipe, patch_needs
 from megacpp_mcore.training import checkpoint, cpu_support
 from megacpp_mcore.training.data_entropy import corpus_entropy
 from megacpp_mcore.training.datasets import TokenDataset, batches, build_datasets, order_digest
@@ -56,7 +56,7 @@ def train(
     TrainingError when the loss or a gradient is not finite; the receipt then says so, and the last
     good checkpoint is kept.
     """
-    cpu_support.check(recipe)
+    cpu_support.check(recipe, steps)
     patch_needs.check(recipe)
     goodput = Goodput()
     folder = RunFolder(out)
@@ -69,7 +69,7 @@ def train(
             run = _Run(recipe, args, folder, goodput, environment)
             if latest:
                 run.resume(latest)
-            return run.until(min(steps or args.train_iters, args.train_iters), stop)
+            return run.until(steps or args.train_iters, stop)
     finally:
         folder.release()
 
@@ -242,8 +242,10 @@ def _datasets(recipe: Recipe, cache: Path) -> tuple[TokenDataset, TokenDataset |
 
 
 def _environment(recipe: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """The recipe's launch variables, split by whether the user had set them: theirs are kept."""
+    """The recipe's launch variables, split by whether the user had set them: theirs are kept,
+    but for MEGACPP_RECIPE."""
     kept = {name: os.environ[name] for name in recipe if name in os.environ}
+    kept.pop(ENVIRONMENT_VARIABLE, None)
     applied = {name: value for name, value in recipe.items() if name not in kept}
     return {"applied": applied, "kept": kept}
 

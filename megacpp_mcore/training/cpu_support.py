@@ -53,7 +53,7 @@ class CpuLaneError(MegacppError):
     """The recipe asks for something that the CPU lane does not do."""
 
 
-def check(recipe: Recipe) -> None:
+def check(recipe: Recipe, steps: int | None = None) -> None:
     """Refuse a recipe that the CPU lane would not run as written.
 
     Raises CpuLaneError naming every key, its value, and the one that is served.
@@ -64,6 +64,11 @@ def check(recipe: Recipe) -> None:
             f"`megacpp train {recipe.name} --gpus N`"
         )
     problems = []
+    if steps is not None and steps > recipe.schedule.train_iters:
+        problems.append(
+            f"--steps {steps} goes beyond the schedule; raise schedule.train_iters, which is "
+            f"{recipe.schedule.train_iters}"
+        )
     for (section, key), served in _ONLY.items():
         asked = getattr(getattr(recipe, section), key)
         if asked not in served:

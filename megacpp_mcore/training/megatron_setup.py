@@ -18,15 +18,20 @@ import numpy
 import torch
 
 from megacpp_mcore import bridges
+from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE
 
 
 def megatron_args(argv: Sequence[str], environment: Mapping[str, str]) -> Namespace:
     """Megatron's parsed and validated arguments for `argv`, as the only rank of a world of one.
 
-    environment: the launch variables of the recipe; those the user has set already are kept.
+    environment: the launch variables of the recipe; those the user has set already are kept, but
+    for MEGACPP_RECIPE.
     """
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **environment}.items():
         os.environ.setdefault(name, value)
+    if ENVIRONMENT_VARIABLE in environment:
+        # The recipe that was asked for, not one that an earlier launch left in the environment.
+        os.environ[ENVIRONMENT_VARIABLE] = environment[ENVIRONMENT_VARIABLE]
     bridges.before_megatron()
     with quiet(), bridges.answering_for_a_gpu(), _argv(argv):
         from megatron.training.arguments import parse_args, validate_args

@@ -234,3 +234,19 @@ def test_a_key_that_the_lane_does_not_serve_is_refused_not_ignored(
         train(load_recipe(str(small_recipe), [override]), tmp_path / "run")
     assert isinstance(refused.value, CpuLaneError) or "recipe" in str(refused.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_steps_beyond_the_schedule_are_refused_not_cut(small, tmp_path):
+    with pytest.raises(CpuLaneError, match=r"--steps 9 goes beyond the schedule.*is 8"):
+        train(small, tmp_path / "run", steps=9)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_recipe_left_in_the_environment_does_not_replace_the_one_asked_for(
+    small, unbroken, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("MEGACPP_RECIPE", f"{small.source} --set mamba3.rope_fraction=1.0")
+    train(small, tmp_path / "run")
+    assert losses(tmp_path / "run") == losses(unbroken)
+    applied = receipts.read(tmp_path / "run" / "receipt.json")["environment"]["applied"]
+    assert applied["MEGACPP_RECIPE"] == small.request
