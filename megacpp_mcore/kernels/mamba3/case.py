@@ -62,7 +62,7 @@ class Mamba3ScanCase(Case):
         return {
             "plain": cls(2, 32, 4, 2, 8, 8, 2, 0, 8),
             "plain-mimo": cls(1, 16, 2, 1, 8, 8, 2, 2, 8),
-            "plain-whole-tiles": cls(1, 128, 2, 1, 32, 32, 8, 0, 64),
+            "plain-whole-tiles": cls(1, 128, 2, 1, 64, 64, 16, 0, 64),
             "odd": cls(1, 37, 3, 1, 5, 10, 3, 0, 8),
             "odd-length": cls(2, 75, 2, 2, 32, 32, 4, 0, 64),
             "odd-mimo": cls(1, 21, 4, 4, 3, 8, 4, 3, 8),

@@ -1,21 +1,16 @@
 """Mamba-3 SISO on the Triton kernels of mamba-ssm, behind the interface of `mamba3_scan`.
 
 Upstream casts q, k, v, z, trap and angles to bfloat16, so that only a bfloat16 model is served
-without a loss that nobody asked for. Its kernels search 200 configurations on their first call,
-minutes on an H200; for the sizes in `mamba_ssm_configs` they are given one configuration each.
+without a loss that nobody asked for.
 """
-
-import functools
-import importlib
 
 import torch
 from torch import Tensor
 
 from megacpp_mcore.kernels.mamba3 import mamba3_scan as reference_scan
 from megacpp_mcore.kernels.mamba3.inputs import Mamba3InputError, Mamba3State
-from megacpp_mcore.kernels.mamba3.mamba_ssm_configs import PINNED
+from megacpp_mcore.kernels.mamba3.mamba_ssm_ops import mamba3_siso
 
-_PACKAGE = "mamba_ssm.ops.triton.mamba3"
 _CHUNK = 64
 
 
@@ -51,16 +46,13 @@ def mamba3_scan(
             return_final_state=return_final_state,
         )  # fmt: skip
     _check(v)
-    from mamba_ssm.ops.triton.mamba3.mamba3_siso_combined import mamba3_siso_combined
-
-    _pin(q.shape[-1], v.shape[-1], chunk_size)
     # Narrow first: what is expanded over the heads is then written once, at half the size.
     angles = angles.to(torch.bfloat16).expand(-1, -1, v.shape[2], -1).contiguous()
-    return mamba3_siso_combined(
-        q, k, v, adt.transpose(1, 2), dt.transpose(1, 2), trap.transpose(1, 2), q_bias, k_bias,
-        angles, D, z, chunk_size=chunk_size,
-        cu_seqlens=None if cu_seqlens is None else _whole(cu_seqlens, v.shape[1]),
-    )  # fmt: skip
+    q, k, trap, z = (None if x is None else x.to(torch.bfloat16) for x in (q, k, trap, z))
+    inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z)
+    kept = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    bounds = None if cu_seqlens is None else _whole(cu_seqlens, v.shape[1])
+    return mamba3_siso(*inputs, bounds, chunk_size, kept)[0]
 
 
 def _check(v: Tensor) -> None:
@@ -77,18 +69,3 @@ def _whole(cu_seqlens: Tensor, seq: int) -> Tensor:
     """Offsets up to the end of the row: tokens behind the last one are a document of their own."""
     end = torch.full_like(cu_seqlens[:1], seq)
     return torch.cat((cu_seqlens, end)).to(torch.int32)
-
-
-@functools.cache
-def _pin(state_dim: int, head_dim: int, chunk_size: int) -> None:
-    """Give the kernels the one configuration that was found for this GPU and these sizes.
-
-    Other sizes keep upstream's search, unless sizes before them in this process were pinned.
-    """
-    capability = torch.cuda.get_device_capability()
-    for kernel, config in PINNED.get((capability, state_dim, head_dim, chunk_size), {}).items():
-        import triton
-
-        module, name = kernel.split(":")
-        tuner = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)
-        tuner.configs = [triton.Config(**config)]

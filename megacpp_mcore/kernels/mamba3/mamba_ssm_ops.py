@@ -1,0 +1,175 @@
+"""mamba-ssm's Mamba-3 SISO launchers as two torch operators, so that torch.compile sees one node.
+
+Upstream's autograd.Function launches Triton kernels from Python, around which torch.compile cuts
+the graph. Its kernels search 200 configurations on their first call, minutes on an H200; for the
+sizes in `mamba_ssm_configs` they are given one configuration each.
+
+Shapes: q, k (B, S, G, N), v, z (B, S, H, P), angles (B, S, H, A) in bfloat16; adt, dt (B, S, H) in
+float32; trap (B, S, H) in bfloat16; q_bias, k_bias (H, N) and D (H) in float32; bounds (documents
++ 1) int32, which end at S.
+"""
+
+import functools
+import importlib
+
+import torch
+from torch import Tensor
+
+from megacpp_mcore.kernels.mamba3.mamba_ssm_configs import PINNED
+
+_PACKAGE = "mamba_ssm.ops.triton.mamba3"
+_GRADIENTS = 11  # q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z
+
+
+@torch.library.custom_op("megacpp::mamba3_siso", mutates_args=(), device_types="cuda")
+def mamba3_siso(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    adt: Tensor,
+    dt: Tensor,
+    trap: Tensor,
+    q_bias: Tensor,
+    k_bias: Tensor,
+    angles: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    bounds: Tensor | None,
+    chunk_size: int,
+    kept: bool,
+) -> list[Tensor]:
+    """y (B, S, H, P), and when `kept` is set what the backward pass reads (`_kept`)."""
+    from mamba_ssm.ops.triton.mamba3.angle_dt import angle_dt_fwd
+    from mamba_ssm.ops.triton.mamba3.mamba3_siso_fwd import mamba3_siso_fwd
+
+    _prepare(q, v, chunk_size)
+    adt, dt, trap = (x.transpose(1, 2) for x in (adt, dt, trap))
+    sums = angle_dt_fwd(angles, dt, chunk_size=chunk_size, cu_seqlens=bounds)
+    y, *inner, _ = mamba3_siso_fwd(
+        q, k, v, adt, dt, trap, q_bias, k_bias, sums, D, z, chunk_size=chunk_size,
+        store_states_adt_outv=kept, cu_seqlens=bounds,
+    )  # fmt: skip
+    return [y, sums, *inner] if kept else [y]
+
+
+@mamba3_siso.register_fake
+def _(q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, bounds, chunk_size, kept):
+    y = v.new_empty(v.shape)
+    if not kept:
+        return [y]
+    batch, seq, heads, head_dim = v.shape
+    state_dim = q.shape[-1]
+    chunks = -(-seq // chunk_size)
+    if bounds is not None:
+        chunks = bounds.shape[0] - 1 + seq // chunk_size
+    wide = functools.partial(v.new_empty, dtype=torch.float32)
+    rows = (batch, heads, seq)
+    return [
+        y,
+        torch.empty_like(angles),
+        v.new_empty(v.shape),
+        v.new_empty(batch, heads, head_dim, chunks * state_dim),
+        wide(rows),
+        wide(batch, heads, chunks),
+        *(x.new_empty(batch, seq, heads, state_dim) for x in (q, k)),
+        *(wide(rows) for _ in range(3)),
+    ]
+
+
+@torch.library.custom_op("megacpp::mamba3_siso_backward", mutates_args=(), device_types="cuda")
+def _backward(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    adt: Tensor,
+    dt: Tensor,
+    trap: Tensor,
+    q_bias: Tensor,
+    k_bias: Tensor,
+    angles: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    bounds: Tensor | None,
+    kept: list[Tensor],
+    chunk_size: int,
+) -> list[Tensor]:
+    """The gradients of q, k, v, adt, dt, trap, q_bias, k_bias, angles, and of D and z if given."""
+    from mamba_ssm.ops.triton.mamba3 import mamba3_siso_bwd as launch
+    from mamba_ssm.ops.triton.mamba3.angle_dt import angle_dt_bwd
+
+    _prepare(q, v, chunk_size)
+    dt, trap = dt.transpose(1, 2), trap.transpose(1, 2)
+    sums, y_before_z, states, decay, chunk_decay, q_turned, k_turned, qk, scale, gamma = kept
+    dy, dz = dy.contiguous(), None
+    if z is not None:
+        dz, dy = launch.compute_dzdo(dy, z, y_before_z, chunk_size=chunk_size)
+    dq, dk, dv, dadt, dqk, dD, _ = launch.compute_dqkv(
+        q_turned, k_turned, v, decay, chunk_decay, qk, states, dy, D=D, chunk_size=chunk_size,
+        Cu_Seqlens=bounds,
+    )  # fmt: skip
+    dq, dk, dq_bias, dk_bias, dsums, dscale, dgamma = launch.compute_dqktheta(
+        q, k, scale, gamma, q_bias, k_bias, sums, dq, dk, dqk, chunk_size=chunk_size,
+        Cu_Seqlens=bounds,
+    )  # fmt: skip
+    ddt, dtrap, *_ = launch.compute_ddt_dtrap_dinput_states(
+        dscale, dgamma, dt, trap.float(), Cu_Seqlens=bounds
+    )
+    dangles, ddt_of_angles, _ = angle_dt_bwd(
+        dsums, angles, dt, chunk_size=chunk_size, cu_seqlens=bounds
+    )
+    found = (dq, dk, dv, dadt.transpose(1, 2), (ddt + ddt_of_angles).transpose(1, 2),
+             dtrap.transpose(1, 2), dq_bias, dk_bias, dangles, dD, dz)  # fmt: skip
+    given = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z)
+    return [
+        gradient.to(x.dtype).contiguous()
+        for gradient, x in zip(found, given, strict=True)
+        if x is not None
+    ]
+
+
+@_backward.register_fake
+def _(dy, q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, bounds, kept, chunk_size):
+    given = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z)
+    return [x.new_empty(x.shape) for x in given if x is not None]
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.chunk_size, ctx.kept = inputs
+    ctx.given = [x is not None for x in tensors]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # or what is kept gets zeros of its size
+    ctx.save_for_backward(*tensors, *output[1:])
+
+
+def _gradients(ctx, dys):
+    tensors, kept = ctx.saved_tensors[:12], list(ctx.saved_tensors[12:])
+    gradients = iter(_backward(dys[0], *tensors, kept, ctx.chunk_size))
+    found = [next(gradients) if given else None for given in ctx.given[:_GRADIENTS]]
+    return *found, None, None, None
+
+
+mamba3_siso.register_autograd(_gradients, setup_context=_save)
+
+
+def _prepare(q: Tensor, v: Tensor, chunk_size: int) -> None:
+    """What upstream's launchers expect of Triton, in this thread (autograd has its own)."""
+    import triton
+
+    triton.set_allocator(lambda size, alignment, stream: v.new_empty(size, dtype=torch.int8))
+    _pin(q.shape[-1], v.shape[-1], chunk_size)
+
+
+@functools.cache
+def _pin(state_dim: int, head_dim: int, chunk_size: int) -> None:
+    """Give the kernels the one configuration that was found for this GPU and these sizes.
+
+    Other sizes keep upstream's search, unless sizes before them in this process were pinned.
+    """
+    capability = torch.cuda.get_device_capability()
+    for kernel, config in PINNED.get((capability, state_dim, head_dim, chunk_size), {}).items():
+        import triton
+
+        module, name = kernel.split(":")
+        tuner = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)
+        tuner.configs = [triton.Config(**config)]
