@@ -20,7 +20,7 @@ _SIZES = [
     "model.seq_length=96", "attention.q_lora_rank=16", "attention.kv_lora_rank=16",
     "attention.qk_head_dim=16", "attention.qk_pos_emb_head_dim=16", "attention.v_head_dim=16",
     "moe.moe_ffn_hidden_size=32", "moe.moe_shared_expert_intermediate_size=32",
-    "mamba3.mamba_num_heads=4", "mamba3.mamba_head_dim=32", "mamba3.mamba_state_dim=32",
+    "mamba3.mamba_num_heads=4", "mamba3.mamba_head_dim=64", "mamba3.mamba_state_dim=64",
     "mamba3.mamba_num_groups=2", "mamba3.chunk_size=64", "m2rnn.k_head_dim=64",
     "m2rnn.v_head_dim=16", "m2rnn.num_heads=2",
     "mtp.mtp_num_layers=0", "mtp.pattern=",
