@@ -90,7 +90,11 @@ class _Subject:
         self._step: Callable[[Tensor], None] | None = None
 
     def forward(self, turn: int) -> Tensor:
-        """The mean loss of one micro batch."""
+        """The mean loss of one micro batch, the first after an update of the weights.
+
+        As Megatron's schedules say so: Transformer Engine keeps the weights it has cast to FP8.
+        """
+        self.model.set_is_first_microbatch()
         return self.model(**self.batches[turn % len(self.batches)]).float().mean()
 
     def forward_backward(self, turn: int) -> None:
