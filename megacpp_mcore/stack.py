@@ -66,6 +66,8 @@ PINS = (
     ),
     Pin("liger-kernel", "0.8.5", cuda=True, missing=WARN, why="fused loss and norm kernels"),
 )
+# Used where they are installed, in whatever version: a receipt names it.
+NOT_PINNED = ("cut-cross-entropy", "deep-ep", "flash-attn")
 
 
 @dataclass(frozen=True)

@@ -9,21 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megacpp_mcore import __version__
+from megacpp_mcore.stack import NOT_PINNED, PINS
 
 # Every package whose version can change a loss or a step time; absent ones are recorded as null.
-PACKAGES = (
-    "torch",
-    "triton",
-    "megatron-core",
-    "numpy",
-    "transformer-engine",
-    "mamba-ssm",
-    "causal-conv1d",
-    "liger-kernel",
-    "cut-cross-entropy",
-    "deep-ep",
-    "flash-attn",
-)
+PACKAGES = (*(pin.name for pin in PINS), *NOT_PINNED)
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 

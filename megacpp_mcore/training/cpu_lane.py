@@ -5,12 +5,11 @@ and resumed ends with the same losses.
 """
 
 import contextlib
-import os
 import resource
 import signal
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,10 +21,11 @@ from megacpp_mcore.lowering import lower
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.receipts.run import RunReceipt
-from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, Recipe, patch_needs
+from megacpp_mcore.recipe import Recipe, patch_needs
 from megacpp_mcore.training import checkpoint, cpu_support
 from megacpp_mcore.training.data_entropy import corpus_entropy
 from megacpp_mcore.training.datasets import TokenDataset, batches, build_datasets, order_digest
+from megacpp_mcore.training.environment import apply_environment
 from megacpp_mcore.training.megatron_setup import build_model, megatron_args, single_process
 from megacpp_mcore.training.optimizer import build_optimizer, build_scheduler
 from megacpp_mcore.training.progress import ProgressLog
@@ -62,7 +62,7 @@ def train(
     folder = RunFolder(out)
     latest = folder.claim(resume=resume, overwrite=overwrite)
     lowered = lower(recipe)
-    environment = _environment(lowered.environment)
+    environment = apply_environment(lowered.environment)
     try:
         args = megatron_args(lowered.argv, lowered.environment)
         with single_process(recipe.schedule.seed), _StopSignals() as stop:
@@ -239,15 +239,6 @@ def _datasets(recipe: Recipe, cache: Path) -> tuple[TokenDataset, TokenDataset |
         cache_dir=data.data_cache_path or cache,
     )
     return train_data, valid_data
-
-
-def _environment(recipe: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """The recipe's launch variables, split by whether the user had set them: theirs are kept,
-    but for MEGACPP_RECIPE."""
-    kept = {name: os.environ[name] for name in recipe if name in os.environ}
-    kept.pop(ENVIRONMENT_VARIABLE, None)
-    applied = {name: value for name, value in recipe.items() if name not in kept}
-    return {"applied": applied, "kept": kept}
 
 
 def peak_memory_bytes() -> int:

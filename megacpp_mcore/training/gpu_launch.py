@@ -6,7 +6,6 @@ all of it. Nothing here imports torch: variables that CUDA reads as it starts ar
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.lowering import Lowered, lower
 from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, Recipe, load_recipe, recipe_from_environment
+from megacpp_mcore.training.environment import apply_environment
 
 RECIPE, SET, OUT = "--megacpp-recipe", "--megacpp-set", "--megacpp-out"
 
@@ -112,23 +112,6 @@ def _check_world(recipe: Recipe, environment: Mapping[str, str]) -> None:
             f"{recipe.launch.nproc_per_node}: make the recipe's words with "
             f"`--set launch.nproc_per_node=N`"
         )
-
-
-def apply_environment(wanted: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Set the recipe's variables in this process, but keep what the user has set; rank 0 says so.
-
-    Returns {"applied": ..., "kept": ...}, as a receipt has it.
-    """
-    kept = {name: os.environ[name] for name in wanted if name in os.environ}
-    applied = {name: value for name, value in wanted.items() if name not in kept}
-    os.environ.update(applied)
-    for name, value in kept.items():
-        if value != wanted[name] and os.environ.get("RANK", "0") == "0":
-            print(
-                f"megacpp: kept {name}={value} of the environment; the recipe has {wanted[name]}",
-                file=sys.stderr,
-            )
-    return {"applied": applied, "kept": kept}
 
 
 def check_agreement(launch: Launch, args: Any) -> None:

@@ -7,7 +7,6 @@ Megatron's own parser and validation, Megatron's config and model builder, our s
 import contextlib
 import io
 import logging
-import os
 import random
 import sys
 import warnings
@@ -18,7 +17,7 @@ import numpy
 import torch
 
 from megacpp_mcore import bridges
-from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE
+from megacpp_mcore.training.environment import apply_environment
 
 
 def megatron_args(argv: Sequence[str], environment: Mapping[str, str]) -> Namespace:
@@ -27,11 +26,7 @@ def megatron_args(argv: Sequence[str], environment: Mapping[str, str]) -> Namesp
     environment: the launch variables of the recipe; those the user has set already are kept, but
     for MEGACPP_RECIPE.
     """
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **environment}.items():
-        os.environ.setdefault(name, value)
-    if ENVIRONMENT_VARIABLE in environment:
-        # The recipe that was asked for, not one that an earlier launch left in the environment.
-        os.environ[ENVIRONMENT_VARIABLE] = environment[ENVIRONMENT_VARIABLE]
+    apply_environment({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **environment})
     bridges.before_megatron()
     with quiet(), bridges.answering_for_a_gpu(), _argv(argv):
         from megatron.training.arguments import parse_args, validate_args
