@@ -66,6 +66,25 @@ def flash_attention(problem: Problem) -> str | None:
     return f"dqk {dqk}: flash attention takes at most 256" if dqk > 256 else None
 
 
+def mla_rope_triton(problem: Problem) -> str | None:
+    """The `supports` of our Triton kernels of MLA's RoPE."""
+    if problem.device != "cuda":
+        return f"a Triton kernel, the problem is on {problem.device}"
+    if reason := whole_rows(problem) or import_reason("triton"):
+        return reason
+    from megacpp_mcore.kernels.mla_rope.triton import DTYPES
+
+    return None if problem.dtype in DTYPES else f"it takes {', '.join(DTYPES)}, not {problem.dtype}"
+
+
+def whole_rows(problem: Problem) -> str | None:
+    """The `supports` of a RoPE that takes a row's first token to be the first of a document."""
+    ranks = problem.size("context_parallel_size", 1)
+    if ranks == 1:
+        return None
+    return f"context_parallel_size {ranks}: it counts positions in the rows of one rank"
+
+
 def liger_norm(problem: Problem) -> str | None:
     """The `supports` of Liger's RMSNorm. The normalization is known when a layer is built only."""
     if problem.device != "cuda":
@@ -96,12 +115,6 @@ def grouped_mm(problem: Problem) -> str | None:
     if problem.device == "cuda":
         return None
     return f"on {problem.device} it is a loop over the experts, as the reference is"
-
-
-def one_vocabulary(problem: Problem) -> str | None:
-    """The `supports` of a loss that sees the vocabulary of its own rank only."""
-    ranks = problem.size("tensor_model_parallel_size", 1)
-    return f"tensor_model_parallel_size {ranks}: it sees one rank's part" if ranks > 1 else None
 
 
 def compiled(problem: Problem) -> str | None:
@@ -142,6 +155,7 @@ _PARTS = "megacpp_mcore.layers.parts"
 _ATTENTION = "megacpp_mcore.layers.core_attention"
 _MAMBA3 = "megacpp_mcore.kernels.mamba3"
 _M2RNN = "megacpp_mcore.kernels.m2rnn"
+_MLA_ROPE = "megacpp_mcore.kernels.mla_rope"
 _LOSS = "megacpp_mcore.kernels.linear_cross_entropy"
 _TE_EXTENSION = "megatron.core.extensions.transformer_engine"
 
@@ -184,6 +198,16 @@ _SURFACES = (
         problems.core_attention_of,
     ),
     Surface(
+        "mla_rope",
+        (
+            Backend("triton", f"{_MLA_ROPE}.triton:mla_rope", mla_rope_triton),
+            # Megatron's own path counts positions over the ranks of context parallelism.
+            Backend("megatron", f"{_MLA_ROPE}.unfused:mla_rope", megatron_rope),
+            Backend(REFERENCE, f"{_MLA_ROPE}:mla_rope", whole_rows),
+        ),
+        problems.mla_rope_of,
+    ),
+    Surface(
         "mamba3_scan",
         (
             Backend("mamba_ssm", f"{_MAMBA3}.mamba_ssm:mamba3_scan", mamba_ssm_scan),
@@ -203,7 +227,7 @@ _SURFACES = (
     ),
     Surface(
         "linear_cross_entropy",
-        (Backend(REFERENCE, f"{_LOSS}:linear_cross_entropy", one_vocabulary),),
+        (Backend(REFERENCE, f"{_LOSS}:REFERENCE", always),),
         problems.linear_cross_entropy_of,
     ),
     Surface(
