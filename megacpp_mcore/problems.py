@@ -69,6 +69,28 @@ def core_attention_of(recipe: "Recipe", device: str) -> Problem | None:
     return core_attention(device, _config(recipe)) if "*" in symbols else None
 
 
+def mla_rope(device: str, config) -> Problem:
+    """heads: of one tensor-parallel rank. rotary_dim: dims of the pos_dim that RoPE turns."""
+    pos_dim = config.qk_pos_emb_head_dim
+    percent = config.rotary_percent if config.rope_type == "rope" else 1.0  # YaRN's does not read it
+    return Problem.of(
+        device,
+        _dtype(config),
+        heads=config.num_attention_heads // config.tensor_model_parallel_size,
+        qk_head_dim=config.qk_head_dim,
+        pos_dim=pos_dim,
+        v_head_dim=config.v_head_dim,
+        rotary_dim=2 * math.ceil(int(pos_dim * percent) / 2),
+        context_parallel_size=config.context_parallel_size,
+    )
+
+
+def mla_rope_of(recipe: "Recipe", device: str) -> Problem | None:
+    """None when no A layer is MLA: DSA turns its latents itself."""
+    layers = [*recipe.plan.layers, *recipe.plan.mtp_layers]
+    return mla_rope(device, _config(recipe)) if any(x.symbol == "+" for x in layers) else None
+
+
 def mamba3_scan(device: str, config, layout: "Mamba3Layout", settings: "Mamba3Settings") -> Problem:
     """heads, groups: of one tensor-parallel rank. rank: of MIMO, else 1."""
     return Problem.of(
@@ -153,6 +175,11 @@ def _config(recipe: "Recipe") -> SimpleNamespace:
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
         kv_channels=attention.kv_channels or model.hidden_size // model.num_attention_heads,
+        qk_head_dim=attention.qk_head_dim,
+        qk_pos_emb_head_dim=attention.qk_pos_emb_head_dim,
+        v_head_dim=attention.v_head_dim,
+        rope_type=attention.rope_type,
+        rotary_percent=model.rotary_percent,
         context_parallel_size=recipe.parallel.context_parallel_size,
         tensor_model_parallel_size=recipe.parallel.tensor_model_parallel_size,
         mamba_num_heads=mamba3.mamba_num_heads,

@@ -202,7 +202,7 @@ _SURFACES = (
         (
             Backend("triton", f"{_MLA_ROPE}.triton:mla_rope", mla_rope_triton),
             # Megatron's own path counts positions over the ranks of context parallelism.
-            Backend("megatron", f"{_MLA_ROPE}.unfused:mla_rope", megatron_rope),
+            Backend("megatron", f"{_MLA_ROPE}.unfused:mla_rope", always),
             Backend(REFERENCE, f"{_MLA_ROPE}:mla_rope", whole_rows),
         ),
         problems.mla_rope_of,

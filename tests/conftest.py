@@ -8,10 +8,14 @@ import pytest
 # One thread a worker: pytest runs a worker per core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from megacpp_mcore import bridges
+from megacpp_mcore import bridges, problems
 from megacpp_mcore.recipe import Recipe, load_recipe
 
 bridges.before_megatron()
+
+if problems.current_device() == "cpu":
+    # Triton reads it as a kernel is defined: ours then run without a GPU, in the interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 SMALL = """
 extends = "nam56r-tiny"

@@ -271,14 +271,15 @@ def _rows(
 def _costs(race: Race) -> dict[str, tuple[int, int]]:
     """phase -> (operations, bytes) that a call needs at least.
 
-    Inputs are read once and outputs written once; the backward pass reads the inputs and the
-    outputs' gradients, and writes the inputs' gradients.
+    Inputs are read once and outputs written once; the backward pass reads the inputs, unless it does
+    without, and the outputs' gradients, and writes the inputs' gradients.
     """
     size = {n: t.numel() * t.element_size() for n, t in race.sets[0].items()}
     outputs = sum(t.numel() * t.element_size() for t in race.truth.directions.values())
     flops, moved = race.case.flops(), sum(size.values()) + outputs
     again = race.case.backward_flops
-    backward = moved + sum(size[name] for name in race.case.inputs) if again else 0
+    inputs = sum(size[name] for name in race.case.inputs)
+    backward = inputs + (moved if race.case.backward_reads_inputs else outputs) if again else 0
     return {
         "forward": (flops, moved),
         "forward_backward": ((1 + again) * flops, moved + backward),

@@ -46,13 +46,15 @@ class Case(ABC):
 
     inputs: tensors with a gradient. wide: tensors, outputs among them, that are float32 in a bf16
     model too. backward_flops: operations of a backward pass in units of a forward pass's; 0 for one
-    that hands on the gradient as it is, and moves no bytes either.
+    that hands on the gradient as it is, and moves no bytes either. backward_reads_inputs: a backward
+    pass needs the inputs again; not where the outputs are linear in them.
     """
 
     surface: ClassVar[str]
     inputs: tuple[str, ...]
     wide: ClassVar[tuple[str, ...]] = ()
     backward_flops: ClassVar[int] = 2
+    backward_reads_inputs: ClassVar[bool] = True
 
     @classmethod
     @abstractmethod

@@ -1,0 +1,120 @@
+"""The mla_rope surface's case: the tensors around an MLA layer's core attention."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from megacpp_mcore import problems
+from megacpp_mcore.backend import Problem
+from megacpp_mcore.kernels.case import Bound, Case, Tensors
+from megacpp_mcore.kernels.mla_rope.inputs import RotaryTable
+from megacpp_mcore.kernels.mla_rope.reference import mla_rope
+from megacpp_mcore.recipe import Recipe
+
+_BASE = 10_000.0
+
+
+@dataclass(frozen=True)
+class MLARopeCase(Case):
+    """q (s, b, heads, plain + pos), kv (s, b, heads, plain + v), k_pos (s, b, pos) -> q, k and v.
+
+    documents: packed ones in each row of seq tokens, of unlike lengths; 0: rows as they are, else
+    the rows lie one behind the other, as Megatron's thd layout has them. rotary: of the pos dims.
+    """
+
+    batch: int
+    seq: int
+    heads: int
+    plain: int
+    pos: int
+    v: int
+    rotary: int
+    documents: int = 0
+    interleaved: bool = True
+    mscale: float = 1.0
+
+    surface = "mla_rope"
+    inputs = ("q", "kv", "k_pos")
+    wide = ("cos", "sin")
+    backward_flops = 1
+    backward_reads_inputs = False
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Self | None:
+        problem = problems.mla_rope_of(recipe, "cpu")
+        if problem is None:
+            return None
+        sizes = (problem.size(n) for n in ("heads", "qk_head_dim", "pos_dim", "v_head_dim"))
+        batch, seq = recipe.schedule.micro_batch_size, recipe.model.seq_length
+        return cls(batch, seq, *sizes, rotary=problem.size("rotary_dim"))
+
+    @classmethod
+    def samples(cls) -> dict[str, Self]:
+        return {
+            "plain": cls(2, 16, 4, 16, 16, 16, 16),
+            "plain-documents": cls(2, 24, 2, 16, 16, 8, 16, documents=3),
+            "odd-yarn-partial": cls(3, 7, 7, 12, 14, 10, 6, mscale=1.3),
+            "odd-halves": cls(1, 5, 17, 3, 10, 5, 10, interleaved=False),
+            "odd-one-token": cls(1, 1, 1, 1, 2, 1, 2),
+            "odd-documents": cls(1, 131, 3, 8, 6, 4, 6, documents=70),
+            "empty": cls(2, 0, 4, 16, 16, 16, 16),
+        }
+
+    def problem(self, device: str, dtype: torch.dtype) -> Problem:
+        sizes = {
+            "heads": self.heads, "qk_head_dim": self.plain, "pos_dim": self.pos,
+            "v_head_dim": self.v, "rotary_dim": self.rotary, "context_parallel_size": 1,
+        }  # fmt: skip
+        return Problem.of(device, str(dtype).removeprefix("torch."), **sizes)
+
+    def draw(self, generator: torch.Generator) -> Tensors:
+        packed = bool(self.documents)
+        row = self.seq * self.batch if packed else self.seq
+        rows = (row,) if packed else (row, self.batch)
+        frequencies = _BASE ** (-torch.arange(0, self.rotary, 2).double() / self.rotary)
+        table = RotaryTable.of(torch.arange(row).double()[:, None] * frequencies, self.mscale)
+        tensors = {
+            "q": self.normal(generator, *rows, self.heads, self.plain + self.pos),
+            "kv": self.normal(generator, *rows, self.heads, self.plain + self.v),
+            "k_pos": self.normal(generator, *rows, self.pos),
+            "cos": table.cos.to(generator.device),
+            "sin": table.sin.to(generator.device),
+        }
+        if packed:
+            tensors["cu_seqlens"] = self._bounds(generator)
+        return tensors
+
+    def _bounds(self, generator: torch.Generator) -> Tensor:
+        """Where the documents of all rows start and end; some may be empty."""
+        shape = (self.batch, self.documents - 1)
+        inner = torch.randint(self.seq + 1, shape, generator=generator, device=generator.device)
+        inner = inner.sort(dim=1).values
+        first = torch.arange(self.batch, device=generator.device)[:, None] * self.seq
+        starts = torch.cat([first, first + inner], dim=1).flatten()
+        end = torch.tensor([self.batch * self.seq], device=generator.device)
+        return torch.cat([starts, end]).to(torch.int32)
+
+    def truth(self, **tensors: Tensor) -> Tensors:
+        return self._call(mla_rope, **tensors)
+
+    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> Bound:
+        return Bound(lambda **tensors: self._call(implementation, **tensors))
+
+    def _call(self, function: Any, cos: Tensor, sin: Tensor, **tensors: Tensor) -> Tensors:
+        options = {"qk_head_dim": self.plain, "interleaved": self.interleaved}
+        values = function(rotary=RotaryTable(cos, sin), **tensors, **options)
+        return dict(zip(("q_out", "k", "v"), values, strict=True))
+
+    def roundings(self, name: str) -> float:
+        """cos and sin, two products and their sum, each of up to the root of two values' size; the
+        sum over heads is rounded once more."""
+        return 6 if name in ("q_out", "k", "v") else 7
+
+    def terms(self, name: str) -> int:
+        return 2 * self.heads if name == "dk_pos" else 2
+
+    def flops(self) -> int:
+        """Four products and two sums a pair, of every query head and of k once."""
+        return 3 * self.seq * self.batch * (self.heads + 1) * self.rotary

@@ -1,0 +1,154 @@
+"""MLA's RoPE in Triton: one launch each way, nothing concatenated or copied around it.
+
+It reads q, kv and k_pos once, in any strides, and writes q, k and v once, contiguous; the backward
+pass reads their gradients once, in any strides, and writes those of q, kv and k_pos once. Nothing
+but the table is kept for it. Angles, turns and the sum over heads are in float32.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from megacpp_mcore.kernels.mla_rope import triton_kernels
+from megacpp_mcore.kernels.mla_rope.inputs import MLARopeInputError, RotaryTable, check_inputs
+
+DTYPES = ("bfloat16", "float16", "float32")
+_HEAD_BLOCK = 16
+_WARPS = 4
+_BOUNDS_BLOCK = 64
+_TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
+
+
+def mla_rope(
+    q: Tensor,
+    kv: Tensor,
+    k_pos: Tensor,
+    rotary: RotaryTable,
+    *,
+    qk_head_dim: int,
+    cu_seqlens: Tensor | None = None,
+    interleaved: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `megacpp_mcore.kernels.mla_rope.mla_rope`, for the dtypes of DTYPES."""
+    check_inputs(q, kv, k_pos, rotary, qk_head_dim, cu_seqlens)
+    if q.dtype not in _TORCH_DTYPES:
+        raise MLARopeInputError(f"q is {q.dtype}; the kernel of MLA's RoPE takes {DTYPES}")
+    packed = q.dim() == 3
+    if packed:
+        q, kv, k_pos = q.unsqueeze(1), kv.unsqueeze(1), k_pos.unsqueeze(1)
+    cos, sin = (table.float().contiguous() for table in rotary)
+    outputs = _forward(q, kv, k_pos, cos, sin, cu_seqlens, qk_head_dim, interleaved)
+    q, k, v = (x.squeeze(1) for x in outputs) if packed else outputs
+    return q, k, v
+
+
+@torch.library.custom_op("megacpp::mla_rope", mutates_args=())
+def _forward(
+    q: Tensor,
+    kv: Tensor,
+    k_pos: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cu_seqlens: Tensor | None,
+    qk_head_dim: int,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of (s, b, heads, ...)."""
+    q, kv, k_pos = _readable(q), _readable(kv), _readable(k_pos)
+    q_out, k, v = _outputs(q, kv, qk_head_dim)
+    _launch(
+        triton_kernels.forward, (q, kv, k_pos), (q_out, k, v),
+        (cos, sin, cu_seqlens), q.shape, qk_head_dim, v.shape[-1], interleaved,
+    )  # fmt: skip
+    return q_out, k, v
+
+
+def _outputs(q: Tensor, kv: Tensor, qk_head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    v_dim = kv.shape[-1] - qk_head_dim
+    return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(*q.shape[:-1], v_dim)
+
+
+@_forward.register_fake
+def _(q, kv, k_pos, cos, sin, cu_seqlens, qk_head_dim, interleaved):
+    return _outputs(q, kv, qk_head_dim)
+
+
+@torch.library.custom_op("megacpp::mla_rope_backward", mutates_args=())
+def _backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cu_seqlens: Tensor | None,
+    qk_head_dim: int,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, kv and k_pos."""
+    dq, dk, dv = _readable(dq), _readable(dk), _readable(dv)
+    gradients = _gradient_outputs(dq, dv, qk_head_dim)
+    _launch(
+        triton_kernels.backward, (dq, dk, dv), gradients,
+        (cos, sin, cu_seqlens), dq.shape, qk_head_dim, dv.shape[-1], interleaved,
+    )  # fmt: skip
+    return gradients
+
+
+def _gradient_outputs(dq: Tensor, dv: Tensor, qk_head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    *rows, heads, dim = dq.shape
+    kv = (*rows, heads, qk_head_dim + dv.shape[-1])
+    return dq.new_empty(dq.shape), dq.new_empty(kv), dq.new_empty(*rows, dim - qk_head_dim)
+
+
+@_backward.register_fake
+def _(dq, dk, dv, cos, sin, cu_seqlens, qk_head_dim, interleaved):
+    return _gradient_outputs(dq, dv, qk_head_dim)
+
+
+def _save(ctx, inputs, output) -> None:
+    *_, cos, sin, cu_seqlens, qk_head_dim, interleaved = inputs
+    ctx.save_for_backward(cos, sin, cu_seqlens)
+    ctx.options = qk_head_dim, interleaved
+
+
+def _gradients(ctx, dq, dk, dv):
+    return *_backward(dq, dk, dv, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x itself when a head's dims lie side by side, else a copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _launch(
+    kernel,
+    sources: tuple[Tensor, Tensor, Tensor],
+    targets: tuple[Tensor, Tensor, Tensor],
+    tables: tuple[Tensor, Tensor, Tensor | None],
+    shape: torch.Size,
+    qk_head_dim: int,
+    v_dim: int,
+    interleaved: bool,
+) -> None:
+    """One program a token. shape: of q."""
+    tokens, batch, heads, dim = shape
+    if not tokens * batch * heads:
+        for target in targets:
+            target.zero_()  # the sum over no heads
+        return
+    cos, sin, cu_seqlens = tables
+    pairs = cos.shape[1]
+    rest = dim - qk_head_dim - 2 * pairs
+    strides = (stride for x in (*sources, *targets) for stride in x.stride()[:-1])
+    kernel[(tokens * batch,)](
+        *sources, cos, sin, cu_seqlens, *targets,
+        batch, 0 if cu_seqlens is None else cu_seqlens.numel(), heads, *strides,
+        PLAIN=qk_head_dim, PAIRS=pairs, REST=rest, V_DIM=v_dim,
+        PLAIN_BLOCK=triton.next_power_of_2(qk_head_dim), PAIR_BLOCK=triton.next_power_of_2(pairs),
+        REST_BLOCK=triton.next_power_of_2(max(rest, 1)), V_BLOCK=triton.next_power_of_2(v_dim),
+        HEAD_BLOCK=min(_HEAD_BLOCK, triton.next_power_of_2(heads)), INTERLEAVED=interleaved,
+        PACKED=cu_seqlens is not None, BOUNDS_BLOCK=_BOUNDS_BLOCK, num_warps=_WARPS,
+    )  # fmt: skip
