@@ -11,11 +11,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from megacpp_mcore import bridges, problems
 from megacpp_mcore.recipe import Recipe, load_recipe
 
-bridges.before_megatron()
-
 if problems.current_device() == "cpu":
-    # Triton reads it as a kernel is defined: ours then run without a GPU, in the interpreter.
+    # Kernels run in Triton's interpreter. Triton reads it as it is imported, which dynamo does.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+bridges.before_megatron()
 
 SMALL = """
 extends = "nam56r-tiny"
