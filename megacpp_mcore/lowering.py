@@ -37,8 +37,8 @@ class Lowered:
 
 def lower(recipe: Recipe) -> Lowered:
     """The command line and environment of one run."""
-    argv = _plan_words(recipe)
-    expected = _plan_expectations(recipe)
+    argv = _plan_words(recipe) + _recompute_words(recipe)
+    expected = [*_plan_expectations(recipe), *_recompute_expectations(recipe)]
     for dotted, key in KEYS.items():
         value = recipe.get(dotted)
         if isinstance(key.lowers_to, Flag) and value is not None:
@@ -71,6 +71,23 @@ def _plan_expectations(recipe: Recipe) -> list[Expectation]:
             "virtual_pipeline_model_parallel_size",
             plan.vpp if plan.vpp > 1 else None,
         ),
+    ]
+
+
+def _recompute_words(recipe: Recipe) -> list[str]:
+    modules = recipe.recompute.megatron_modules
+    if not modules:
+        return []
+    return ["--recompute-granularity", "selective", "--recompute-modules", *modules]
+
+
+def _recompute_expectations(recipe: Recipe) -> list[Expectation]:
+    modules = recipe.recompute.megatron_modules
+    if not modules:
+        return []
+    return [
+        Expectation("recompute", "recompute_granularity", "selective"),
+        Expectation("recompute", "recompute_modules", modules),
     ]
 
 

@@ -1,11 +1,11 @@
-"""The settings of the two blocks Megatron does not know, as the layers receive them.
+"""The settings of what Megatron does not know, as the layers receive them.
 
 Sizes that Megatron has a field for (`mamba_num_heads`, `mamba_head_dim`, `mamba_state_dim`,
 `mamba_num_groups`) stay in Megatron's `TransformerConfig`; only what it has no field for is here.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -36,3 +36,44 @@ class M2RNNSettings:
     dt_min: float = 1e-3
     dt_max: float = 1e-1
     dt_init_floor: float = 1e-4
+
+
+# What [recompute] names and Megatron makes again, as one of its --recompute-modules.
+MEGATRON_RECOMPUTES = {
+    ("attention", "core_attn"): "core_attn",
+    ("attention", "up_proj"): "mla_up_proj",
+    ("moe", "act"): "moe_act",
+    ("moe", "shared_experts"): "shared_experts",
+    ("moe", "layer"): "moe",
+    ("layernorm", True): "layernorm",
+}
+
+
+@dataclass(frozen=True)
+class RecomputeSettings:
+    """What the backward pass makes again instead of keeping it, by block; nothing by default.
+
+    What is not in MEGATRON_RECOMPUTES our own layers do.
+    """
+
+    attention: tuple[Literal["core_attn", "up_proj"], ...] = ()  # up_proj: MLA's, with RoPE
+    # act: the experts' activation. experts: the routed experts, without their communication.
+    # layer: router, communication and all experts
+    moe: tuple[Literal["act", "experts", "shared_experts", "layer"], ...] = ()
+    mamba3: Literal["core", "mixer"] | None = None  # core: all between the mixer's projections
+    m2rnn: Literal["core", "mixer"] | None = None
+    layernorm: bool = False  # the norm before an A, E or R
+
+    def asked(self, block: str) -> tuple[Any, ...]:
+        """What is asked of one block, whatever the type of its key."""
+        value = getattr(self, block)
+        return value if isinstance(value, tuple) else (value,) if value else ()
+
+    @property
+    def megatron_modules(self) -> tuple[str, ...]:
+        """The words of --recompute-modules."""
+        return tuple(
+            module
+            for (block, part), module in MEGATRON_RECOMPUTES.items()
+            if part in self.asked(block)
+        )

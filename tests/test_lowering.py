@@ -10,7 +10,7 @@ from megacpp_mcore.recipe import load_recipe, recipe_from_environment
 from megacpp_mcore.recipe.fields import Flag, Target
 from megacpp_mcore.recipe.schema import SECTIONS
 from megacpp_mcore.recipe.source import KEYS
-from megacpp_mcore.settings import M2RNNSettings, Mamba3Settings
+from megacpp_mcore.settings import M2RNNSettings, Mamba3Settings, RecomputeSettings
 
 
 def argv(name="nam56r", *overrides):
@@ -38,7 +38,9 @@ def test_a_bool_is_a_switch_and_nothing_else_is():
 
 
 def test_the_schema_has_the_layers_settings_and_no_copies():
-    for section, settings in (("mamba3", Mamba3Settings), ("m2rnn", M2RNNSettings)):
+    for section, settings in (
+        ("mamba3", Mamba3Settings), ("m2rnn", M2RNNSettings), ("recompute", RecomputeSettings),
+    ):  # fmt: skip
         assert issubclass(SECTIONS[section], settings)
         own = vars(SECTIONS[section]).get("__annotations__", {})
         names = {f.name for f in dataclasses.fields(settings)}
@@ -107,7 +109,11 @@ def test_the_environment_keys_above_are_all():
 
 
 def test_plugin_keys_reach_the_layers_through_the_environment(monkeypatch):
-    plugin = [key for key in KEYS.values() if key.lowers_to is Target.PLUGIN]
+    plugin = [
+        key
+        for key in KEYS.values()
+        if key.lowers_to is Target.PLUGIN and key.section != "recompute"
+    ]
     for key in plugin:
         before = load_recipe("nam56r-tiny").get(key.dotted)
         match before:
@@ -124,6 +130,28 @@ def test_plugin_keys_reach_the_layers_through_the_environment(monkeypatch):
         recipe = load_recipe("nam56r-tiny", [f"{key.dotted}={value}"])
         monkeypatch.setenv("MEGACPP_RECIPE", lower(recipe).environment["MEGACPP_RECIPE"])
         assert recipe_from_environment().get(key.dotted) == value != before
+
+
+def test_what_our_layers_make_again_reaches_them_through_the_environment(monkeypatch):
+    ours = ["recompute.moe=experts", "recompute.mamba3=core", "recompute.m2rnn=mixer"]
+    recipe = load_recipe("nam56r-tiny", ours)
+    assert lower(recipe).argv == argv("nam56r-tiny")
+    monkeypatch.setenv("MEGACPP_RECIPE", lower(recipe).environment["MEGACPP_RECIPE"])
+    asked = recipe_from_environment().recompute
+    assert asked == RecomputeSettings(moe=("experts",), mamba3="core", m2rnn="mixer")
+
+
+def test_what_megatron_makes_again_stands_on_its_command_line():
+    assert "--recompute-granularity" not in argv()
+    overrides = [
+        'recompute.attention=["core_attn", "up_proj"]', 'recompute.moe=["act", "shared_experts"]',
+        "recompute.layernorm=true", "recompute.mamba3=core",
+    ]  # fmt: skip
+    words = argv("nam56r", *overrides)
+    assert after(words, "--recompute-granularity") == ["selective"]
+    modules = ["core_attn", "mla_up_proj", "moe_act", "shared_experts", "layernorm"]
+    assert after(words, "--recompute-modules") == modules
+    assert after(argv("nam56r", "recompute.moe=layer"), "--recompute-modules") == ["moe"]
 
 
 def test_backends_reach_the_layers_through_the_environment(monkeypatch):

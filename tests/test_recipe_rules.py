@@ -17,8 +17,8 @@ VPP = ["model.depth=48", "parallel.pipeline_model_parallel_size=2",
        "parallel.expert_model_parallel_size=4"]  # fmt: skip
 YARN = ["attention.rope_type=yarn", "attention.apply_rope_fusion=true"]
 FLEX = ["moe.moe_token_dispatcher_type=flex"]
-SELECTIVE = ["parallel.recompute_granularity=selective"]
 FULL = ["parallel.recompute_granularity=full"]
+NO_MTP = ["mtp.mtp_num_layers=0", "mtp.pattern=null"]
 PER_SPLIT = ["data.data_path=null", "data.split=null", "data.train_data_path=a"]
 
 # overrides of nam56r -> the refused key, and words of the reason
@@ -132,16 +132,24 @@ REFUSED = [
     ([*VPP, "parallel.overlap_p2p_comm=false"], "parallel.overlap_p2p_comm", "must be true"),
     # recomputation
     (FULL, "parallel.recompute_method", "is needed"),
-    ([*SELECTIVE, "parallel.recompute_num_layers=1"], "parallel.recompute_num_layers", "full"),
-    (['parallel.recompute_modules=["moe"]'], "parallel.recompute_modules", "selective"),
+    (["parallel.recompute_num_layers=1"], "parallel.recompute_num_layers", "full"),
     ([*FULL, "parallel.recompute_method=uniform", "parallel.recompute_num_layers=60"],
      "parallel.recompute_num_layers", "52 layers"),
-    ([*SELECTIVE, 'parallel.recompute_modules=["moe_act"]', "moe.moe_grouped_gemm=false"],
-     "parallel.recompute_modules", "moe_grouped_gemm"),
-    ([*SELECTIVE, 'parallel.recompute_modules=["mla_up_proj"]', "attention.kind=gqa"],
-     "parallel.recompute_modules", "MLA"),
-    ([*SELECTIVE, 'parallel.recompute_modules=["shared_experts"]',
-      "moe.moe_shared_expert_overlap=true"], "parallel.recompute_modules", "overlap"),
+    ([*FULL, "recompute.mamba3=core"], "recompute.mamba3", "makes layers again"),
+    (["recompute.moe=act", "moe.moe_grouped_gemm=false"], "recompute.moe", "moe_grouped_gemm"),
+    (["recompute.moe=shared_experts", "moe.moe_shared_expert_overlap=true"], "recompute.moe",
+     "overlap"),
+    (["recompute.moe=shared_experts", "moe.moe_shared_expert_intermediate_size=null"],
+     "recompute.moe", "moe_shared_expert_intermediate_size"),
+    (['recompute.moe=["layer", "shared_experts"]'], "recompute.moe", "one word layer"),
+    (['recompute.moe=["act", "experts"]'], "recompute.moe", "act inside"),
+    (["recompute.attention=up_proj", "attention.kind=gqa"], "recompute.attention", "MLA"),
+    (["recompute.attention=core_attn", "model.pattern=M", *NO_MTP], "recompute.attention",
+     "no attention"),
+    (["recompute.m2rnn=mixer", "model.pattern=AEM"], "recompute.m2rnn", "no R"),
+    (["recompute.moe=experts", "launch.cuda_graph_impl=local"], "recompute.moe", "captured"),
+    (["launch.device=cpu", "recompute.moe=layer"], "recompute.moe", "random states"),
+    (["launch.device=cpu", "recompute.layernorm=true"], "recompute.layernorm", "random states"),
     (["parallel.distribute_saved_activations=true"], "parallel.distribute_saved_activations",
      "full recompute"),
     # precision and optimizer
@@ -153,8 +161,8 @@ REFUSED = [
     ([*FP8, "model.transformer_impl=local"], "model.transformer_impl", "transformer_engine"),
     ([*FP8, "precision.first_last_layers_bf16=true"], "precision.first_last_layers_bf16",
      "delayed"),
-    ([*FP8, *SELECTIVE, 'parallel.recompute_modules=["layernorm"]'], "parallel.recompute_modules",
-     "delayed"),
+    ([*FP8, "recompute.layernorm=true"], "recompute.layernorm", "delayed"),
+    ([*FP8, "recompute.moe=act"], "recompute.moe", "delayed"),
     ([*FP8, "precision.num_layers_at_end_in_bf16=53"], "precision.num_layers_at_end_in_bf16",
      "52 layers"),
     ([FP8[0]], "mamba3.mamba_num_heads", "multiple of 16"),
@@ -239,7 +247,9 @@ ACCEPTED = [
      "moe.moe_aux_loss_coeff=[1e-3, 1e-3]"],
     ["mamba3.variant=mimo"],  # chunk 64 x rank 4 is too much for the fused scans, not for auto
     ["mamba3.mamba_head_dim=48", "backends.mamba3_scan=reference"],
-    [*SELECTIVE, 'parallel.recompute_modules=["moe_act", "mla_up_proj"]'],
+    ['recompute.moe=["act", "shared_experts"]', 'recompute.attention=["core_attn", "up_proj"]',
+     "recompute.mamba3=core", "recompute.m2rnn=mixer", "recompute.layernorm=true"],
+    ["recompute.moe=layer"],
     [*FULL, "parallel.recompute_method=uniform", "parallel.recompute_num_layers=1"],
     ["optimizer.optimizer=muon"],
     ["optimizer.use_precision_aware_optimizer=true", "optimizer.exp_avg_dtype=bf16"],

@@ -24,7 +24,6 @@ from typing import NamedTuple
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel import (
     all_gather_last_dim_from_tensor_parallel_region,
     copy_to_tensor_model_parallel_region,
@@ -32,13 +31,7 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-    sharded_state_dict_default,
-)
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import deprecate_inference_params
 from torch import Tensor
 from torch.nn.functional import silu, softplus
@@ -46,6 +39,7 @@ from torch.nn.functional import silu, softplus
 from megacpp_mcore import dispatch, problems
 from megacpp_mcore.kernels.m2rnn import m2rnn_step
 from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout, M2RNNMixerError
+from megacpp_mcore.layers.mixer import RecurrentMixer
 from megacpp_mcore.layers.settings import PluginSettings, plugin_settings
 from megacpp_mcore.settings import M2RNNSettings
 
@@ -72,7 +66,7 @@ class M2RNNState(NamedTuple):
     recurrent: Tensor
 
 
-class M2RNNMixer(MegatronModule):
+class M2RNNMixer(RecurrentMixer):
     """M2RNN with the constructor and forward of a TransformerLayer's `self_attention`.
 
     settings: None takes those of the recipe (`layers.settings.plugin_settings`), backends included.
@@ -94,38 +88,16 @@ class M2RNNMixer(MegatronModule):
         cp_comm_type: str | None = None,
         name: str | None = None,
     ) -> None:
-        super().__init__(config)
-        self.layer_number = layer_number
-        self.tp_group = pg_collection.tp
         plugin = plugin_settings(config) if settings is None else PluginSettings(m2rnn=settings)
+        super().__init__(config, pg_collection, plugin.recompute.m2rnn)
+        self.layer_number = layer_number
         self.settings = settings = plugin.m2rnn
-        self.layout = M2RNNLayout.of(config, settings, self.tp_group.size())
-        linear = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
-        self.in_proj = build_module(
-            submodules.in_proj,
-            config.hidden_size,
-            sum(self.layout.in_proj.values()) * self.layout.tp,
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            name=f"{name}.in_proj" if name else None,
-            **linear,
-        )
-        # How resharding tools know that the rows are parts, each split on its own.
-        self.in_proj.weight.partition_sizes = list(self.layout.in_proj.values())
-        self.out_proj = build_module(
-            submodules.out_proj,
-            self.layout.channels,
-            config.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            name=f"{name}.out_proj" if name else None,
-            **linear,
-        )
+        self.layout = layout = M2RNNLayout.of(config, settings, self.tp_group.size())
+        self._add_in_proj(submodules.in_proj, config.hidden_size, layout.in_proj, name)
+        self._add_out_proj(submodules.out_proj, layout.channels, config.hidden_size, name)
         self._add_parameters()
+        self.wide = _FP32_PARAMETERS
+        self.sections |= {"conv1d_weight": layout.conv, "conv1d_bias": layout.conv}
         self.m2rnn = self._choose_backend(plugin)
 
     def _add_parameters(self) -> None:
@@ -194,9 +166,18 @@ class M2RNNMixer(MegatronModule):
             raise M2RNNMixerError("the M2RNN mixer has no scores to add an attention_bias to")
         if context is not None:
             return self._infer(hidden_states, context, packed_seq_params)
+        return self._again("mixer", self._whole, hidden_states, packed_seq_params)
+
+    def _whole(
+        self, hidden_states: Tensor, packed_seq_params: PackedSeqParams | None
+    ) -> tuple[Tensor, Tensor | None]:
         projected, _ = self.in_proj(hidden_states)
-        mixed, _ = self._mix(projected, cu_seqlens=_documents(packed_seq_params, projected))
-        return self.out_proj(mixed)
+        bounds = _documents(packed_seq_params, projected)
+        return self.out_proj(self._again("core", self._core, projected, bounds))
+
+    def _core(self, projected: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """`_mix` from a zero state, whose next state nobody needs."""
+        return self._mix(projected, cu_seqlens=cu_seqlens)[0]
 
     def _infer(
         self, hidden_states: Tensor, context, packed_seq_params: PackedSeqParams | None
@@ -295,46 +276,6 @@ class M2RNNMixer(MegatronModule):
         squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
         x = x * torch.rsqrt(squares / self.layout.channels + self.config.layernorm_epsilon)
         return (x * self.norm_weight.to(x.dtype)).to(gate.dtype)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "M2RNNMixer":
-        """Module casts and moves, without the cast to 16 bits for the float32 parameters."""
-        parameters = [getattr(self, name) for name in _FP32_PARAMETERS]
-        kept = parameters + [p.grad for p in parameters if p.grad is not None]
-
-        def apply(tensor: Tensor) -> Tensor:
-            applied = fn(tensor)
-            if applied.dtype in (torch.bfloat16, torch.float16) and any(x is tensor for x in kept):
-                return tensor.to(applied.device)
-            return applied
-
-        return super()._apply(apply, recurse)
-
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict:
-        """Split by head, q and k by channel: a checkpoint loads under any tensor parallelism."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        own: dict[str, Tensor] = {}
-        self._save_to_state_dict(own, "", keep_vars=True)
-        sharded = make_sharded_tensors_for_checkpoint(
-            own,
-            prefix,
-            dict.fromkeys(own, 0),
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
-        for name, module in self.named_children():
-            sharded |= sharded_state_dict_default(
-                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
-            )
-        for name, sections in (
-            ("in_proj.weight", self.layout.in_proj),
-            ("conv1d_weight", self.layout.conv),
-            ("conv1d_bias", self.layout.conv),
-        ):
-            sharded[prefix + name] = _split_tensor_factory(
-                sharded[prefix + name], list(sections.values()), list(sections), 0
-            )
-        return sharded
 
 
 def _documents(packed: PackedSeqParams | None, projected: Tensor) -> Tensor | None:

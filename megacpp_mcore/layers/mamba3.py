@@ -17,26 +17,20 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel import (
     all_gather_last_dim_from_tensor_parallel_region,
     copy_to_tensor_model_parallel_region,
     get_cuda_rng_tracker,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-    sharded_state_dict_default,
-)
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import deprecate_inference_params
 from torch import Tensor
 
 from megacpp_mcore import dispatch, problems
 from megacpp_mcore.kernels.mamba3 import mamba3_step
 from megacpp_mcore.layers.mamba3_layout import IN_PROJ_PARTS, Mamba3Layout, Mamba3MixerError
+from megacpp_mcore.layers.mixer import RecurrentMixer
 from megacpp_mcore.layers.settings import PluginSettings, plugin_settings
 from megacpp_mcore.settings import Mamba3Settings
 
@@ -51,7 +45,7 @@ class Mamba3MixerSubmodules:
     out_proj: ModuleSpec | type
 
 
-class Mamba3Mixer(MegatronModule):
+class Mamba3Mixer(RecurrentMixer):
     """Mamba-3, [s, b, h] in and out; under sequence parallelism s is the rank's part.
 
     Sizes are config.mamba_num_heads, mamba_head_dim, mamba_state_dim and mamba_num_groups.
@@ -72,44 +66,17 @@ class Mamba3Mixer(MegatronModule):
         name: str | None = None,
         settings: Mamba3Settings | None = None,
     ) -> None:
-        super().__init__(config)
         plugin = plugin_settings(config) if settings is None else PluginSettings(mamba3=settings)
+        super().__init__(config, pg_collection, plugin.recompute.mamba3)
         self.settings = settings = plugin.mamba3
         self.chunk_size = settings.chunk_size
         self.layer_number = layer_number
-        self.tp_group = pg_collection.tp
         self.layout = Mamba3Layout.of(config, settings, pg_collection)
-        linear = {
-            "config": config,
-            "bias": False,
-            "is_expert": False,
-            "tp_group": self.tp_group,
-        }
-        self.in_proj = build_module(
-            submodules.in_proj,
-            d_model,
-            sum(self.layout.in_proj) * self.layout.tp,
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            name=f"{name}.in_proj" if name else None,
-            **linear,
-        )
-        # How resharding tools know that the rows are parts, each split on its own.
-        self.in_proj.weight.partition_sizes = list(self.layout.in_proj)
+        parts = dict(zip(IN_PROJ_PARTS, self.layout.in_proj, strict=True))
+        self._add_in_proj(submodules.in_proj, d_model, parts, name)
         self._add_parameters()
-        self.out_proj = build_module(
-            submodules.out_proj,
-            self.layout.heads * self.layout.head_dim,
-            d_model,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            name=f"{name}.out_proj" if name else None,
-            **linear,
-        )
+        inner = self.layout.heads * self.layout.head_dim
+        self._add_out_proj(submodules.out_proj, inner, d_model, name)
         self.scan = self._choose_scan(plugin)
 
     def _add_parameters(self) -> None:
@@ -134,6 +101,7 @@ class Mamba3Mixer(MegatronModule):
             add("mimo_x", ones(*ranks, layout.head_dim) / layout.rank)
             add("mimo_z", ones(*ranks, layout.head_dim))
             add("mimo_o", ones(*ranks, layout.head_dim) / layout.rank)
+        self.wide = tuple(self._parameters)
         for parameter in (self.dt_bias, self.D):
             parameter._no_weight_decay = True
         if not layout.groups_are_split:
@@ -178,14 +146,23 @@ class Mamba3Mixer(MegatronModule):
         Mamba3MixerError for dynamic batching, and for inference with packed documents.
         """
         inference_context = deprecate_inference_params(inference_context, inference_params)
-        projected, _ = self.in_proj(hidden_states)
-        tokens, parameters = self._scan_arguments(projected.transpose(0, 1))
         if inference_context is not None:
+            projected, _ = self.in_proj(hidden_states)
+            tokens, parameters = self._scan_arguments(projected.transpose(0, 1))
             y = self._infer(tokens, parameters, inference_context, packed_seq_params)
-        else:
-            offsets = _document_offsets(packed_seq_params)
-            y = self.scan(**tokens, **parameters, chunk_size=self.chunk_size, cu_seqlens=offsets)
-        return self.out_proj(y.transpose(0, 1).flatten(2))
+            return self.out_proj(y.transpose(0, 1).flatten(2))
+        offsets = _document_offsets(packed_seq_params)
+        return self._again("mixer", self._whole, hidden_states, offsets)
+
+    def _whole(self, hidden_states: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        projected, _ = self.in_proj(hidden_states)
+        return self.out_proj(self._again("core", self._core, projected, offsets))
+
+    def _core(self, projected: Tensor, offsets: Tensor | None) -> Tensor:
+        """Everything between the projections: [s, b, in_proj rows] -> [s, b, heads * P]."""
+        tokens, parameters = self._scan_arguments(projected.transpose(0, 1))
+        y = self.scan(**tokens, **parameters, chunk_size=self.chunk_size, cu_seqlens=offsets)
+        return y.transpose(0, 1).flatten(2)
 
     def _scan_arguments(self, projected: Tensor) -> tuple[dict, dict]:
         """projected (b, s, in_proj rows) -> the scan's per-token tensors, and its parameters."""
@@ -271,41 +248,6 @@ class Mamba3Mixer(MegatronModule):
             "Mamba-3 has no conv state and four other ones (angle, ssm, k, v), which Megatron's "
             "dynamic inference engine cannot keep; use a StaticInferenceContext"
         )
-
-    def _apply(self, fn, recurse: bool = True):
-        """Device moves and wider dtypes reach every tensor; the own parameters stay >= float32."""
-        for child in self.children() if recurse else ():
-            child._apply(fn)
-
-        def keep_wide(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            if moved.is_floating_point() and moved.dtype.itemsize < torch.float32.itemsize:
-                return tensor.to(moved.device)
-            return moved
-
-        return super()._apply(keep_wide, recurse=False)
-
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict:
-        """Every own parameter split on axis 0; in_proj as its eight parts, each split on axis 0."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        own = dict(self.named_parameters(recurse=False))
-        sharded = make_sharded_tensors_for_checkpoint(
-            own,
-            prefix,
-            dict.fromkeys(own, 0),
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
-        for name, child in self.named_children():
-            sharded |= sharded_state_dict_default(
-                child, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
-            )
-        key = f"{prefix}in_proj.weight"
-        sharded[key] = _split_tensor_factory(
-            sharded[key], list(self.layout.in_proj), list(IN_PROJ_PARTS), 0
-        )
-        return sharded
 
 
 def _decay(x: Tensor, settings: Mamba3Settings) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.settings import M2RNNSettings, Mamba3Settings
+from megacpp_mcore.settings import M2RNNSettings, Mamba3Settings, RecomputeSettings
 
 _ATTRIBUTE = "megacpp_settings"
 
@@ -38,6 +38,7 @@ class PluginSettings:
 
     mamba3: Mamba3Settings = field(default_factory=Mamba3Settings)
     m2rnn: M2RNNSettings = field(default_factory=M2RNNSettings)
+    recompute: RecomputeSettings = field(default_factory=RecomputeSettings)
     backends: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -68,7 +69,7 @@ def plugin_settings(config) -> PluginSettings:
         )
     _check_agreement(config, recipe)
     patch_needs.check(recipe)
-    settings = PluginSettings(recipe.mamba3, recipe.m2rnn, recipe.backends)
+    settings = PluginSettings(recipe.mamba3, recipe.m2rnn, recipe.recompute, recipe.backends)
     attach(config, settings)
     return settings
 

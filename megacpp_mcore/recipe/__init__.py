@@ -20,7 +20,7 @@ from megacpp_mcore.plan import HybridPlan
 from megacpp_mcore.recipe import rules, schema
 from megacpp_mcore.recipe.fields import Target
 from megacpp_mcore.recipe.source import BACKENDS, KEYS, RecipeError, Settings, locate, read
-from megacpp_mcore.settings import M2RNNSettings
+from megacpp_mcore.settings import M2RNNSettings, RecomputeSettings
 
 ENVIRONMENT_VARIABLE = "MEGACPP_RECIPE"
 _PIPELINE = "parallel.pipeline_model_parallel_size"
@@ -42,6 +42,7 @@ class Recipe:
     m2rnn: M2RNNSettings
     mtp: schema.MTP
     parallel: schema.Parallel
+    recompute: RecomputeSettings
     precision: schema.Precision
     optimizer: schema.Optimizer
     schedule: schema.Schedule

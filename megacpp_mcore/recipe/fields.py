@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megacpp_mcore.settings import M2RNNSettings, Mamba3Settings
+from megacpp_mcore.settings import M2RNNSettings, Mamba3Settings, RecomputeSettings
 
 
 class Target(enum.Enum):
@@ -87,7 +87,7 @@ def keys_of(section: str, cls: type) -> dict[str, Key]:
     """The keys of one section, by name. Fields of the layers' settings go to the plugin."""
     settings = {
         field.name
-        for base in (Mamba3Settings, M2RNNSettings)
+        for base in (Mamba3Settings, M2RNNSettings, RecomputeSettings)
         if issubclass(cls, base)
         for field in dataclasses.fields(base)
     }

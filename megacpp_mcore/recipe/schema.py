@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megacpp_mcore.recipe.fields import Target, to, to_flag, to_off_flag
-from megacpp_mcore.settings import M2RNNSettings, Mamba3Settings
+from megacpp_mcore.settings import M2RNNSettings, Mamba3Settings, RecomputeSettings
 
 _Dtype = Literal["fp32", "fp16", "bf16", "fp8"]
 
@@ -147,11 +147,6 @@ class MTP:
     mtp_detach_heads: bool = to_flag(False)
 
 
-_RecomputeModule = Literal[
-    "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"
-]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
     """How the model is spread over devices and memory."""
@@ -172,10 +167,9 @@ class Parallel:
     tp_comm_overlap: bool = to_flag(False)
     ddp_bucket_size: int | None = to_flag(None)
     ddp_average_in_collective: bool = to_flag(False)
-    recompute_granularity: Literal["full", "selective"] | None = to_flag(None)
+    recompute_granularity: Literal["full"] | None = to_flag(None)  # selective: [recompute]
     recompute_method: Literal["uniform", "block"] | None = to_flag(None)
     recompute_num_layers: int | None = to_flag(None)
-    recompute_modules: tuple[_RecomputeModule, ...] | None = to_flag(None)
     distribute_saved_activations: bool = to_flag(False)
 
 
@@ -351,6 +345,7 @@ SECTIONS: dict[str, type] = {
     "m2rnn": M2RNNSettings,
     "mtp": MTP,
     "parallel": Parallel,
+    "recompute": RecomputeSettings,
     "precision": Precision,
     "optimizer": Optimizer,
     "schedule": Schedule,

@@ -15,6 +15,7 @@ from megacpp_mcore.recipe.schema import SECTIONS
 _MODEL_SECTIONS = {"model", "attention", "moe", "mamba3", "m2rnn", "mtp"}
 _SERVED: dict[str, set[str]] = {
     "parallel": set(),
+    "recompute": {"moe", "mamba3", "m2rnn"},
     "precision": {
         "gradient_accumulation_fusion", "masked_softmax_fusion", "bias_swiglu_fusion",
         "bias_dropout_fusion", "no_persist_layer_norm", "disable_jit_fuser",

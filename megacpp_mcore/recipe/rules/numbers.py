@@ -1,6 +1,6 @@
 """Rules about precision and the optimizer."""
 
-from megacpp_mcore.recipe.refusal import Rules
+from megacpp_mcore.recipe.refusal import Rules, shown
 
 _TP, _CP = "parallel.tensor_model_parallel_size", "parallel.context_parallel_size"
 
@@ -43,11 +43,12 @@ def _fp8(r: Rules) -> None:
     stage = r["model.depth"] // r["parallel.pipeline_model_parallel_size"]
     for key in ("precision.num_layers_at_start_in_bf16", "precision.num_layers_at_end_in_bf16"):
         r.refuse(r[key] > stage, key, f"must be at most the {stage} layers of a pipeline stage")
-    r.refuse(
-        delayed and {"moe_act", "layernorm"} & set(r["parallel.recompute_modules"] or ()),
-        "parallel.recompute_modules",
-        'may not name moe_act or layernorm with precision.fp8_recipe = "delayed"',
-    )
+    for key, part in (("recompute.moe", "act"), ("recompute.layernorm", True)):
+        r.refuse(
+            delayed and part in r.recipe.recompute.asked(key.removeprefix("recompute.")),
+            key,
+            f'may not have {shown(part)} with precision.fp8_recipe = "delayed"',
+        )
     r.refuse(
         r["precision.fp8_param_gather"] and not r["parallel.use_distributed_optimizer"],
         "precision.fp8_param_gather",

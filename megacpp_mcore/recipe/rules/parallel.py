@@ -97,41 +97,21 @@ def _overlap(r: Rules) -> None:
 
 def _recompute(r: Rules) -> None:
     method, layers = "parallel.recompute_method", "parallel.recompute_num_layers"
-    modules = r["parallel.recompute_modules"]
-    granularity = r["parallel.recompute_granularity"]
+    full = r["parallel.recompute_granularity"] == "full"
     for key in (method, layers):
-        if granularity == "full":
+        if full:
             r.refuse(r[key] is None, key, 'is needed with parallel.recompute_granularity = "full"')
         else:
             r.refuse(
                 r[key] is not None, key, 'is read with parallel.recompute_granularity = "full" only'
             )
-    r.refuse(
-        modules is not None and granularity != "selective",
-        "parallel.recompute_modules",
-        'is read with parallel.recompute_granularity = "selective" only',
-    )
     stage = r["model.depth"] // r[_PP]
     r.refuse(
         (r[layers] or 0) > stage, layers, f"must be at most the {stage} layers of a pipeline stage"
     )
-    excluded = {
-        "moe_act": (not r["moe.moe_grouped_gemm"], "with moe.moe_grouped_gemm"),
-        "mla_up_proj": (not r.has("+D"), "with MLA or DSA layers"),
-        "shared_experts": (
-            r["moe.moe_shared_expert_overlap"],
-            "without moe.moe_shared_expert_overlap",
-        ),
-    }
-    for module, (excludes, when) in excluded.items():
-        r.refuse(
-            module in (modules or ()) and excludes,
-            "parallel.recompute_modules",
-            f"may name {module} only {when}",
-        )
     saved = "parallel.distribute_saved_activations"
     r.refuse(
-        r[saved] and (granularity != "full" or r[_TP] == 1 or r["parallel.sequence_parallel"]),
+        r[saved] and (not full or r[_TP] == 1 or r["parallel.sequence_parallel"]),
         saved,
         f"needs full recompute, {_TP} of 2 or more, and no sequence parallelism",
     )

@@ -1,0 +1,79 @@
+"""Rules about [recompute]: what the backward pass makes again, by block."""
+
+from dataclasses import fields
+
+from megacpp_mcore.recipe.refusal import Rules, shown
+from megacpp_mcore.settings import MEGATRON_RECOMPUTES, RecomputeSettings
+
+_LETTERS = {"moe": "E", "mamba3": "M", "m2rnn": "R"}
+
+
+def check(r: Rules) -> None:
+    for field in fields(RecomputeSettings):
+        if r[f"recompute.{field.name}"]:
+            _key(r, field.name)
+    _attention(r)
+    _moe(r)
+
+
+def _key(r: Rules, block: str) -> None:
+    key = f"recompute.{block}"
+    r.refuse(
+        r["parallel.recompute_granularity"] == "full",
+        key,
+        'must be left out with parallel.recompute_granularity = "full", which makes layers again',
+    )
+    letter = _LETTERS.get(block)
+    r.refuse(letter and not r.has_letter(letter), key, f"must be left out: there is no {letter}")
+    for part in r.recipe.recompute.asked(block):
+        megatrons = (block, part) in MEGATRON_RECOMPUTES
+        r.refuse(
+            megatrons and r["launch.device"] == "cpu",
+            key,
+            f'may not have {shown(part)} with launch.device = "cpu": Megatron keeps CUDA\'s random '
+            "states for it",
+        )
+        r.refuse(
+            not megatrons and r["launch.cuda_graph_impl"] != "none",
+            key,
+            f"may not have {shown(part)} with {r.told('launch.cuda_graph_impl')}: a captured graph "
+            "makes nothing again",
+        )
+
+
+def _attention(r: Rules) -> None:
+    key = "recompute.attention"
+    r.refuse(
+        "core_attn" in r[key] and not r.has("+D*"), key, "must be left out: there is no attention"
+    )
+    r.refuse(
+        "up_proj" in r[key] and not r.has("+D"), key, "may name up_proj only with MLA or DSA layers"
+    )
+
+
+def _moe(r: Rules) -> None:
+    key = "recompute.moe"
+    asked = r[key]
+    r.refuse(
+        "layer" in asked and len(set(asked)) > 1,
+        key,
+        "must be the one word layer, or without it: it makes the others again too",
+    )
+    r.refuse(
+        {"act", "experts"} <= set(asked), key, "may name act or experts, which has the act inside"
+    )
+    r.refuse(
+        "act" in asked and not r["moe.moe_grouped_gemm"],
+        key,
+        "may name act only with moe.moe_grouped_gemm",
+    )
+    r.refuse(
+        "shared_experts" in asked and r["moe.moe_shared_expert_intermediate_size"] is None,
+        key,
+        "may name shared_experts only with moe.moe_shared_expert_intermediate_size",
+    )
+    r.refuse(
+        "shared_experts" in asked and r["moe.moe_shared_expert_overlap"],
+        key,
+        "may name shared_experts only without moe.moe_shared_expert_overlap",
+    )
