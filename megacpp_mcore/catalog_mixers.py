@@ -7,6 +7,7 @@ shapes (hidden 3584), unless a row says otherwise.
 from megacpp_mcore.catalog_row import (
     ADMISSION,
     ATTENTION_TESTS,
+    GPU_TESTS,
     MAMBA3_TESTS,
     REFERENCE_EXIT,
     TE_SKIPS,
@@ -93,6 +94,12 @@ CORE_ATTENTION = (
     ),
 )
 
+_MLA_ROPE_LAYOUT = (
+    "q, kv [s, b, heads, dims], k_pos [s, b, pos] -> q, k, v [s, b, heads, dims], or packed thd; "
+    "any dims, heads and rotated share, pairs side by side or half the dims apart"
+)
+_MLA_ROPE_TESTS = ("tests/kernels/test_mla_rope.py", "tests/layers/test_mla.py", *GPU_TESTS)
+
 MLA = (
     Row(
         surface="mla_projection",
@@ -109,11 +116,55 @@ MLA = (
     ),
     Row(
         surface="mla_rope",
+        backend="triton",
+        blocks="A",
+        role="chosen",
+        keep="keep",
+        removes="every copy around RoPE: 4.4 of the unfused layer's 13.3 ms. q, kv and k_pos are "
+        "read once and q, k and v written once, and the same with their gradients",
+        layout=_MLA_ROPE_LAYOUT,
+        dtypes="bf16, fp16, fp32; turned and summed over heads in fp32, rounded once",
+        fallback="reference",
+        tests=_MLA_ROPE_TESTS,
+        no_receipt="first H200 run pending",
+        exit_when="an attention core takes the rotary part apart from the rest",
+    ),
+    Row(
+        surface="mla_rope",
+        backend="megatron",
+        blocks="A",
+        role="vendor",
+        keep="keep",
+        removes="nothing: Megatron's own operations, one after another; it alone serves context "
+        "parallelism",
+        layout=_MLA_ROPE_LAYOUT,
+        dtypes="bf16, fp16, fp32, fp64; cos, sin and every step rounded to it",
+        fallback="reference",
+        tests=_MLA_ROPE_TESTS,
+        no_receipt="first H200 run pending",
+        exit_when="the kernel serves context parallelism",
+    ),
+    Row(
+        surface="mla_rope",
+        backend="reference",
+        blocks="A",
+        role="fallback",
+        keep="keep",
+        removes="nothing: the definition in plain torch",
+        layout=_MLA_ROPE_LAYOUT,
+        dtypes="bf16, fp16, fp32, fp64; turned in fp32 or wider, rounded once",
+        tests=_MLA_ROPE_TESTS,
+        no_receipt="first H200 run pending",
+        exit_when=REFERENCE_EXIT,
+    ),
+    Row(
+        surface="mla_rope",
         backend="megatron_fused",
         blocks="A",
         role="vendor",
         keep="not carried",
         removes="concatenations and copies around RoPE, 3 - 4 ms of the layer's 13.43",
+        fallback="reference",
         not_carried="megatron-core 0.19.2's kernel serves YaRN only, and its head mask forgets the "
         "block offset: at 56 heads silently wrong or an illegal access, as the autotuner picks",
         exit_when="a release passes parity at 56 heads and serves plain RoPE: then it is benched",

@@ -1,20 +1,169 @@
-"""The A block as MLA: Megatron's module, with Q/KV norms where Transformer Engine is not there."""
+"""The A block as MLA: Megatron's module, with what stands between its projections and its core
+attention in one operator, chosen by dispatch.
+
+Modules, parameters and checkpoint keys are Megatron's. Inference, and training where the mla_rope
+backend `megatron` is chosen, take Megatron's own path from end to end.
+"""
 
 from dataclasses import replace
 
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer import multi_latent_attention as upstream
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.typed_torch import apply_module
+from torch import Tensor
+
+from megacpp_mcore import dispatch, problems
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.kernels.mla_rope import RotaryTable
+from megacpp_mcore.layers.core_attention import TorchCoreAttention
+from megacpp_mcore.layers.settings import plugin_settings
+
+
+class MLAError(MegacppError):
+    """A config or a layout that MLA does not serve."""
 
 
 class MLASelfAttention(upstream.MLASelfAttention):
-    """Megatron's MLASelfAttention, whose spec may name Q/KV norms that the config does not want.
+    """Megatron's MLASelfAttention on the `mla_rope` surface.
 
-    With `qk_layernorm`, upstream fuses the norms into TE's up-projections; a spec of other linears
-    must name norm modules, which upstream then refuses without `qk_layernorm`. A spec is made
-    before the config is known, so ours names them and this class drops them.
+    Takes hidden states [s, b, h], or [t, 1, h] with packed documents, as upstream's; any rank of q
+    and kv, q_lora_rank None included, and Transformer Engine's linears or Megatron's own. Raises
+    MLAError for rotary_interleaved and for packed layouts other than thd, DispatchError when no
+    backend of mla_rope can serve.
     """
 
+    def __init__(self, config, *args, **kwargs) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.rotary_interleaved:
+            raise MLAError(
+                "rotary_interleaved with MLA: Megatron turns neighbours there by angles of "
+                "different pairs, which is no rotation; leave it off (MLA's own interleaving of "
+                "the checkpoint is always on)"
+            )
+        problem = problems.mla_rope(problems.current_device(), config)
+        decision = dispatch.decide("mla_rope", problem, plugin_settings(config).backends)
+        self._rope = None if decision.observed == "megatron" else decision.load()
+        self._table: RotaryTable | None = None
+
     def _resolve_qk_norm_config(self, submodules):
+        """A spec may name Q/KV norms that the config does not want.
+
+        With `qk_layernorm`, upstream fuses the norms into TE's up-projections; a spec of other
+        linears must name norm modules, which upstream then refuses without `qk_layernorm`. A spec
+        is made before the config is known, so ours names them and this drops them.
+        """
         if not self.config.qk_layernorm:
             submodules = replace(submodules, q_layernorm=IdentityOp, kv_layernorm=IdentityOp)
         return super()._resolve_qk_norm_config(submodules)
+
+    def get_query_key_value_tensors(
+        self, hidden_states, key_value_states=None, position_ids=None, packed_seq_params=None,
+        inference_context=None, *, inference_params=None,
+    ):  # fmt: skip
+        """q, k [s, b, heads, dims], v, and the latents of q and kv; [t, heads, dims] when packed.
+
+        Positions start anew in every document of packed_seq_params, however long the longest is
+        said to be. (Upstream does not start anew when max_seqlen_q is the length of the row.)
+        """
+        inference = inference_context is not None or inference_params is not None
+        if self._rope is None or inference:
+            return super().get_query_key_value_tensors(
+                hidden_states, key_value_states, position_ids, packed_seq_params,
+                inference_context, inference_params=inference_params,
+            )  # fmt: skip
+        bounds = _document_bounds(packed_seq_params)
+        q_latent, kv_latent, k_pos = self._latents(hidden_states)
+        if bounds is not None:
+            q_latent, kv_latent, k_pos = (x.squeeze(1) for x in (q_latent, kv_latent, k_pos))
+        if self.config.q_lora_rank is not None:
+            q_latent = apply_module(self.q_layernorm)(q_latent)
+        kv_latent = apply_module(self.kv_layernorm)(kv_latent)
+        rotary = self._rotary_table(k_pos.shape[0], k_pos.device)
+
+        def heads(q_latent: Tensor, kv_latent: Tensor, k_pos: Tensor) -> tuple[Tensor, ...]:
+            return self._heads(q_latent, kv_latent, k_pos, rotary, bounds)
+
+        if self.recompute_up_proj:
+            quantized = self.config.fp8 or self.config.fp4
+            self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=quantized)
+            q, k, v = self.qkv_up_checkpoint.checkpoint(heads, q_latent, kv_latent, k_pos)
+        else:
+            q, k, v = heads(q_latent, kv_latent, k_pos)
+        return q, k, v, q_latent, kv_latent
+
+    def _latents(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Latents of q and kv, of this rank's tokens under sequence parallelism, and k_pos of all.
+
+        Every rank turns its own heads' k by k_pos, so that its gradient is a sum over the ranks.
+        Upstream adds it up in one of these cases only: duplicated projections with sequence
+        parallelism.
+        """
+        sizes = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
+        q_latent, kv = self._qkv_down_projection(hidden_states)
+        is_cut = kv.size(-1) != sum(sizes)
+        if is_cut:
+            kv = gather_from_tensor_model_parallel_region(kv, group=self.tp_group)
+        kv_latent, k_pos = kv.split(sizes, dim=-1)
+        if is_cut and self.config.sequence_parallel:
+            kv_latent = scatter_to_sequence_parallel_region(kv_latent, group=self.tp_group)
+        if self.tp_group.size() > 1:
+            if self.config.sequence_parallel and not is_cut:
+                k_pos = gather_from_sequence_parallel_region(k_pos, group=self.tp_group)
+            else:
+                k_pos = copy_to_tensor_model_parallel_region(k_pos, group=self.tp_group)
+        return q_latent, kv_latent, k_pos
+
+    def _heads(
+        self, q_latent: Tensor, kv_latent: Tensor, k_pos: Tensor, rotary: RotaryTable,
+        bounds: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """q, k and v of this rank's heads."""
+        compressed = self.config.q_lora_rank is not None
+        q, _ = (self.linear_q_up_proj if compressed else self.linear_q_proj)(q_latent)
+        kv, _ = self.linear_kv_up_proj(kv_latent)
+        q, kv = (x.unflatten(-1, (self.num_attention_heads_per_partition, -1)) for x in (q, kv))
+        assert self._rope is not None
+        return self._rope(
+            q, kv, k_pos, rotary, qk_head_dim=self.config.qk_head_dim, cu_seqlens=bounds
+        )
+
+    def _rotary_table(self, tokens: int, device) -> RotaryTable:
+        """Kept from call to call; grows to the longest row seen."""
+        if self._table is None or self._table.cos.shape[0] < tokens:
+            found = self.rotary_pos_emb.get_emb(tokens)
+            # [tokens, 1, 1, 2 * pairs], the pairs' angles twice; YaRN's mscale beside it
+            emb, mscale = found if isinstance(found, tuple) else (found, 1.0)
+            angles = emb[:, 0, 0, : emb.shape[-1] // 2]
+            self._table = RotaryTable.of(angles.to(device), mscale)
+        return self._table
+
+    def _run_core_attention(
+        self, query, key, value, attention_mask, packed_seq_params=None, attn_mask_type=None,
+        **extra,
+    ):  # fmt: skip
+        """Without upstream's padding of v for packed documents, where the core needs none."""
+        if not isinstance(self.core_attention, TorchCoreAttention):
+            return super()._run_core_attention(
+                query, key, value, attention_mask, packed_seq_params, attn_mask_type, **extra
+            )
+        return self.core_attention(
+            query, key, value, attention_mask, packed_seq_params=packed_seq_params,
+            attn_mask_type=attn_mask_type or self.attn_mask_type, **extra,
+        )  # fmt: skip
+
+
+def _document_bounds(packed_seq_params) -> Tensor | None:
+    """Where the documents start, padding counted with the document before it."""
+    if packed_seq_params is None:
+        return None
+    if packed_seq_params.qkv_format != "thd":
+        raise MLAError(f"qkv_format {packed_seq_params.qkv_format!r} is not served; use 'thd'")
+    padded = packed_seq_params.cu_seqlens_q_padded
+    return packed_seq_params.cu_seqlens_q if padded is None else padded
