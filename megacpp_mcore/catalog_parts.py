@@ -187,6 +187,22 @@ HEAD = (
     ),
     Row(
         surface="linear_cross_entropy",
+        backend="megatron",
+        blocks="",
+        role="vendor",
+        keep="keep",
+        removes="nothing: Megatron's own heads, with logits and a float32 softmax of every token "
+        "and MTP depth in memory; what the others are measured against in the whole model",
+        layout="hidden [s, b, h], weight [V, h], labels [s, b] -> losses [s, b]",
+        dtypes="bf16, fp16, fp32; the sum and the losses in fp32",
+        fallback="reference",
+        tests=LOSS_TESTS,
+        no_receipt=IN_MODEL,
+        exit_when="nobody compares with it any more",
+        skips=NOT_IN_MODEL,
+    ),
+    Row(
+        surface="linear_cross_entropy",
         backend="own_mega_kernel",
         blocks="",
         role="deferred",

@@ -117,6 +117,13 @@ def grouped_mm(problem: Problem) -> str | None:
     return f"on {problem.device} it is a loop over the experts, as the reference is"
 
 
+def megatron_heads(problem: Problem) -> str | None:
+    """The `supports` of Megatron's own heads, which make the logits as the reference does."""
+    if problem.device == "cuda":
+        return None
+    return f"on {problem.device} the reference makes the same logits"
+
+
 def compiled(problem: Problem) -> str | None:
     """The `supports` of what Megatron compiles with torch.compile as it is imported."""
     if problem.device == "cuda":
@@ -227,7 +234,10 @@ _SURFACES = (
     ),
     Surface(
         "linear_cross_entropy",
-        (Backend(REFERENCE, f"{_LOSS}:REFERENCE", always),),
+        (
+            Backend("megatron", f"{_LOSS}.megatron:MEGATRON", megatron_heads),
+            Backend(REFERENCE, f"{_LOSS}:REFERENCE", always),
+        ),
         problems.linear_cross_entropy_of,
     ),
     Surface(

@@ -159,32 +159,34 @@ def test_the_model_the_batches_and_the_loss(gpu_recipe):
             yield
 
         samples = torch.utils.data.default_collate([train[0], train[1]])
-        losses, loss_func = gpu_batch.forward_step(iter([samples]), model, reading)
-        total, tokens, report = loss_func(losses)
+        output, loss_func = gpu_batch.forward_step(iter([samples]), model, reading)
+        total, tokens, report = loss_func(output)
         mask = samples["loss_mask"]
+        losses = model(
+            samples["tokens"], samples["position_ids"], None, labels=samples["labels"]
+        ).detach()
         assert losses.shape == mask.shape == (2, 32) and waits == [1]
         assert tokens == mask.sum()
-        torch.testing.assert_close(total, (losses * mask).sum())
+        torch.testing.assert_close(total.detach(), (losses * mask).sum())
         torch.testing.assert_close(report["lm loss"], torch.stack([total, tokens.float()]))
         # An untrained model: nearly uniform over the padded vocabulary.
         assert (total / tokens).item() == pytest.approx(5.57, rel=0.05)
         total.backward()
-        # the MTP depth has no part in `total`: its loss is in the graph of `losses`
+        # the MTP depth has no part in `total`: its loss is in the graph of the main head's
         without = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
         assert not without
 
 
-def test_a_masked_token_has_no_loss_and_a_loss_that_is_not_finite_ends_the_run(gpu_recipe):
+def test_a_loss_that_is_not_finite_ends_the_run(gpu_recipe):
     from megacpp_mcore.training.gpu_batch import checked_loss
 
     with megatron(launch(words(gpu_recipe))):
-        losses = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
-        total, tokens, _ = checked_loss(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), losses)
+        mask = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+        total, tokens, _ = checked_loss(mask, torch.tensor(9.0))
         assert (total, tokens) == (9.0, 2)
         for bad in (float("nan"), float("inf")):
-            losses[0, 0] = bad
             with pytest.raises((RuntimeError, SystemExit)):
-                checked_loss(torch.ones(2, 2), losses)
+                checked_loss(mask, torch.tensor(bad))
 
 
 def test_data_of_another_vocabulary_is_refused_before_the_model(small_recipe, overrides):

@@ -95,7 +95,8 @@ class _Subject:
         As Megatron's schedules say so: Transformer Engine keeps the weights it has cast to FP8.
         """
         self.model.set_is_first_microbatch()
-        return self.model(**self.batches[turn % len(self.batches)]).float().mean()
+        batch = self.batches[turn % len(self.batches)]
+        return self.model(**batch) / batch["labels"].numel()
 
     def forward_backward(self, turn: int) -> None:
         self.forward(turn).backward()
@@ -147,13 +148,15 @@ def _batches(recipe: Recipe, args: Namespace, device: str) -> list[dict[str, Ten
     shape = (_BATCHES, args.micro_batch_size, args.seq_length + 1)
     tokens = torch.randint(recipe.model.vocab_size, shape, generator=generator).to(device)
     positions = torch.arange(args.seq_length, device=device).expand(args.micro_batch_size, -1)
+    every_token = torch.ones_like(positions, dtype=torch.float32)
     return [
         {
             "input_ids": batch[:, :-1],
             "position_ids": positions,
             "attention_mask": None,
             "labels": batch[:, 1:].contiguous(),
-            "loss_mask": torch.ones_like(positions, dtype=torch.float32),
+            "loss_mask": every_token,
+            "loss_weights": every_token,
         }
         for batch in tokens
     ]

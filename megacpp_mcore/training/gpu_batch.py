@@ -112,13 +112,13 @@ def _packed_documents(batch: Batch) -> PackedSeqParams | None:
     )  # fmt: skip
 
 
-def checked_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple:
+def checked_loss(loss_mask: torch.Tensor, total: torch.Tensor) -> tuple:
     """Megatron's loss_func: (sum of the masked losses, tokens counted, what to report).
 
-    losses, loss_mask: [b, s], nats per token. MTP adds its losses to the gradient by itself. A sum
+    total: that sum, in nats, from the model. MTP adds its losses to the gradient by itself. A sum
     that is not finite ends the run, as Megatron's check_for_nan_in_loss_and_grad asks.
     """
-    total, tokens, _ = loss_func(loss_mask.reshape(losses.shape), losses)
+    total, tokens, _ = loss_func(loss_mask, total)
     if get_args().check_for_nan_in_loss_and_grad:
         for rejected, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
             get_rerun_state_machine().validate_result(
@@ -136,19 +136,23 @@ def forward_step(
     data_iterator: Iterator[dict[str, Any]] | None, model: torch.nn.Module,
     reading: Reading = contextlib.nullcontext,
 ) -> tuple:  # fmt: skip
-    """Megatron's forward_step_func: the losses of the next micro batch, and how to reduce them."""
+    """Megatron's forward_step_func: the summed loss of the next micro batch, and what to count.
+
+    Not from the last pipeline stage: the hidden states.
+    """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
     batch = get_batch(data_iterator, get_model_config(model), vp_stage, reading)
     documents = _packed_documents(batch)
     timers("batch-generator").stop()
-    losses = model(
+    output = model(
         batch["tokens"],
         batch["position_ids"],
         batch["attention_mask"],
         labels=batch["labels"],
         packed_seq_params=documents,
         loss_mask=batch["loss_mask"],
+        loss_weights=batch["loss_mask"],
     )
-    return losses, partial(checked_loss, batch["loss_mask"])
+    return output, partial(checked_loss, batch["loss_mask"])

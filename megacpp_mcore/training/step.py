@@ -40,27 +40,28 @@ class NoGradientSync(MegatronModule):
         """Nothing to do."""
 
 
-def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple:
+def loss_func(loss_mask: torch.Tensor, total: torch.Tensor) -> tuple:
     """Megatron's three-value loss: (sum of masked losses, tokens counted, what to report).
 
-    losses, loss_mask: [b, s]; losses in nats per token.
+    total: that sum, in nats, as the model returns it for `loss_weights=loss_mask`.
     """
-    total = (losses.float() * loss_mask).sum()
     tokens = loss_mask.sum().to(torch.int)
-    return total, tokens, (total.detach().clone(), tokens)
+    # A copy each: Megatron divides the first of them in place.
+    return total.clone(), tokens, (total.detach().clone(), tokens)
 
 
 def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple:
-    """Megatron's forward_step_func: the losses of the next micro batch, and how to reduce them."""
+    """Megatron's forward_step_func: the summed loss of the next micro batch, and what to count."""
     batch = next(batches)
-    losses = model(
+    total = model(
         input_ids=batch["tokens"],
         position_ids=batch["position_ids"],
         attention_mask=None,
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
+        loss_weights=batch["loss_mask"],
     )
-    return losses, partial(loss_func, batch["loss_mask"])
+    return total, partial(loss_func, batch["loss_mask"])
 
 
 class Trainer:

@@ -10,7 +10,7 @@ from megacpp_mcore.kernels.linear_cross_entropy import (
     linear_cross_entropy,
 )
 
-test_admission = admission.suite("linear_cross_entropy")
+test_admission = admission.suite("linear_cross_entropy", beyond_dispatch=("megatron",))
 
 
 def test_it_is_torchs_cross_entropy_of_the_logits():

@@ -1,0 +1,68 @@
+"""As test_loss.py, the vocabulary split over two tensor-parallel gloo processes."""
+
+import contextlib
+import datetime
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megacpp_mcore import bridges
+
+OVERRIDES = [
+    "parallel.tensor_model_parallel_size=2", "launch.nproc_per_node=2", "mtp.mtp_num_layers=2",
+    "data.data_path=null", "data.mock_data=true",
+    "launch.environment.CUDA_DEVICE_MAX_CONNECTIONS=1",
+]  # fmt: skip
+LAYOUTS = {
+    "tp": [],
+    "sp": ["parallel.sequence_parallel=true"],
+    "sp-tied": [
+        "parallel.sequence_parallel=true", "model.untie_embeddings_and_output_weights=false",
+    ],
+}  # fmt: skip
+
+
+def check(overrides):
+    """Losses, log and gradients of this rank's shards are Megatron's, from the same weights."""
+    from loss_models import assert_same, batches, megatrons_step, models, run
+
+    from megacpp_mcore.training.step import forward_step
+
+    ours, megatrons = models(*OVERRIDES, *overrides)
+    assert ours.tp_group.size() == 2
+    for per_token in (False, True):
+        for model in (ours, megatrons):
+            model.config.calculate_per_token_loss = per_token
+        expected = run(megatrons, megatrons_step, batches())
+        assert_same(run(ours, forward_step, batches()), expected)
+        assert_same(run(ours, megatrons_step, batches()), expected)
+
+
+def worker(rank, folder):
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    bridges.before_megatron()
+    bridges.install()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    from megatron.core import parallel_state, tensor_parallel
+
+    # The embedding asks for the CUDA state of dropout, of which there is none here.
+    tensor_parallel.get_cuda_rng_tracker().fork = contextlib.nullcontext
+    parallel_state.initialize_model_parallel(2)
+    for overrides in LAYOUTS.values():
+        check(overrides)
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_are_megatrons_two(tmp_path):
+    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
