@@ -1,0 +1,206 @@
+"""MLA inside Megatron: the same module as upstream's, whatever serves mla_rope."""
+
+import itertools
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import random
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import MLATransformerConfig
+from megatron.core.transformer import multi_latent_attention as upstream
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.kernels.mla_rope import triton
+from megacpp_mcore.layers.core_attention import ReferenceCoreAttention
+from megacpp_mcore.layers.mla import MLASelfAttention
+from megacpp_mcore.layers.norm import TorchNorm
+from megacpp_mcore.layers.settings import PluginSettings, attach
+from megacpp_mcore.training.megatron_setup import single_process
+
+HIDDEN, SEQ, BATCH = 24, 9, 2
+VARIANTS = {
+    "plain": {},
+    "no-q-lora": {"q_lora_rank": None},
+    "qk-layernorm": {"qk_layernorm": True},
+    "yarn": {
+        "rope_type": "yarn", "rotary_scaling_factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5,
+        "original_max_position_embeddings": 4,
+    },
+    "partial": {"rotary_percent": 0.5},
+    "recompute": {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
+    "recompute-core": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def groups(monkeypatch):
+    """Megatron's process groups, and no CUDA random states for its checkpoints to keep."""
+    monkeypatch.setattr(random, "_get_cuda_rng_state", lambda *args, **kwargs: None)
+    monkeypatch.setattr(random, "_set_cuda_rng_state", lambda *args, **kwargs: None)
+    with single_process(0):
+        yield
+
+
+def make_config(backend="reference", **changes):
+    fields = {
+        "num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 3, "q_lora_rank": 10,
+        "kv_lora_rank": 7, "qk_head_dim": 6, "qk_pos_emb_head_dim": 8, "v_head_dim": 5,
+        "rope_type": "rope", "rotary_base": 100, "apply_rope_fusion": False,
+        "attention_dropout": 0.0, "normalization": "RMSNorm", "use_cpu_initialization": True,
+        "multi_latent_attention": True, "add_bias_linear": False,
+    }  # fmt: skip
+    config = MLATransformerConfig(**(fields | changes))
+    return attach(config, PluginSettings(backends={"mla_rope": backend}))
+
+
+def build(cls, config, dtype=torch.float64):
+    norm = TorchNorm if config.qk_layernorm else IdentityOp
+    submodules = upstream.MLASelfAttentionSubmodules(
+        linear_proj=RowParallelLinear, q_layernorm=norm, kv_layernorm=norm,
+        linear_q_proj=ColumnParallelLinear, linear_q_down_proj=ColumnParallelLinear,
+        linear_q_up_proj=ColumnParallelLinear, linear_kv_down_proj=ColumnParallelLinear,
+        linear_kv_up_proj=ColumnParallelLinear, core_attention=ReferenceCoreAttention,
+    )  # fmt: skip
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    module = cls(config, submodules, 1, AttnMaskType.causal, pg_collection=groups)
+    return module.to(dtype)
+
+
+def pair(backend="reference", dtype=torch.float64, **changes):
+    """Ours and upstream's, of the same weights."""
+    ours, theirs = (build(cls, make_config(backend, **changes), dtype)
+                    for cls in (MLASelfAttention, upstream.MLASelfAttention))  # fmt: skip
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    return ours, theirs
+
+
+def run(module, hidden, bounds=None):
+    """Output, input gradient, parameter gradients."""
+    hidden = hidden.clone().requires_grad_()
+    packed = None
+    if bounds is not None:
+        longest = max(b - a for a, b in itertools.pairwise(bounds))
+        bounds = torch.tensor(bounds, dtype=torch.int32)
+        packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest)
+    y, bias = module(hidden, attention_mask=None, packed_seq_params=packed)
+    assert bias is None
+    direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    (y * direction).sum().backward()
+    values = {"y": y.detach(), "dx": hidden.grad}
+    return values | {name: p.grad for name, p in module.named_parameters()}
+
+
+def assert_equal(found, expected, eps):
+    """Sums of at most SEQ * BATCH * HIDDEN terms, a few after one another, in another order."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        bound = 8 * SEQ * BATCH * HIDDEN * eps * value.abs().max()
+        assert value.abs().max() > 0, name
+        assert (found[name] - value).abs().max() <= bound, name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("bounds", [None, [0, 4, 4, 9]], ids=["rows", "documents"])
+def test_ours_is_upstreams(variant, bounds):
+    """In float64, where upstream turns in float64 by cosines of float32, as we do."""
+    torch.manual_seed(3)
+    ours, theirs = pair(**VARIANTS[variant])
+    hidden = torch.randn(SEQ, 1 if bounds else BATCH, HIDDEN, dtype=torch.float64)
+    found, expected = run(ours, hidden, bounds), run(theirs, hidden, bounds)
+    assert_equal(found, expected, torch.finfo(torch.float64).eps)
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 4, 9]], ids=["rows", "documents"])
+def test_the_kernel_in_the_layer(bounds):
+    torch.manual_seed(4)
+    ours, theirs = pair(dtype=torch.float32, **VARIANTS["recompute"])
+    ours._rope = triton.mla_rope  # dispatch serves it on cuda only
+    hidden = torch.randn(SEQ, 1 if bounds else BATCH, HIDDEN)
+    eps = torch.finfo(torch.float32).eps
+    assert_equal(run(ours, hidden, bounds), run(theirs, hidden, bounds), eps)
+
+
+def test_the_backend_named_megatron_is_upstreams_path():
+    """Bit for bit, in bf16, where upstream rounds cos, sin and every step of a turn."""
+    hidden = torch.randn(SEQ, BATCH, HIDDEN, dtype=torch.bfloat16)
+    for backend, same in (("megatron", True), ("reference", False)):
+        ours, theirs = pair(backend, dtype=torch.bfloat16)
+        found, expected = run(ours, hidden), run(theirs, hidden)
+        assert all(torch.equal(found[name], expected[name]) for name in expected) == same
+
+
+def test_one_long_document_starts_anew_behind_another():
+    """Upstream's does not where max_seqlen_q says the length of the whole row."""
+    ours, _ = pair()
+    hidden = torch.randn(SEQ, 1, HIDDEN, dtype=torch.float64)
+    bounds = torch.tensor([0, 5, SEQ], dtype=torch.int32)
+    packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=SEQ, max_seqlen_kv=SEQ)
+    y, _ = ours(hidden, attention_mask=None, packed_seq_params=packed)
+    for start, end in ((0, 5), (5, SEQ)):
+        alone, _ = ours(hidden[start:end], attention_mask=None)
+        torch.testing.assert_close(y[start:end], alone, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_may_grow():
+    ours, theirs = pair()
+    for seq in (4, 9, 6):
+        hidden = torch.randn(seq, BATCH, HIDDEN, dtype=torch.float64)
+        torch.testing.assert_close(
+            ours(hidden, attention_mask=None)[0], theirs(hidden, attention_mask=None)[0],
+            rtol=1e-12, atol=1e-12,
+        )  # fmt: skip
+
+
+def test_inference_goes_upstreams_way():
+    """A prompt into Megatron's cache; our cores refuse the single token behind it."""
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    ours, _ = pair()
+    ours.eval()
+    hidden = torch.randn(SEQ, BATCH, HIDDEN, dtype=torch.float64)
+    expected, _ = ours(hidden, attention_mask=None)
+    context = StaticInferenceContext(BATCH, SEQ)
+    first, _ = ours(hidden[:5], attention_mask=None, inference_context=context)
+    torch.testing.assert_close(first, expected[:5], rtol=1e-12, atol=1e-12)
+    context.increment_sequence_len_offset(5)
+    with pytest.raises(MegacppError, match="no_mask"):
+        ours(hidden[5:6], attention_mask=None, inference_context=context)
+
+
+def test_checkpoint_keys_are_megatrons():
+    for variant in ("plain", "no-q-lora", "qk-layernorm"):
+        ours, theirs = pair(**VARIANTS[variant])
+        found, expected = (m.sharded_state_dict("layer.") for m in (ours, theirs))
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            assert found[key].key == getattr(tensor, "key", None)
+            assert found[key].global_shape == tensor.global_shape
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rotary_interleaved": True}, "rotary_interleaved with MLA"),
+        ({"context_parallel_size": 2}, "context_parallel_size 2"),
+    ],
+)
+def test_refusals(changes, message):
+    config = make_config()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(MegacppError, match=message):
+        build(MLASelfAttention, config)
+
+
+def test_another_packed_layout_is_refused():
+    ours, _ = pair()
+    packed = PackedSeqParams("bshd", max_seqlen_q=SEQ, max_seqlen_kv=SEQ)
+    with pytest.raises(MegacppError, match="qkv_format 'bshd'"):
+        ours(torch.randn(SEQ, 1, HIDDEN).double(), attention_mask=None, packed_seq_params=packed)
