@@ -309,6 +309,8 @@ class Checkpoint:
     exit_on_missing_checkpoint: bool = to_flag(False)
     ckpt_format: Literal["torch", "torch_dist"] = to_flag("torch_dist")
     ckpt_fully_parallel_load: bool = to_flag(False)
+    # without it an optimizer's state can be resumed at another data-parallel size only
+    dist_ckpt_optim_fully_reshardable: bool = to_flag(False)
     async_save: bool = to_flag(False)
     use_persistent_ckpt_worker: bool = to_flag(False)
     override_opt_param_scheduler: bool = to_flag(False)
