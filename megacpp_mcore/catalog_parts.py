@@ -133,8 +133,8 @@ MOE_EXPERTS = (
         role="vendor",
         keep="borderline",
         removes="one GEMM launch an expert, and the wait for the counts on the host; fc1, SwiGLU "
-        "and fc2 take 2.25 / 6.83 ms. SwiGLU without bias only: another config is refused when the "
-        "layer is built. Muon would train its weights, which are one 3-d tensor, with Adam",
+        "and fc2 take 2.25 / 6.83 ms. SwiGLU without bias, not in FP8, and not under Muon, which "
+        "would leave its weights, one 3-d tensor, to Adam: the recipe and dispatch refuse those",
         layout="tokens [t, h] sorted by expert, counts [experts] anywhere; h and f multiples of 8",
         dtypes="bf16; fp16 and fp32 outside torch.compile",
         fallback="reference",

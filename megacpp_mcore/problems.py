@@ -36,12 +36,56 @@ def current_device() -> str:
 
 
 def stack_part(device: str) -> Problem:
-    """The parts of a stack (linear, norm, moe_experts, residual): chosen before any config."""
+    """What a stack spec is put together from (linear, residual): chosen before any config."""
     return Problem.of(device, "any")
 
 
 def stack_part_of(recipe: "Recipe", device: str) -> Problem:
     return stack_part(device)
+
+
+def linear(device: str, config) -> Problem:
+    """The linears of a stack spec, asked again when the stack is built."""
+    return Problem.of(device, _dtype(config), fp8=config.fp8)
+
+
+def linear_of(recipe: "Recipe", device: str) -> Problem:
+    return linear(device, _config(recipe))
+
+
+def norm(device: str, config) -> Problem:
+    """normalization: "RMSNorm" or "LayerNorm"."""
+    return Problem.of(
+        device,
+        _dtype(config),
+        normalization=config.normalization,
+        zero_centered_gamma=config.layernorm_zero_centered_gamma,
+    )
+
+
+def norm_of(recipe: "Recipe", device: str) -> Problem:
+    return norm(device, _config(recipe))
+
+
+def moe_experts(device: str, config, optimizer: str) -> Problem:
+    """optimizer: the recipe's, which may want every weight to be a matrix."""
+    recomputed = config.recompute_modules if config.recompute_granularity == "selective" else ()
+    return Problem.of(
+        device,
+        _dtype(config),
+        swiglu=config.gated_linear_unit and config.activation_func.__name__ == "silu",
+        bias=config.add_bias_linear,
+        probs_on_input=config.moe_apply_probs_on_input,
+        fp8=config.fp8,
+        recomputed_activation="moe_act" in recomputed,
+        optimizer=optimizer,
+    )
+
+
+def moe_experts_of(recipe: "Recipe", device: str) -> Problem | None:
+    if not _has(recipe, "E"):
+        return None
+    return moe_experts(device, _config(recipe), recipe.optimizer.optimizer)
 
 
 def core_attention(
@@ -72,7 +116,9 @@ def core_attention_of(recipe: "Recipe", device: str) -> Problem | None:
 def mla_rope(device: str, config) -> Problem:
     """heads: of one tensor-parallel rank. rotary_dim: dims of the pos_dim that RoPE turns."""
     pos_dim = config.qk_pos_emb_head_dim
-    percent = config.rotary_percent if config.rope_type == "rope" else 1.0  # YaRN's does not read it
+    percent = (
+        config.rotary_percent if config.rope_type == "rope" else 1.0
+    )  # YaRN's does not read it
     return Problem.of(
         device,
         _dtype(config),
@@ -89,6 +135,34 @@ def mla_rope_of(recipe: "Recipe", device: str) -> Problem | None:
     """None when no A layer is MLA: DSA turns its latents itself."""
     layers = [*recipe.plan.layers, *recipe.plan.mtp_layers]
     return mla_rope(device, _config(recipe)) if any(x.symbol == "+" for x in layers) else None
+
+
+def rope_qk(device: str, config) -> Problem:
+    """heads, groups: of one tensor-parallel rank. needs: what Megatron's own path alone does."""
+    tp, groups = config.tensor_model_parallel_size, config.num_query_groups
+    needs = {
+        "attention_output_gate": config.attention_output_gate,
+        "fused_single_qkv_rope": config.fused_single_qkv_rope,
+        "mrope_section": config.mrope_section is not None,
+        f"num_query_groups {groups} with {tp} tensor-parallel ranks": groups < tp,
+    }
+    return Problem.of(
+        device,
+        _dtype(config),
+        heads=config.num_attention_heads // tp,
+        groups=max(1, groups // tp),
+        dim=config.kv_channels,
+        context_parallel_size=config.context_parallel_size,
+        needs=tuple(name for name, is_set in needs.items() if is_set),
+    )
+
+
+def rope_qk_of(recipe: "Recipe", device: str) -> Problem | None:
+    """None without a GQA layer, or where no position is turned."""
+    layers = [*recipe.plan.layers, *recipe.plan.mtp_layers]
+    turned = recipe.model.position_embedding_type in ("rope", "yarn")
+    has_gqa = any(layer.symbol == "*" for layer in layers)
+    return rope_qk(device, _config(recipe)) if has_gqa and turned else None
 
 
 def mamba3_scan(device: str, config, layout: "Mamba3Layout", settings: "Mamba3Settings") -> Problem:
@@ -162,6 +236,12 @@ def _has(recipe: "Recipe", letter: str) -> bool:
     return any(layer.letter == letter for layer in recipe.plan.layers)
 
 
+def _query_groups(recipe: "Recipe") -> int:
+    """Megatron reads the recipe's number with --group-query-attention, which GQA alone lowers to."""
+    grouped = recipe.attention.kind == "gqa" and recipe.attention.num_query_groups
+    return grouped or recipe.model.num_attention_heads
+
+
 def _dtype(config) -> str:
     return str(config.params_dtype).removeprefix("torch.")
 
@@ -169,12 +249,25 @@ def _dtype(config) -> str:
 def _config(recipe: "Recipe") -> SimpleNamespace:
     """The fields of Megatron's TransformerConfig that problems and layouts read."""
     model, attention, mamba3 = recipe.model, recipe.attention, recipe.mamba3
+    modules = recipe.recompute.megatron_modules
     return SimpleNamespace(
         params_dtype="bfloat16" if recipe.precision.bf16 else "float32",
         fp8=recipe.precision.fp8,
         hidden_size=model.hidden_size,
+        normalization=model.normalization,
+        layernorm_zero_centered_gamma=False,
+        gated_linear_unit=model.swiglu,
+        activation_func=SimpleNamespace(__name__="silu" if model.swiglu else "another"),
+        add_bias_linear=model.add_bias_linear,
+        moe_apply_probs_on_input=recipe.moe.moe_apply_probs_on_input,
+        recompute_granularity="selective" if modules else None,
+        recompute_modules=modules,
         num_attention_heads=model.num_attention_heads,
         kv_channels=attention.kv_channels or model.hidden_size // model.num_attention_heads,
+        num_query_groups=_query_groups(recipe),
+        attention_output_gate=False,
+        fused_single_qkv_rope=False,
+        mrope_section=None,
         qk_head_dim=attention.qk_head_dim,
         qk_pos_emb_head_dim=attention.qk_pos_emb_head_dim,
         v_head_dim=attention.v_head_dim,

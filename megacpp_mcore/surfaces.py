@@ -86,10 +86,26 @@ def whole_rows(problem: Problem) -> str | None:
 
 
 def liger_norm(problem: Problem) -> str | None:
-    """The `supports` of Liger's RMSNorm. The normalization is known when a layer is built only."""
+    """The `supports` of Liger's RMSNorm."""
     if problem.device != "cuda":
         return f"Liger's kernels run on cuda only, the problem is on {problem.device}"
-    return import_reason("liger_kernel.transformers.rms_norm")
+    return liger_norm_kind(problem) or import_reason("liger_kernel.transformers.rms_norm")
+
+
+def liger_norm_kind(problem: Problem) -> str | None:
+    """Why Liger's RMSNorm is not the norm that is asked for."""
+    if (kind := problem.size("normalization")) != "RMSNorm":
+        return f"normalization {kind}: Liger's is an RMSNorm"
+    return torch_norm(problem)
+
+
+def torch_norm(problem: Problem) -> str | None:
+    """The `supports` of torch's norms."""
+    if problem.size("zero_centered_gamma"):
+        return "layernorm_zero_centered_gamma: only Transformer Engine's norms have it"
+    kind = problem.size("normalization", "RMSNorm")
+    known = ("RMSNorm", "LayerNorm")
+    return None if kind in known else f"normalization {kind}: torch has {' and '.join(known)}"
 
 
 def mamba_ssm_scan(problem: Problem) -> str | None:
@@ -112,9 +128,42 @@ def mamba_ssm_scan(problem: Problem) -> str | None:
 
 def grouped_mm(problem: Problem) -> str | None:
     """The `supports` of torch's grouped matrix product, which a CPU has too, without any gain."""
-    if problem.device == "cuda":
+    if problem.device != "cuda":
+        return f"on {problem.device} it is a loop over the experts, as the reference is"
+    return grouped_experts(problem)
+
+
+# Optimizers that treat a weight as a matrix; Megatron gives them those with two dimensions only.
+_MATRIX_OPTIMIZERS = ("muon", "adaptive_muon", "soap")
+
+
+def grouped_experts(problem: Problem) -> str | None:
+    """Why GroupedMMExperts are not the experts that are asked for."""
+    if not problem.size("swiglu"):
+        return "the activation is not SwiGLU, the only one that it has"
+    for name in ("bias", "probs_on_input"):
+        if problem.size(name):
+            return f"{name}: it has none"
+    if (optimizer := problem.size("optimizer")) in _MATRIX_OPTIMIZERS:
+        return (
+            f"optimizer {optimizer}: the weights are one 3-d tensor, no matrices, so that Megatron "
+            "would train them with Adam"
+        )
+    return plain_experts(problem)
+
+
+def plain_experts(problem: Problem) -> str | None:
+    """The `supports` of experts that are not Transformer Engine's."""
+    if problem.size("recomputed_activation"):
+        return 'recompute.moe "act": only Transformer Engine\'s experts make it again'
+    return in_the_models_dtype(problem)
+
+
+def in_the_models_dtype(problem: Problem) -> str | None:
+    """The `supports` of matrix products that are not Transformer Engine's."""
+    if (fp8 := problem.size("fp8")) is None:
         return None
-    return f"on {problem.device} it is a loop over the experts, as the reference is"
+    return f"fp8 {fp8}: it multiplies in the model's dtype, Transformer Engine in FP8"
 
 
 def megatron_heads(problem: Problem) -> str | None:
@@ -171,27 +220,27 @@ _SURFACES = (
         "linear",
         (
             Backend("te", f"{_PARTS}:te_linears", transformer_engine),
-            Backend(REFERENCE, f"{_PARTS}:megatron_linears", always),
+            Backend(REFERENCE, f"{_PARTS}:megatron_linears", in_the_models_dtype),
         ),
-        problems.stack_part_of,
+        problems.linear_of,
     ),
     Surface(
         "norm",
         (
             Backend("te", f"{_PARTS}:te_norm", transformer_engine),
             Backend("liger", f"{_PARTS}:liger_norm", liger_norm),
-            Backend(REFERENCE, f"{_PARTS}:torch_norm", always),
+            Backend(REFERENCE, f"{_PARTS}:torch_norm", torch_norm),
         ),
-        problems.stack_part_of,
+        problems.norm_of,
     ),
     Surface(
         "moe_experts",
         (
             Backend("te", f"{_PARTS}:te_experts", transformer_engine),
             Backend("grouped_mm", f"{_PARTS}:grouped_mm_experts", grouped_mm),
-            Backend(REFERENCE, f"{_PARTS}:sequential_experts", always),
+            Backend(REFERENCE, f"{_PARTS}:sequential_experts", plain_experts),
         ),
-        problems.stack_part_of,
+        problems.moe_experts_of,
     ),
     Surface(
         "core_attention",

@@ -20,18 +20,16 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor
-from torch.nn import functional
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.moe_experts import experts_grouped_mm, weighted_swiglu
 
-# Field of Megatron's config -> the one value that is served.
+# Field of Megatron's config that no recipe has -> the one value that is served. What a recipe can
+# ask for is refused by dispatch (`megacpp_mcore.surfaces.grouped_experts`).
 _SERVED = {
-    "add_bias_linear": False, "gated_linear_unit": True, "activation_func": functional.silu,
     "activation_func_clamp_value": None, "glu_linear_offset": 0.0,
-    "moe_mlp_glu_interleave_size": None, "moe_latent_size": None,
-    "moe_apply_probs_on_input": False, "use_te_activation_func": False,
-    "use_transformer_engine_op_fuser": False, "fp8": None, "fp4": None,
+    "moe_mlp_glu_interleave_size": None, "moe_latent_size": None, "use_te_activation_func": False,
+    "use_transformer_engine_op_fuser": False, "fp4": None,
     "delay_wgrad_compute": False, "gtp_weight_remat_size": 1,
     "fine_grained_activation_offloading": False,
 }  # fmt: skip
@@ -112,9 +110,6 @@ def _check(config) -> None:
         for field, value in _SERVED.items()
         if getattr(config, field) != value
     ]
-    recompute = config.recompute_granularity == "selective" and config.recompute_modules
-    if recompute and "moe_act" in config.recompute_modules:
-        differing.append("recompute_modules has 'moe_act', served: without")
     if differing:
         raise ExpertsError(
             f"the moe_experts backend 'grouped_mm' cannot serve: {'; '.join(differing)}. "

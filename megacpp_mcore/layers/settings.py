@@ -34,12 +34,16 @@ class SettingsError(MegacppError):
 
 @dataclass(frozen=True)
 class PluginSettings:
-    """What our layers need beyond Megatron's config. backends: surface -> requested backend."""
+    """What our layers need beyond Megatron's config.
+
+    backends: surface -> requested backend. optimizer: which one will train the weights.
+    """
 
     mamba3: Mamba3Settings = field(default_factory=Mamba3Settings)
     m2rnn: M2RNNSettings = field(default_factory=M2RNNSettings)
     recompute: RecomputeSettings = field(default_factory=RecomputeSettings)
     backends: Mapping[str, str] = field(default_factory=dict)
+    optimizer: str = "adam"
 
 
 def attach(config, settings: PluginSettings):
@@ -69,7 +73,13 @@ def plugin_settings(config) -> PluginSettings:
         )
     _check_agreement(config, recipe)
     patch_needs.check(recipe)
-    settings = PluginSettings(recipe.mamba3, recipe.m2rnn, recipe.recompute, recipe.backends)
+    settings = PluginSettings(
+        recipe.mamba3,
+        recipe.m2rnn,
+        recipe.recompute,
+        recipe.backends,
+        recipe.optimizer.optimizer,
+    )
     attach(config, settings)
     return settings
 

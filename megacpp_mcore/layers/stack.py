@@ -1,8 +1,8 @@
 """The stack spec: which module serves each symbol of a hybrid pattern, put together from parts.
 
-`stack_spec` returns what Megatron's `HybridModel(hybrid_stack_spec=...)` and `--spec` take. Parts
-(linears, norms, experts, residuals) are chosen by dispatch when the spec is made; what depends on
-the model's config (attention core, scans) is chosen when a layer is built.
+`stack_spec` returns what Megatron's `HybridModel(hybrid_stack_spec=...)` and `--spec` take. Linears
+and residuals, which decide what a spec looks like, are chosen by dispatch when it is made; what
+depends on the model's config (norms, experts, attention core, scans) when a layer is built.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-import torch
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
@@ -46,6 +45,11 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megacpp_mcore import bridges, dispatch, problems
+from megacpp_mcore.layers.dispatched import (
+    DispatchedCoreAttention,
+    DispatchedExperts,
+    DispatchedNorm,
+)
 from megacpp_mcore.layers.m2rnn import M2RNNMixer, M2RNNMixerSubmodules
 from megacpp_mcore.layers.mamba3 import Mamba3Mixer, Mamba3MixerSubmodules
 from megacpp_mcore.layers.mla import MLASelfAttention
@@ -54,19 +58,6 @@ from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.patching import applied
 
 _CAUSAL = {"attn_mask_type": AttnMaskType.causal}
-
-
-class DispatchedCoreAttention:
-    """Builds the attention core that dispatch chooses for the layer's config."""
-
-    def __new__(cls, config, **kwargs) -> torch.nn.Module:
-        if config.multi_latent_attention and "k_channels" not in kwargs:
-            return IdentityOp()  # MLA's base class builds one with other sizes, and MLA replaces it
-        problem = problems.core_attention(
-            problems.current_device(), config, kwargs.get("k_channels"), kwargs.get("v_channels")
-        )
-        requests = plugin_settings(config).backends
-        return dispatch.decide("core_attention", problem, requests).load()(config=config, **kwargs)
 
 
 class MegacppStack(HybridStack):
@@ -79,7 +70,9 @@ class MegacppStack(HybridStack):
 
     def __init__(self, config, submodules, final_norm=None, post_layer_norm=True, **kwargs) -> None:
         bridges.install()
-        plugin_settings(config)  # fails here, with the reason, rather than in some layer
+        # Fails here, with the reason, rather than in some layer.
+        requests = plugin_settings(config).backends
+        dispatch.decide("linear", problems.linear(problems.current_device(), config), requests)
         upstream_builds_it = post_layer_norm and final_norm is None
         super().__init__(config, submodules, post_layer_norm=upstream_builds_it, **kwargs)
         self.post_layer_norm = post_layer_norm
@@ -94,8 +87,8 @@ class StackParts:
     """What every layer of a stack is put together from. residual: bias-dropout-add."""
 
     linears: Linears
-    norm: type
     residual: Callable
+    norm: type = DispatchedNorm
 
 
 def stack_spec(
@@ -108,11 +101,10 @@ def stack_spec(
     carries; one pattern cannot have both. Raises DispatchError when a named backend cannot serve.
     """
     problem = problems.stack_part(problems.current_device())
-    linears, norm, experts, residual = (
-        dispatch.decide(surface, problem, backends).load()()
-        for surface in ("linear", "norm", "moe_experts", "residual")
+    linears, residual = (
+        dispatch.decide(surface, problem, backends).load()() for surface in ("linear", "residual")
     )
-    parts = StackParts(linears, norm, residual)
+    parts = StackParts(linears, residual)
     submodules = HybridStackSubmodules(
         mamba_layer=_mamba3_layer(parts),
         gdn_layer=_m2rnn_layer(parts) if recurrent == "m2rnn" else _gdn_layer(parts),
@@ -120,13 +112,13 @@ def stack_spec(
         dsa_layer=_dsa_layer(parts),
         mla_layer=_mla_layer(parts),
         mlp_layer=_mlp_layer(parts),
-        moe_layer=_moe_layer(parts, experts),
+        moe_layer=_moe_layer(parts),
         mtp_block_spec=_mtp_block(parts),
     )
     if "final-norm-from-spec" in applied("megatron-core"):
-        submodules.final_norm = norm
+        submodules.final_norm = parts.norm
         return ModuleSpec(module=MegacppStack, submodules=submodules)
-    return ModuleSpec(module=MegacppStack, params={"final_norm": norm}, submodules=submodules)
+    return ModuleSpec(module=MegacppStack, params={"final_norm": parts.norm}, submodules=submodules)
 
 
 def _mamba3_layer(parts: StackParts) -> ModuleSpec:
@@ -250,10 +242,10 @@ def _mlp_layer(parts: StackParts) -> ModuleSpec:
     return ModuleSpec(module=MLPLayer, submodules=submodules)
 
 
-def _moe_layer(parts: StackParts, experts) -> ModuleSpec:
+def _moe_layer(parts: StackParts) -> ModuleSpec:
     # num_experts only has to be a number here; the layer reads the config's.
     upstream = get_moe_module_spec(use_te=parts.linears.is_te, num_experts=1)
-    moe = replace(upstream.keywords["submodules"], experts=experts)
+    moe = replace(upstream.keywords["submodules"], experts=DispatchedExperts)
     submodules = TransformerLayerSubmodules(
         pre_mlp_layernorm=parts.norm,
         mlp=partial(MoELayer, submodules=moe),

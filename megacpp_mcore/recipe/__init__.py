@@ -57,8 +57,10 @@ class Recipe:
     origins: dict[str, str] = field(compare=False, repr=False)
 
     def get(self, dotted: str) -> Any:
-        """The value of `section.key`."""
+        """The value of `section.key`; of a surface's backend, None where none is named."""
         section, _, name = dotted.partition(".")
+        if section == BACKENDS:
+            return self.backends.get(name)
         return getattr(getattr(self, section), name)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:

@@ -9,6 +9,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
 
+from megacpp_mcore import dispatch, problems
+from megacpp_mcore.dispatch import DispatchError
 from megacpp_mcore.kernels.moe_experts import experts, experts_grouped_mm, weighted_swiglu
 from megacpp_mcore.layers.experts import ExpertsError, GroupedMMExperts
 from megacpp_mcore.layers.parts import sequential_experts
@@ -18,6 +20,7 @@ from megacpp_mcore.training.megatron_setup import single_process
 test_admission = admission.suite("moe_experts", beyond_dispatch=("grouped_mm",))
 
 HIDDEN, FFN, EXPERTS = 8, 12, 4
+RECOMPUTED_ACTIVATION = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
 
 
 def config(**changes):
@@ -190,22 +193,38 @@ def test_parameters_are_marked_for_megatrons_optimizer():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("backend", "changes", "message"),
     [
-        ({"add_bias_linear": True}, "add_bias_linear is True, served: False"),
-        ({"activation_func": functional.gelu}, "activation_func is <built-in function gelu>"),
-        ({"gated_linear_unit": False}, "gated_linear_unit is False"),
-        ({"fp8": "hybrid"}, "fp8 is 'hybrid', served: None"),
-        ({"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input is True"),
-        (
-            {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
-            "recompute_modules has 'moe_act'",
-        ),
+        ("grouped_mm", {"add_bias_linear": True}, "bias: it has none"),
+        ("grouped_mm", {"activation_func": functional.gelu}, "the activation is not SwiGLU"),
+        ("grouped_mm", {"gated_linear_unit": False}, "the activation is not SwiGLU"),
+        ("grouped_mm", {"fp8": "hybrid"}, "fp8 hybrid: it multiplies in the model's dtype"),
+        ("reference", {"fp8": "hybrid"}, "fp8 hybrid: it multiplies in the model's dtype"),
+        ("grouped_mm", {"moe_apply_probs_on_input": True}, "probs_on_input: it has none"),
+        ("grouped_mm", RECOMPUTED_ACTIVATION, "only Transformer Engine's experts make it again"),
+        ("reference", RECOMPUTED_ACTIVATION, "only Transformer Engine's experts make it again"),
     ],
 )
-def test_refusals(changes, message):
+def test_experts_that_the_config_rules_out_are_not_chosen(backend, changes, message):
     wrong = config()
     for name, value in changes.items():
         setattr(wrong, name, value)
-    with pytest.raises(ExpertsError, match=message):
-        grouped(wrong)
+    with pytest.raises(DispatchError, match=message):
+        choose(backend, wrong)
+
+
+def test_a_matrix_optimizer_does_not_get_experts_that_are_no_matrices():
+    assert choose("grouped_mm", config()).observed == "grouped_mm"
+    for optimizer in ("muon", "adaptive_muon", "soap"):
+        with pytest.raises(DispatchError, match=f"optimizer {optimizer}: .* Adam"):
+            choose("grouped_mm", config(), optimizer)
+
+
+def choose(backend, cfg, optimizer="adam"):
+    problem = problems.moe_experts("cuda", cfg, optimizer)
+    return dispatch.choose("moe_experts", problem, {"moe_experts": backend})
+
+
+def test_a_config_that_no_recipe_has_is_refused_by_the_experts_themselves():
+    with pytest.raises(ExpertsError, match=r"glu_linear_offset is 1\.0, served: 0\.0"):
+        grouped(config(glu_linear_offset=1.0))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from megacpp_mcore.errors import MegacppError
+from megacpp_mcore import dispatch, problems
+from megacpp_mcore.dispatch import DispatchError
 from megacpp_mcore.kernels.norm import layer_norm, rms_norm
 from megacpp_mcore.layers.norm import LigerNorm, TorchNorm
 
@@ -74,21 +75,17 @@ def test_liger_leaves_the_incoming_gradient_alone_and_computes_in_float32(liger)
 
 
 @pytest.mark.parametrize(
-    ("builder", "changes", "message"),
+    ("backend", "changes", "message"),
     [
-        (TorchNorm, {"layernorm_zero_centered_gamma": True}, "needs the norm backend 'te'"),
-        (LigerNorm, {"layernorm_zero_centered_gamma": True}, "needs the norm backend 'te'"),
-        (
-            LigerNorm,
-            {"normalization": "LayerNorm"},
-            "'LayerNorm' is not served by the norm backend",
-        ),
-        (TorchNorm, {"normalization": "L2Norm"}, "'L2Norm' is not one of RMSNorm, LayerNorm"),
+        ("liger", {"normalization": "LayerNorm"}, "normalization LayerNorm: Liger's is an RMSNorm"),
+        ("liger", {"layernorm_zero_centered_gamma": True}, "only Transformer Engine's norms"),
+        ("reference", {"layernorm_zero_centered_gamma": True}, "only Transformer Engine's norms"),
+        ("reference", {"normalization": "L2Norm"}, "torch has RMSNorm and LayerNorm"),
     ],
 )
-def test_refusals(builder, changes, message, liger):
+def test_a_norm_that_the_config_rules_out_is_not_chosen(backend, changes, message):
     wrong = config()
     for name, value in changes.items():
         setattr(wrong, name, value)
-    with pytest.raises(MegacppError, match=message):
-        builder(config=wrong, hidden_size=12)
+    with pytest.raises(DispatchError, match=message):
+        dispatch.choose("norm", problems.norm("cuda", wrong), {"norm": backend})

@@ -52,7 +52,7 @@ class MoeExpertsCase(Case):
         }
 
     def problem(self, device: str, dtype: torch.dtype) -> Problem:
-        return problems.stack_part(device)
+        return problems.moe_experts(device, self._config(device, dtype), "adam")
 
     def draw(self, generator: torch.Generator) -> Tensors:
         h, f = self.hidden_size, self.ffn_hidden_size

@@ -47,7 +47,7 @@ class NormCase(Case):
         }
 
     def problem(self, device: str, dtype: torch.dtype) -> Problem:
-        return problems.stack_part(device)
+        return problems.norm(device, self._config(device, dtype))
 
     def draw(self, generator: torch.Generator) -> Tensors:
         x = self.normal(generator, self.seq, self.batch, self.hidden_size)
@@ -57,9 +57,15 @@ class NormCase(Case):
         return {"y": rms_norm(x, weight, self.eps)}
 
     def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> Bound:
+        config = self._config(device, dtype)
+        norm = implementation()(config=config, hidden_size=self.hidden_size, eps=self.eps)
+        norm = norm.to(device, dtype)
+        return Bound(lambda x, weight: {"y": norm(x)}, {"weight": [norm.weight]})
+
+    def _config(self, device: str, dtype: torch.dtype) -> Any:
         from megatron.core.transformer import TransformerConfig
 
-        config = TransformerConfig(
+        return TransformerConfig(
             num_layers=1,
             hidden_size=self.hidden_size,
             num_attention_heads=1,
@@ -67,9 +73,6 @@ class NormCase(Case):
             params_dtype=dtype,
             use_cpu_initialization=device == "cpu",
         )
-        norm = implementation()(config=config, hidden_size=self.hidden_size, eps=self.eps)
-        norm = norm.to(device, dtype)
-        return Bound(lambda x, weight: {"y": norm(x)}, {"weight": [norm.weight]})
 
     def roundings(self, name: str) -> float:
         """The normalised x, its product with the weight and y; and on the way back the gradient

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 
 from megacpp_mcore.recipe.fields import optional
 from megacpp_mcore.recipe.refusal import Refusal, Rules
-from megacpp_mcore.recipe.rules import attention, blocks, experts, numbers, parallel, recompute, run
+from megacpp_mcore.recipe.rules import (
+    attention,
+    backends,
+    blocks,
+    experts,
+    numbers,
+    parallel,
+    recompute,
+    run,
+)
 from megacpp_mcore.recipe.source import KEYS
 
 if TYPE_CHECKING:
@@ -43,7 +52,7 @@ _MAY_BE_ZERO = {
 _BELOW_ONE = re.compile(r".*_(dropout|beta[12]|momentum)|schedule\.lr_warmup_fraction")
 
 
-_TOPICS = (parallel, recompute, attention, experts, blocks, numbers, run)
+_TOPICS = (backends, parallel, recompute, attention, experts, blocks, numbers, run)
 
 
 def refusals(recipe: "Recipe") -> Sequence[Refusal]:

@@ -1,0 +1,26 @@
+"""Rules about [backends]: a named backend that this recipe's model rules out on any machine."""
+
+from megacpp_mcore import surfaces
+from megacpp_mcore.recipe.refusal import Rules
+
+_REASONS = {
+    ("linear", "reference"): surfaces.in_the_models_dtype,
+    ("norm", "liger"): surfaces.liger_norm_kind,
+    ("moe_experts", "grouped_mm"): surfaces.grouped_experts,
+    ("moe_experts", "reference"): surfaces.plain_experts,
+}
+
+
+def check(r: Rules) -> None:
+    for (surface, backend), reason in _REASONS.items():
+        key = f"backends.{surface}"
+        if r[key] != backend:
+            continue
+        problem = surfaces.REGISTRY[surface].problem(r.recipe, r["launch.device"])
+        why = problem and reason(problem)
+        r.refuse(why, key, f"must be left out, or name another: {why}")
+    r.refuse(
+        r["backends.norm"] == "liger" and r.has("D"),
+        "backends.norm",
+        "must be left out, or name another: DSA's indexer has a LayerNorm, Liger's is an RMSNorm",
+    )
