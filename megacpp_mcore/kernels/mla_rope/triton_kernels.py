@@ -92,8 +92,8 @@ def forward(
     v_out += s * vo_s + b * vo_b
 
     one = tl.full((1, 1), 0, tl.int32)
-    x, y = _load_pairs(k_pos + one, one == 0, PAIRS, PAIR_BLOCK, INTERLEAVED)
-    k_x, k_y = x * c - y * d, y * c + x * d
+    k_x, k_y = _load_pairs(k_pos + one, one == 0, PAIRS, PAIR_BLOCK, INTERLEAVED)
+    k_a, k_b = k_x * c - k_y * d, k_y * c + k_x * d
     if REST > 0:
         rest = tl.arange(0, REST_BLOCK)[None, :]
         k_rest = tl.load(k_pos + 2 * PAIRS + rest, mask=rest < REST, other=0.0)
@@ -107,8 +107,8 @@ def forward(
         _copy(kv + h * kv_h + PLAIN, v_out + h * vo_h, heads, V_DIM, V_BLOCK)
         x, y = _load_pairs(from_q + PLAIN, heads, PAIRS, PAIR_BLOCK, INTERLEAVED)
         _store_pairs(to_q + PLAIN, x * c - y * d, y * c + x * d, heads, PAIRS, PAIR_BLOCK, False)
-        k_a, k_b = tl.broadcast_to(k_x, x.shape), tl.broadcast_to(k_y, x.shape)
-        _store_pairs(to_k + PLAIN, k_a, k_b, heads, PAIRS, PAIR_BLOCK, False)
+        all_a, all_b = tl.broadcast_to(k_a, x.shape), tl.broadcast_to(k_b, x.shape)
+        _store_pairs(to_k + PLAIN, all_a, all_b, heads, PAIRS, PAIR_BLOCK, False)
         if REST > 0:
             behind = PLAIN + 2 * PAIRS
             _copy(from_q + behind, to_q + behind, heads, REST, REST_BLOCK)
@@ -162,11 +162,10 @@ def backward(
             there = heads & (rest < REST)
             k_rest += tl.load(from_k + behind + rest, mask=there, other=0.0).to(tl.float32)
 
-    x, y = tl.sum(k_x, 0)[None, :], tl.sum(k_y, 0)[None, :]
+    x_sum, y_sum = tl.sum(k_x, 0)[None, :], tl.sum(k_y, 0)[None, :]
+    k_a, k_b = x_sum * c + y_sum * d, y_sum * c - x_sum * d
     one = tl.full((1, 1), 0, tl.int32)
-    _store_pairs(
-        dk_pos + one, x * c + y * d, y * c - x * d, one == 0, PAIRS, PAIR_BLOCK, INTERLEAVED
-    )
+    _store_pairs(dk_pos + one, k_a, k_b, one == 0, PAIRS, PAIR_BLOCK, INTERLEAVED)
     if REST > 0:
         total = tl.sum(k_rest, 0)[None, :]
         tl.store(dk_pos + 2 * PAIRS + rest, total.to(dk_pos.dtype.element_ty), mask=rest < REST)
