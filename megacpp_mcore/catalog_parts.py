@@ -10,7 +10,6 @@ from megacpp_mcore.catalog_row import (
     IN_MODEL,
     LOSS_TESTS,
     NORM_TESTS,
-    NOT_IN_MODEL,
     REFERENCE_EXIT,
     RESIDUAL_TESTS,
     STACK_TESTS,
@@ -183,7 +182,6 @@ HEAD = (
         tests=LOSS_TESTS,
         receipt="examples/receipts/h200/linear_cross_entropy.json",
         exit_when=REFERENCE_EXIT,
-        skips=NOT_IN_MODEL,
     ),
     Row(
         surface="linear_cross_entropy",
@@ -199,7 +197,6 @@ HEAD = (
         tests=LOSS_TESTS,
         no_receipt=IN_MODEL,
         exit_when="nobody compares with it any more",
-        skips=NOT_IN_MODEL,
     ),
     Row(
         surface="linear_cross_entropy",

@@ -42,8 +42,11 @@ LEAST_COSINE = 1 - _ANGLE**2 / 2
 
 
 def cosines(row: Row, device: str) -> Iterator[tuple[str, float]]:
-    """(block and name, cosine) of the losses and of every parameter's gradient, block by block."""
-    for block in row.blocks:
+    """(block and name, cosine) of the losses and of every parameter's gradient, block by block.
+
+    The head, which no letter stands for, has an attention layer before it.
+    """
+    for block in row.blocks or "A":
         truth = _truth(row.surface, block, device)
         found = _values(row.surface, row.backend, block, device, torch.bfloat16)
         assert truth.keys() == found.keys()

@@ -170,8 +170,8 @@ class HeadLosses:
         return copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
 
     def _rows(self, values: Tensor) -> Tensor:
-        """[depths, b, s] -> [depths s, b], in the order of the gathered hidden states: under sequence
-        parallelism a rank's part of every depth before the next rank's."""
+        """[depths, b, s] -> [depths s, b], in the order of the gathered hidden states: under
+        sequence parallelism a rank's part of every depth before the next rank's."""
         depths, batch, seq = values.shape
         values = values.transpose(1, 2).reshape(depths, self._parts, -1, batch)
         return values.transpose(0, 1).reshape(depths * seq, batch)

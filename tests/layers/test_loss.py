@@ -206,14 +206,18 @@ def test_a_rate_that_is_not_counted_is_not_logged_as_a_number():
         ("mtp_report_acceptance", True),
         ("fine_grained_activation_offloading", True),
         ("gtp_weight_remat_size", 2),
+        ("cross_entropy_fusion_impl", "te"),
     ],
 )
-def test_what_needs_the_logits_is_refused(field, value):
+def test_what_needs_the_logits_is_refused(serving, field, value):
     with single_process(1):
         ours = models("mtp.mtp_num_layers=1").ours
         setattr(ours.config, field, value)
-        with pytest.raises(LossError, match=f"{field} = {value}.*megatron"):
+        ours.config.cross_entropy_loss_fusion = True
+        with pytest.raises(LossError, match=f"{field} = {value!r}.*megatron"):
             loss.head_losses(ours)
+        serving("megatron")
+        assert loss.head_losses(ours) is None
 
 
 def test_calls_that_cannot_be_served_are_refused():
