@@ -71,6 +71,8 @@ def bench_model(
             *(f"{row['phase']}: {tokens / row['median_ms'] * 1000:,.0f} tokens/s" for row in rows),
             "FLOPs: the products with the weights and the causal attention; scans, norms and the "
             "router's softmax are not counted. Peak memory is the process's, weights included",
+            "the forward pass makes the gradients of the heads too, unless they are Megatron's own "
+            "(backend megatron of linear_cross_entropy)",
             *wrong,
         ],
     )  # fmt: skip

@@ -5,6 +5,9 @@ a softmax of each in float32 until the backward pass. Here both heads are calls 
 `linear_cross_entropy`, which is given hidden states and the output layer's weight. The losses, what
 is logged of them and what they add to the gradient are Megatron's (`HybridModel.forward`,
 `process_mtp_loss`, `VocabParallelCrossEntropy`).
+
+A stack spec has no say in this, only the model's builder (`training/gpu_model.py`): a model that
+Megatron-LM's own pretrain_hybrid.py builds with our `--spec` keeps Megatron's heads.
 """
 
 from dataclasses import dataclass
