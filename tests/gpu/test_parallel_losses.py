@@ -1,0 +1,41 @@
+"""Every layout gives the losses of one GPU; checkpoints of one layout go on at another.
+
+The runs are real launches, some minutes in all: they are made once, side by side, by the first
+test. With MEGACPP_MEGATRON_LM, the folder of a Megatron-LM 0.19 checkout, its own
+pretrain_hybrid.py is run with our --spec too.
+"""
+
+from pathlib import Path
+
+import parallel_runs
+import pytest
+import torch
+from parallel_runs import ONE, RUNS, SEED, STOCK, Packed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    gpus = parallel_runs.visible_gpus()
+    out: Path = tmp_path_factory.mktemp("parallel")
+    return Packed(out, gpus).run((SEED, ONE, *parallel_runs.runs_for(len(gpus))))
+
+
+@pytest.mark.parametrize("run", (*RUNS, STOCK), ids=lambda run: run.name)
+def test_losses_are_those_of_one_gpu(run, outcomes):
+    if run.name not in outcomes:
+        pytest.skip("MEGACPP_MEGATRON_LM names no checkout" if run.script else "too few GPUs")
+    assert not outcomes[ONE.name].reason, outcomes[ONE.name].reason
+    assert parallel_runs.differences(run, outcomes[run.name], outcomes[ONE.name]) == []
+
+
+def test_the_one_gpu_run_learns(outcomes):
+    losses = outcomes[ONE.name].losses
+    # Bytes of source are far from uniform: well below the first loss after 20 steps.
+    assert losses[parallel_runs.STEPS] < 0.75 * losses[1]
