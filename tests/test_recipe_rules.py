@@ -11,7 +11,7 @@ CP2 = ["parallel.context_parallel_size=2", "parallel.expert_model_parallel_size=
 DSA = ["attention.kind=dsa", "attention.dsa_indexer_n_heads=16",
        "attention.dsa_indexer_head_dim=64", "attention.dsa_indexer_topk=256",
        "attention.dsa_indexer_loss_coeff=1e-3"]  # fmt: skip
-FP8 = ["precision.fp8=hybrid", "mamba3.mamba_num_heads=64", "m2rnn.num_heads=48"]
+FP8 = ["precision.fp8=hybrid"]
 VPP = ["model.depth=48", "parallel.pipeline_model_parallel_size=2",
        "parallel.virtual_pipeline_model_parallel_size=2",
        "parallel.expert_model_parallel_size=4"]  # fmt: skip
@@ -175,11 +175,12 @@ REFUSED = [
     ([*FP8, "recompute.moe=act"], "recompute.moe", "delayed"),
     ([*FP8, "precision.num_layers_at_end_in_bf16=53"], "precision.num_layers_at_end_in_bf16",
      "52 layers"),
-    ([FP8[0]], "mamba3.mamba_num_heads", "multiple of 16"),
-    ([FP8[0]], "m2rnn.num_heads", "44 heads"),
     ([*FP8, "attention.kv_lora_rank=40"], "attention.kv_lora_rank", "multiple of 16"),
     ([*FP8, "moe.moe_ffn_hidden_size=904"], "moe.moe_ffn_hidden_size", "multiple of 16"),
-    ([*FP8, *TP2, "mamba3.mamba_num_heads=48"], "mamba3.mamba_num_heads", "16 x 2 ranks"),
+    ([*FP8, *TP2, "moe.moe_shared_expert_intermediate_size=1040"],
+     "moe.moe_shared_expert_intermediate_size", "16 x 2 ranks"),
+    ([*FP8, "moe.moe_router_padding_for_quantization=true"],
+     "moe.moe_router_padding_for_quantization", "in place"),
     ([*FP8, "model.seq_length=4095", "schedule.micro_batch_size=1"], "model.seq_length", "4095"),
     (["optimizer.min_lr=1"], "optimizer.min_lr", "optimizer.lr = 0.0003"),
     (["optimizer.exp_avg_dtype=bf16"], "optimizer.exp_avg_dtype", "precision_aware"),

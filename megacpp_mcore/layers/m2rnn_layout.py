@@ -53,13 +53,6 @@ class M2RNNLayout:
         values = heads // tp * v_dim
         conv = {"query": k_dim // tp, "key": k_dim // tp, "value": values}
         in_proj = conv | {"gate": values, "decay": heads // tp}
-        rows = sum(in_proj.values())
-        if config.fp8 and rows % 16:
-            raise M2RNNMixerError(
-                f"{rows} rows of M2RNN's in_proj on each rank, from {heads} heads over {tp} ranks; "
-                "fp8 needs a multiple of 16. Make m2rnn.num_heads a multiple of 16 times "
-                "tensor_model_parallel_size"
-            )
         return cls(tp, heads, heads // tp, k_dim, v_dim, conv, in_proj)
 
     @property

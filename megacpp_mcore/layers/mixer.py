@@ -14,6 +14,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
+from megacpp_mcore.layers.precision import fitting_linear
 from megacpp_mcore.layers.recompute import recomputed
 
 
@@ -35,10 +36,12 @@ class RecurrentMixer(MegatronModule):
 
     def _add_in_proj(self, linear: Any, columns: int, parts: Mapping[str, int], name) -> None:
         """A column-parallel linear whose rows are `parts`."""
-        rows = sum(parts.values()) * self.tp_group.size()
+        rows = sum(parts.values())
         self.in_proj = build_module(
-            linear, columns, rows, init_method=self.config.init_method, gather_output=False,
-            skip_bias_add=False, tp_comm_buffer_name="fc1", **self._common("in_proj", name),
+            fitting_linear(linear, self.config, columns, rows),
+            columns, rows * self.tp_group.size(), init_method=self.config.init_method,
+            gather_output=False, skip_bias_add=False, tp_comm_buffer_name="fc1",
+            **self._common("in_proj", name),
         )  # fmt: skip
         self.sections["in_proj.weight"] = parts
         # How resharding tools know of the parts.
@@ -46,10 +49,11 @@ class RecurrentMixer(MegatronModule):
 
     def _add_out_proj(self, linear: Any, columns: int, rows: int, name) -> None:
         """A row-parallel linear. columns: of all ranks."""
-        init_method = self.config.output_layer_init_method
         self.out_proj = build_module(
-            linear, columns, rows, init_method=init_method, input_is_parallel=True,
-            skip_bias_add=True, tp_comm_buffer_name="fc2", **self._common("out_proj", name),
+            fitting_linear(linear, self.config, columns // self.tp_group.size(), rows),
+            columns, rows, init_method=self.config.output_layer_init_method,
+            input_is_parallel=True, skip_bias_add=True, tp_comm_buffer_name="fc2",
+            **self._common("out_proj", name),
         )  # fmt: skip
 
     def _common(self, part: str, name: str | None) -> dict[str, Any]:

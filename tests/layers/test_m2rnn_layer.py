@@ -413,23 +413,20 @@ LAYOUTS = {
     "no-heads": (M2RNNSettings(64, 16), 1, {}, "m2rnn.num_heads is 0 at hidden_size 27"),
     "negative": (M2RNNSettings(8, -8), 1, {}, "m2rnn.num_heads is None"),
     "kernel": (M2RNNSettings(5, 4, conv_kernel=0), 1, {}, "m2rnn.conv_kernel is 0"),
-    "fp8": (M2RNNSettings(8, 4, num_heads=8), 1, {"fp8": "hybrid"}, "88 rows .* multiple of 16"),
 }
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_refuses_layouts(case):
     settings, tp, changes, message = LAYOUTS[case]
-    sizes = SimpleNamespace(
-        **({"hidden_size": 27, "context_parallel_size": 1, "fp8": None} | changes)
-    )
+    sizes = SimpleNamespace(**({"hidden_size": 27, "context_parallel_size": 1} | changes))
     with pytest.raises(MegacppError, match=message):
         M2RNNLayout.of(sizes, settings, tp)
 
 
 def test_layout_of_nam56r():
     for hidden_size, heads, tp in ((3584, 44, 4), (4096, 51, 1)):
-        sizes = SimpleNamespace(hidden_size=hidden_size, context_parallel_size=1, fp8=None)
+        sizes = SimpleNamespace(hidden_size=hidden_size, context_parallel_size=1)
         layout = M2RNNLayout.of(sizes, M2RNNSettings(), tp)
         assert (layout.heads, layout.channels) == (heads, heads * 16)
         assert sum(layout.in_proj.values()) * tp == 2 * 64 + 2 * heads * 16 + heads

@@ -400,18 +400,6 @@ class TestConstruction:
                 settings=SISO,
             )
 
-    def test_refuses_fp8_sizes_that_its_gemm_cannot_take(self):
-        fp8 = config()
-        fp8.fp8 = "hybrid"  # after the config's own check, which wants Transformer Engine
-        with pytest.raises(MegacppError, match="in_proj has 111 rows"):
-            Mamba3Mixer(
-                fp8,
-                Mamba3MixerSubmodules(ColumnParallelLinear, RowParallelLinear),
-                HIDDEN,
-                pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-                settings=Mamba3Settings(rope_fraction=0.25),
-            )
-
     def test_settings_and_backend_come_from_the_plugin(self):
         mixer = Mamba3Mixer(
             attach(config(), PluginSettings(mamba3=MIMO, backends={"mamba3_scan": "reference"})),

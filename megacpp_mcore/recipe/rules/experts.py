@@ -110,6 +110,12 @@ def _dispatch(r: Rules) -> None:
         "moe.moe_router_padding_for_quantization",
         f'needs precision.fp8 and the "alltoall" or "flex" dispatcher, not {told}',
     )
+    r.refuse(
+        r["moe.moe_router_padding_for_quantization"] and r["moe.moe_router_fusion"],
+        "moe.moe_router_padding_for_quantization",
+        "must be false with moe.moe_router_fusion = true: Megatron 0.19.2 pads the fused router's "
+        "map in place, which its backward pass then refuses to read",
+    )
     if dispatcher == "flex":
         ranks = r["parallel.tensor_model_parallel_size"] * r["parallel.expert_model_parallel_size"]
         r.refuse(

@@ -57,7 +57,10 @@ def _fp8(r: Rules) -> None:
 
 
 def _fp8_sizes(r: Rules) -> None:
-    """Both dimensions of an FP8 matrix product are multiples of 16, on every rank."""
+    """Both dimensions of an FP8 matrix product are multiples of 16, on every rank.
+
+    A projection of an M or an R that does not fit stays in bf16.
+    """
     tp = r[_TP]
     etp = r["parallel.expert_tensor_parallel_size"] or tp
     split = {"model.hidden_size": 1}
@@ -67,20 +70,9 @@ def _fp8_sizes(r: Rules) -> None:
     if r.has("E"):
         split["moe.moe_ffn_hidden_size"] = etp
         split["moe.moe_shared_expert_intermediate_size"] = tp
-    if r.has_letter("M"):
-        split["mamba3.mamba_num_heads"] = tp
     for key, ranks in split.items():
         told = "16 with precision.fp8" if ranks == 1 else f"16 x {ranks} ranks with precision.fp8"
         r.multiple(key, told, 16 * ranks)
-    if r.has_letter("R"):
-        settings = r.recipe.m2rnn
-        width = settings.k_head_dim + settings.v_head_dim
-        heads = settings.num_heads or r["model.hidden_size"] // width
-        r.refuse(
-            heads % (16 * tp),
-            "m2rnn.num_heads",
-            f"makes {heads} heads: must be a multiple of 16 x {tp} ranks with precision.fp8",
-        )
     tokens = r["model.seq_length"] * r["schedule.micro_batch_size"] // r[_CP]
     r.refuse(
         tokens % 16,

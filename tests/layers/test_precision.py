@@ -1,0 +1,101 @@
+"""FP8 around the recurrent mixers: a projection whose sizes do not fit stays in bf16."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megacpp_mcore import bridges
+
+bridges.before_megatron()
+
+from megatron.core.extensions.transformer_engine import TEQuantizationParams  # noqa: E402
+from megatron.core.tensor_parallel.layers import (  # noqa: E402
+    ColumnParallelLinear,
+    RowParallelLinear,
+)
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+
+from megacpp_mcore.layers.m2rnn import M2RNNMixer, M2RNNMixerSubmodules  # noqa: E402
+from megacpp_mcore.layers.mamba3 import Mamba3Mixer, Mamba3MixerSubmodules  # noqa: E402
+from megacpp_mcore.settings import M2RNNSettings, Mamba3Settings  # noqa: E402
+from megacpp_mcore.training.megatron_setup import single_process  # noqa: E402
+
+
+class _TransformerEngines:
+    """As Megatron's TE linears: the precision is settled in `finish_init`, while they are built."""
+
+    def __init__(self, *args, **kwargs):
+        self.finish_init(None)
+        precision = self.precision  # torch's Module forgets what was set before it was made
+        super().__init__(*args, **kwargs)
+        self.precision = precision
+
+    def finish_init(self, quantization_config):
+        parse = TEQuantizationParams.parse_from_config
+        parsed = None if quantization_config is None else parse(quantization_config)
+        object.__setattr__(self, "precision", parsed)
+
+
+class Column(_TransformerEngines, ColumnParallelLinear):
+    pass
+
+
+class Row(_TransformerEngines, RowParallelLinear):
+    pass
+
+
+def mixers(fp8: str | None, heads: int):
+    """An M and an R of `heads` heads, in a world of one."""
+    config = TransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=2, use_cpu_initialization=True,
+        mamba_num_heads=heads, mamba_head_dim=16, mamba_state_dim=16, mamba_num_groups=1,
+    )  # fmt: skip
+    config.fp8 = fp8  # after the config's own check, which wants Transformer Engine
+    with single_process(1):
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        yield Mamba3Mixer(
+            config, Mamba3MixerSubmodules(Column, Row), 32, pg_collection=groups,
+            settings=Mamba3Settings(rope_fraction=1.0),
+        )  # fmt: skip
+        yield M2RNNMixer(
+            config, M2RNNMixerSubmodules(Column, Row), 1, groups,
+            settings=M2RNNSettings(k_head_dim=16, v_head_dim=16, num_heads=heads),
+        )  # fmt: skip
+
+
+def in_the_models_dtype(linear: torch.nn.Module) -> bool:
+    """Whether Megatron's wrapper would switch FP8 off around this linear's product."""
+    if linear.precision is None:
+        return False  # whatever is around it
+    recipe = linear.precision.training_recipe
+    assert recipe.override_quantized_autocast and not recipe.fp8_param
+    return recipe.fp8_quantization_recipe is None and recipe.fp4_quantization_recipe is None
+
+
+# Rows of in_proj with H heads: M 35 H + 40, R 33 H + 32. An out_proj has 16 columns a head.
+@pytest.mark.parametrize(
+    ("fp8", "heads", "kept"),
+    [
+        ("hybrid", 6, [True, True]),  # 250 and 230 rows
+        ("hybrid", 8, [False, True]),  # 320 and 296
+        ("hybrid", 16, [True, False]),  # 600 and 560
+        (None, 6, [False, False]),
+    ],
+)
+def test_only_a_projection_that_does_not_fit_stays_in_the_models_dtype(fp8, heads, kept):
+    built = list(mixers(fp8, heads))
+    assert [in_the_models_dtype(mixer.in_proj) for mixer in built] == kept
+    assert [in_the_models_dtype(mixer.out_proj) for mixer in built] == [False, False]
+
+
+def test_sizes_that_fit_are_those_of_one_rank():
+    from megacpp_mcore.layers.precision import fitting_linear
+
+    config = SimpleNamespace(fp8="hybrid")
+    assert fitting_linear(Column, config, 32, 48) is Column
+    assert fitting_linear(Column, config, 32, 24) is not Column
+    assert fitting_linear(Column, config, 24, 32) is not Column
+    assert fitting_linear(Column, SimpleNamespace(fp8=None), 32, 24) is Column
