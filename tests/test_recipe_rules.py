@@ -7,7 +7,8 @@ from megacpp_mcore.recipe.source import RecipeError
 
 TP2 = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true",
        "parallel.expert_model_parallel_size=4"]  # fmt: skip
-CP2 = ["parallel.context_parallel_size=2", "parallel.expert_model_parallel_size=4"]
+CP = ["parallel.context_parallel_size=2", "parallel.expert_model_parallel_size=4"]
+CP2 = [*CP, "model.pattern=AE"]
 DSA = ["attention.kind=dsa", "attention.dsa_indexer_n_heads=16",
        "attention.dsa_indexer_head_dim=64", "attention.dsa_indexer_topk=256",
        "attention.dsa_indexer_loss_coeff=1e-3"]  # fmt: skip
@@ -108,6 +109,8 @@ REFUSED = [
     (["mamba3.dt_min=0.5"], "mamba3.dt_min", "dt_max = 0.1"),
     (["m2rnn.dt_max=1e-5"], "m2rnn.dt_min", "dt_max = 1e-05"),
     (["m2rnn.num_heads=45", *TP2], "m2rnn.num_heads", "45 heads"),
+    (["m2rnn.k_head_dim=63", *TP2], "m2rnn.k_head_dim", "parallel_size = 2"),
+    (["mamba3.rope_fraction=0.09375", *TP2], "mamba3.rope_fraction", "3 angles"),
     (["m2rnn.v_head_dim=4000"], "m2rnn.num_heads", "less than"),
     (["model.position_embedding_type=learned_absolute"], "model.position_embedding_type", "MTP"),
     ([*FULL, "parallel.recompute_method=block", "parallel.recompute_num_layers=1"],
@@ -123,6 +126,10 @@ REFUSED = [
     (["schedule.global_batch_size=48"], "schedule.global_batch_size", "= 32"),
     ([*VPP, "schedule.global_batch_size=48"], "schedule.global_batch_size", "interleaved"),
     ([*CP2, "model.seq_length=4098"], "model.seq_length", "2 x parallel.context_parallel_size"),
+    (CP, "parallel.context_parallel_size", "Mamba-3's state"),
+    (CP, "parallel.context_parallel_size", "M2RNN's state"),
+    ([*CP, "model.pattern=AR"], "parallel.context_parallel_size", "M2RNN's state"),
+    ([*CP2, "backends.core_attention=sdpa"], "parallel.context_parallel_size", "'sdpa'"),
     (["parallel.sequence_parallel=true"], "parallel.sequence_parallel", "must be false"),
     ([*TP2, "model.seq_length=4097"], "model.seq_length", "context x tensor"),
     (["parallel.tp_comm_overlap=true"], "parallel.tp_comm_overlap", "sequence_parallel"),
@@ -242,6 +249,7 @@ ACCEPTED = [
     [*DSA, "attention.dsa_indexer_topk_freq=8"],
     [*DSA, "attention.dsa_indexer_topk_freq=12"],
     [*DSA, *CP2, "parallel.cp_comm_type=all_gather"],
+    [*CP2, "backends.core_attention=te"],
     ["attention.kind=gqa"],
     ["attention.kind=gqa", "attention.apply_rope_fusion=true"],
     ["attention.kind=gqa", "attention.num_query_groups=1", *TP2],
