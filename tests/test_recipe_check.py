@@ -23,10 +23,12 @@ RECIPES = {
     "TP 2, SP, EP 4": ("nam56r", TP2),
     "PP 2 by cuts": ("nam56r", [f"model.pattern={CUTS}", "parallel.pipeline_model_parallel_size=2",
                                 "parallel.expert_model_parallel_size=4"]),
-    "PP 2 x VPP 2, CP 2": ("nam56r", [
+    "PP 2 x VPP 2": ("nam56r", [
         "model.depth=48", "parallel.pipeline_model_parallel_size=2",
         "parallel.virtual_pipeline_model_parallel_size=2", "parallel.overlap_p2p_comm=true",
-        "parallel.context_parallel_size=2", "parallel.expert_model_parallel_size=4"]),
+        "parallel.expert_model_parallel_size=4"]),
+    "CP 2": ("nam56r", ["model.pattern=AE", "parallel.context_parallel_size=2",
+                        "parallel.expert_model_parallel_size=4"]),
     "fp8": ("nam56r", ["precision.fp8=hybrid", "precision.fp8_recipe=tensorwise",
                        "mamba3.mamba_num_heads=64", "m2rnn.num_heads=48",
                        "precision.first_last_layers_bf16=true"]),

@@ -48,6 +48,12 @@ def _mamba3(r: Rules) -> None:
         f"must be at most 1 and make mamba3.mamba_state_dim = {state} times it an even number: "
         "RoPE turns pairs",
     )
+    tp, angles = "parallel.tensor_model_parallel_size", int(state * fraction) // 2
+    r.refuse(
+        angles % r[tp],
+        "mamba3.rope_fraction",
+        f"makes {angles} angles: must be a multiple of {r.told(tp)}",
+    )
     rows = r["mamba3.chunk_size"] * r["mamba3.mimo_rank"]
     r.refuse(
         r["mamba3.variant"] == "mimo" and backend not in ("auto", "reference") and rows > 64,
@@ -72,6 +78,7 @@ def _m2rnn(r: Rules) -> None:
         "m2rnn.num_heads",
         f"makes {heads} heads: must be a multiple of {r.told(tp)}",
     )
+    r.multiple("m2rnn.k_head_dim", tp)
     _time_step(r, "m2rnn")
 
 

@@ -7,9 +7,17 @@ _CP, _EP = "parallel.context_parallel_size", "parallel.expert_model_parallel_siz
 _BATCH = "schedule.global_batch_size"
 
 
+# Letter -> why its tokens cannot lie on several ranks.
+_WHOLE_SEQUENCE = {
+    "M": "Mamba-3's state goes from each token to the next, over every cut of the sequence",
+    "R": "M2RNN's state goes from each token to the next, over every cut of the sequence",
+}
+
+
 def check(r: Rules) -> None:
     _world(r)
     _sequence(r)
+    _context(r)
     _overlap(r)
     _recompute(r)
 
@@ -72,6 +80,23 @@ def _sequence(r: Rules) -> None:
         len(r["parallel.cp_comm_type"]) not in (1, r["model.depth"]),
         "parallel.cp_comm_type",
         f"must have one entry, or one for each of the {r['model.depth']} layers",
+    )
+
+
+def _context(r: Rules) -> None:
+    if r[_CP] == 1:
+        return
+    instead = "use tensor and sequence parallelism, or pipeline stages, for long sequences"
+    for letter, why in _WHOLE_SEQUENCE.items():
+        r.refuse(
+            r.has_letter(letter), _CP, f"must be 1, as the pattern has {letter}: {why}; {instead}"
+        )
+    attention = r.recipe.backends.get("core_attention", "auto")
+    r.refuse(
+        r.has("+*") and attention not in ("auto", "te"),
+        _CP,
+        f"must be 1 with backends.core_attention = {attention!r}, which sees the tokens of one "
+        f'rank only; "te" attends over the ranks. Or {instead}',
     )
 
 
