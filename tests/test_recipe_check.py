@@ -35,8 +35,8 @@ RECIPES = {
     "DSA, recompute": ("nam56r", [
         "attention.dsa_ranks=[5, 9, 13]", "attention.dsa_indexer_n_heads=16",
         "attention.dsa_indexer_head_dim=64", "attention.dsa_indexer_topk=256",
-        "attention.dsa_indexer_loss_coeff=1e-3", "parallel.recompute_granularity=selective",
-        'parallel.recompute_modules=["moe_act", "mla_up_proj"]']),
+        "attention.dsa_indexer_loss_coeff=1e-3", "recompute.moe=act",
+        "recompute.attention=up_proj"]),
     "GQA, Muon, MTP 2": ("nam56r", [
         "attention.kind=gqa", "attention.apply_rope_fusion=true", "optimizer.optimizer=muon",
         "mtp.mtp_num_layers=2", "mtp.mtp_use_repeated_layer=true"]),
