@@ -1,0 +1,69 @@
+"""[recompute] on a GPU, each word through the recipe, in bf16 and FP8: equal losses and gradients.
+
+Equal but for kernels that add with atomics, whose order changes from run to run: a gradient may
+differ by roundings to bf16, the losses not at all.
+"""
+
+import pytest
+import torch
+from recompute_slice import train_once
+
+from megacpp_mcore.recipe import load_recipe
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+]
+
+SIZES = [
+    "model.pattern=AEMR", "model.depth=4", "model.hidden_size=128", "model.ffn_hidden_size=128",
+    "model.num_attention_heads=4", "model.seq_length=128", "attention.q_lora_rank=32",
+    "attention.kv_lora_rank=32", "attention.qk_head_dim=32", "attention.qk_pos_emb_head_dim=32",
+    "attention.v_head_dim=32", "moe.moe_ffn_hidden_size=64",
+    "moe.moe_shared_expert_intermediate_size=64", "mamba3.mamba_num_heads=4",
+    "mamba3.mamba_head_dim=64", "mamba3.mamba_state_dim=64", "mamba3.mamba_num_groups=2",
+    "mamba3.chunk_size=64", "m2rnn.k_head_dim=64", "m2rnn.v_head_dim=16", "m2rnn.num_heads=5",
+    "mtp.mtp_num_layers=0", "mtp.pattern=", "precision.bf16=true", "moe.moe_grouped_gemm=true",
+    "launch.device=cuda", "launch.distributed_backend=nccl", "launch.use_cpu_initialization=false",
+    "model.transformer_impl=transformer_engine", "moe.moe_token_dispatcher_type=alltoall",
+]  # fmt: skip
+PRECISIONS = {
+    "bf16": [],
+    "fp8": ["precision.fp8=hybrid", "precision.fp8_recipe=tensorwise"],
+}
+WORDS = [
+    "mamba3=core", "mamba3=mixer", "m2rnn=core", "m2rnn=mixer", "moe=experts", "moe=act",
+    "moe=shared_experts", "moe=layer", "attention=up_proj", "attention=core_attn",
+    "layernorm=true",
+]  # fmt: skip
+_KEPT = {}
+
+
+def plain(precision):
+    if precision not in _KEPT:
+        _KEPT[precision] = train_once(recipe(precision), "cuda")
+    return _KEPT[precision]
+
+
+def recipe(precision, *words):
+    overrides = [*SIZES, *PRECISIONS[precision], *(f"recompute.{word}" for word in words)]
+    return load_recipe("nam56r-tiny", overrides)
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_each_word(precision, word):
+    expected, size = plain(precision)
+    found, smaller = train_once(recipe(precision, word), "cuda")
+    assert torch.equal(found["losses"], expected["losses"])
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        distance = (found[name].float() - gradient.float()).norm()
+        assert distance <= 4 * torch.finfo(torch.bfloat16).eps * gradient.float().norm(), name
+    # cuDNN's attention keeps its inputs and one number a row, no scores to save
+    assert smaller < size or word == "attention=core_attn"
+
+
+def test_fp8_is_not_bf16():
+    """Otherwise the half of these tests would show nothing."""
+    assert not torch.equal(plain("fp8")[0]["losses"], plain("bf16")[0]["losses"])

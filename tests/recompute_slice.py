@@ -1,0 +1,64 @@
+"""A small HybridModel trained once: its gradients, and what it keeps for the backward pass."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+from megacpp_mcore.lowering import lower
+from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.training.megatron_setup import build_model, megatron_args, single_process
+
+_NAMES = ("MEGACPP_RECIPE", "MEGACPP_BACKENDS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+Kept = tuple[dict[str, torch.Tensor], int]
+
+
+def train_once(recipe: Recipe, device: str = "cpu", modules: list[str] | None = None) -> Kept:
+    """(losses and gradients by name, bytes kept for the backward pass beside the parameters).
+
+    modules: Megatron's --recompute-modules, which a recipe for the CPU may not have.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name in _NAMES:
+            patch.delenv(name, raising=False)
+        patch.delitem(sys.modules, "megacpp_mcore.specs.nam56r", raising=False)
+        try:
+            return _train_once(recipe, device, modules)
+        finally:
+            for name in _NAMES:  # what Megatron's launch variables were set to
+                os.environ.pop(name, None)
+
+
+def _train_once(recipe: Recipe, device: str, modules: list[str] | None) -> Kept:
+    lowered = lower(recipe)
+    args = megatron_args(lowered.argv, lowered.environment)
+    if modules:
+        args.recompute_granularity, args.recompute_modules = "selective", modules
+    with single_process(recipe.schedule.seed, device):
+        model = build_model(args)
+        if args.bf16:
+            model = model.bfloat16()
+        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        kept: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(256, (2, recipe.model.seq_length + 1), generator=generator)
+        tokens = tokens.to(device)
+        positions = torch.arange(recipe.model.seq_length, device=device).expand(2, -1)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            losses = model(
+                input_ids=tokens[:, :-1], position_ids=positions, attention_mask=None,
+                labels=tokens[:, 1:].contiguous(), loss_mask=torch.ones_like(positions).float(),
+            )  # fmt: skip
+        size = sum(kept.values())
+        losses.float().mean().backward()
+        found = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+    return {"losses": losses.detach().cpu(), **found}, size
