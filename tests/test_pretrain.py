@@ -22,11 +22,13 @@ from megacpp_mcore.training.megatron_setup import single_process
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost",
         "MASTER_PORT": "29500"}  # fmt: skip
 
+CACHES = ("TRITON_CACHE_DIR", "TRITON_CACHE_AUTOTUNING", "TORCHINDUCTOR_CACHE_DIR")
+
 
 @pytest.fixture(autouse=True)
 def a_rank_of_one(monkeypatch):
     """The environment torchrun makes; what a launch sets is taken back at the end."""
-    for name in ("MEGACPP_RECIPE", "MEGACPP_BACKENDS", "NOTE", "OTHER"):
+    for name in ("MEGACPP_RECIPE", "MEGACPP_BACKENDS", "NOTE", "OTHER", *CACHES):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     for name, value in RANK.items():
@@ -72,14 +74,41 @@ def megatron(launched: Launch):
 
 def test_the_recipe_arrives_and_its_environment_is_applied_or_kept(gpu_recipe, monkeypatch, capsys):
     monkeypatch.setenv("NOTE", "mine")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
     launched = launch(words(gpu_recipe))
     assert launched.recipe == gpu_recipe
     assert launched.argv == lower(gpu_recipe).argv
     assert launched.out == Path("runs/small")
-    assert launched.environment == {"applied": {"OTHER": "recipe"}, "kept": {"NOTE": "mine"}}
+    applied, kept = launched.environment["applied"], launched.environment["kept"]
+    # What is compiled and searched for stays in the run's folder, for its next start.
+    assert applied.pop("TRITON_CACHE_DIR") == str(Path("runs/small/cache/triton").absolute())
+    assert applied == {"OTHER": "recipe", "TRITON_CACHE_AUTOTUNING": "1"}
+    assert kept == {"NOTE": "mine", "TORCHINDUCTOR_CACHE_DIR": "/mine"}
     assert os.environ["OTHER"] == "recipe" and os.environ["NOTE"] == "mine"
     assert os.environ["MEGACPP_RECIPE"] == gpu_recipe.request
     assert "kept NOTE=mine" in capsys.readouterr().err
+
+
+def test_the_yardstick_is_megatrons_own_stack_under_the_recipes_words(small_recipe, overrides):
+    from megacpp_mcore.training import gpu_lane
+
+    without_r = [*overrides, "model.pattern=AEMM", "mtp.pattern=AE"]
+    recipe = load_recipe(str(small_recipe), without_r)
+    with megatron(launch(["--megacpp-yardstick", *words(recipe)])) as args:
+        assert args.spec == ["megacpp_mcore.specs.yardstick", "yardstick_stack_spec"]
+        assert args.hybrid_layer_pattern == "+EMM/+E"
+        with bridges.answering_for_a_gpu():
+            model = gpu_lane.config_container(args, yardstick=True).model
+    stack = model.hybrid_stack_spec.submodules
+    assert model.get_builder_cls().__name__ == "HybridModelBuilder"
+    assert stack.mamba_layer.submodules.mixer.module.__name__ == "MambaMixer"
+    core = stack.mla_layer.submodules.self_attention.submodules.core_attention
+    assert core.__name__ == "DispatchedCoreAttention"
+
+
+def test_the_yardstick_has_no_block_like_r(gpu_recipe):
+    with pytest.raises(LaunchError, match="no block like R"):
+        launch(["--megacpp-yardstick", *words(gpu_recipe)])
 
 
 def test_the_recipe_may_come_from_the_environment(gpu_recipe, monkeypatch):
@@ -289,7 +318,8 @@ def test_the_receipt_is_gathered_inside_the_loop(watched, tmp_path):
     assert receipt["evaluations"] == {"step": [3], "loss": [7.5]}
     assert receipt["result"]["test_loss"] == 7.5
     assert receipt["result"]["tokens"] == 3 * 4 * 32
-    assert receipt["environment"]["applied"] == {"NOTE": "recipe", "OTHER": "recipe"}
+    applied = receipt["environment"]["applied"]
+    assert applied["NOTE"] == applied["OTHER"] == "recipe" and set(CACHES) <= applied.keys()
     assert receipt["topology"]["world_size"] == 1
     assert {"surface", "requested", "observed", "reason"} <= receipt["backends"][0].keys()
     seconds = receipt["goodput"]["seconds"]

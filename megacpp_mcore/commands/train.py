@@ -21,6 +21,9 @@ def register(subparsers: Any) -> None:
     add("--gpus", type=int, metavar="N",
         help="train on N GPUs of this machine: torchrun with megacpp_mcore.pretrain and "
         "launch.nproc_per_node=N")  # fmt: skip
+    add("--yardstick", action="store_true",
+        help="with --gpus: train Megatron's own blocks of the same sizes instead of ours, Mamba-2 "
+        "in place of M and R, to compare with")  # fmt: skip
     add("--steps", type=int, metavar="N",
         help="stop after N steps in all; the schedule stays the recipe's")  # fmt: skip
     add("--out", metavar="DIR", help="folder of the run (default: runs/RECIPE)")
@@ -48,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
                 "--steps, --resume and --overwrite are the CPU lane's: with --gpus set "
                 "schedule.train_iters=N, and give every run folders of its own"
             )
-        return gpu_run.run(args.recipe, args.overrides, args.gpus, args.out)
+        return gpu_run.run(args.recipe, args.overrides, args.gpus, args.out, args.yardstick)
+    if args.yardstick:
+        raise MegacppError("--yardstick needs --gpus N: Megatron's own blocks run on GPUs only")
     recipe = load_recipe(args.recipe, args.overrides)
     out = Path(args.out or f"runs/{recipe.name}")
 

@@ -1,4 +1,4 @@
-"""The variables of a launch: the recipe's are set, but the user's own are kept and reported."""
+"""The variables of a launch: its own are set, but the user's own are kept and reported."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ def apply_environment(wanted: Mapping[str, str]) -> dict[str, dict[str, str]]:
     for name, value in kept.items():
         if value != wanted[name] and os.environ.get("RANK", "0") == "0":
             print(
-                f"megacpp: kept {name}={value} of the environment; the recipe has {wanted[name]}",
+                f"megacpp: kept {name}={value} of the environment; this launch has {wanted[name]}",
                 file=sys.stderr,
             )
     return {"applied": applied, "kept": kept}

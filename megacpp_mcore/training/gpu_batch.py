@@ -93,7 +93,8 @@ def _to_device(sample: dict[str, Any]) -> Batch:
     return dict.fromkeys(_KEYS) | moved
 
 
-def _packed_documents(batch: Batch) -> PackedSeqParams | None:
+def packed_documents(batch: Batch) -> PackedSeqParams | None:
+    """The batch's packed documents for the layers; None for whole rows."""
     if batch["cu_seqlens"] is None:
         return None
     offsets = batch["cu_seqlens"].squeeze(0)
@@ -144,7 +145,7 @@ def forward_step(
     timers("batch-generator", log_level=2).start()
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
     batch = get_batch(data_iterator, get_model_config(model), vp_stage, reading)
-    documents = _packed_documents(batch)
+    documents = packed_documents(batch)
     timers("batch-generator").stop()
     output = model(
         batch["tokens"],

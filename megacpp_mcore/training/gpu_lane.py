@@ -65,16 +65,18 @@ def megatron_args(launch: Launch) -> Any:
     return args
 
 
-def config_container(args: Any) -> Any:
-    """Megatron's PretrainConfigContainer around our model config."""
+def config_container(args: Any, yardstick: bool = False) -> Any:
+    """Megatron's PretrainConfigContainer around our model config, or for the yardstick its own."""
     from megatron.training.argument_utils import (
         hybrid_config_from_args,
         pretrain_cfg_container_from_args,
     )
+    from megatron.training.models.hybrid import HybridModelConfig
 
     from megacpp_mcore.training.gpu_model import MegacppModelConfig
 
-    model = hybrid_config_from_args(args, model_config_cls=MegacppModelConfig)
+    config_class = HybridModelConfig if yardstick else MegacppModelConfig
+    model = hybrid_config_from_args(args, model_config_cls=config_class)
     return pretrain_cfg_container_from_args(args, model)
 
 
@@ -95,18 +97,19 @@ def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
 
-    from megacpp_mcore.training.gpu_batch import forward_step
+    from megacpp_mcore.training import gpu_batch, yardstick
     from megacpp_mcore.training.gpu_data import datasets_provider
     from megacpp_mcore.training.gpu_watch import Watch
 
+    step = yardstick.forward_step if launch.yardstick else gpu_batch.forward_step
     watch = Watch(launch, goodput)
     try:
         with watch.installed():
             pretrain(
-                config_container(args),
+                config_container(args, launch.yardstick),
                 datasets_provider,
                 ModelType.encoder_or_decoder,
-                partial(forward_step, reading=partial(goodput.span, "data")),
+                partial(step, reading=partial(goodput.span, "data")),
             )
     except BaseException as error:
         _record_end(watch, error)

@@ -7,16 +7,19 @@ all of it. Nothing here imports torch: variables that CUDA reads as it starts ar
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.lowering import Lowered, lower
+from megacpp_mcore.plan import Spec
 from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, Recipe, load_recipe, recipe_from_environment
 from megacpp_mcore.training.environment import apply_environment
 
 RECIPE, SET, OUT = "--megacpp-recipe", "--megacpp-set", "--megacpp-out"
+YARDSTICK = "--megacpp-yardstick"
+YARDSTICK_SPEC = Spec("megacpp_mcore.specs.yardstick", "yardstick_stack_spec")
 
 
 class LaunchError(MegacppError):
@@ -25,13 +28,21 @@ class LaunchError(MegacppError):
 
 @dataclass(frozen=True)
 class Launch:
-    """argv: the words for Megatron. out: the run's folder, for its receipt."""
+    """argv: the words for Megatron. out: the run's folder, for receipt and compiled kernels.
+
+    yardstick: Megatron's own blocks of the recipe's sizes instead of ours, Mamba-2 in the M slot.
+    """
 
     recipe: Recipe
     lowered: Lowered
     argv: list[str]
     out: Path
     environment: dict[str, dict[str, str]]
+    yardstick: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe.name}-yardstick" if self.yardstick else self.recipe.name
 
 
 def recipe_words(recipe: Recipe) -> list[str]:
@@ -59,6 +70,8 @@ def launch(argv: Sequence[str]) -> Launch:
                         help="an override of the recipe; may be given again")  # fmt: skip
     parser.add_argument(OUT, dest="out", metavar="DIR",
                         help="folder for receipt.json (default: runs/RECIPE)")  # fmt: skip
+    parser.add_argument(YARDSTICK, dest="yardstick", action="store_true",
+                        help="train Megatron's own blocks instead, to compare with")  # fmt: skip
     own, words = parser.parse_known_args(argv)
     recipe = _recipe(own.recipe, own.overrides)
     _check_world(recipe, os.environ)
@@ -68,9 +81,43 @@ def launch(argv: Sequence[str]) -> Launch:
             f"Megatron's words of recipe {recipe.name} are missing: append the output of "
             f"`megacpp recipe args {recipe.request}`"
         )
+    if own.yardstick:
+        lowered, words = _on_megatrons_blocks(recipe, lowered, words)
+    out = Path(own.out or f"runs/{recipe.name}")
     os.environ[ENVIRONMENT_VARIABLE] = recipe.request  # the layers and the spec read it
-    environment = apply_environment(recipe.launch.environment)
-    return Launch(recipe, lowered, words, Path(own.out or f"runs/{recipe.name}"), environment)
+    environment = apply_environment(_cache_folders(out) | recipe.launch.environment)
+    return Launch(recipe, lowered, words, out, environment, own.yardstick)
+
+
+def _cache_folders(out: Path) -> dict[str, str]:
+    """Where compiled kernels and the winners of searches stay: a run that goes on compiles nothing.
+
+    Absolute, because Inductor's worker processes have other working directories.
+    """
+    cache = out.absolute() / "cache"
+    return {
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        "TRITON_CACHE_AUTOTUNING": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+    }
+
+
+def _on_megatrons_blocks(
+    recipe: Recipe, lowered: Lowered, words: Sequence[str]
+) -> tuple[Lowered, list[str]]:
+    """The words and what is expected of them, with the yardstick's spec for ours."""
+    if any(layer.letter == "R" for layer in recipe.plan.layers):
+        raise LaunchError(
+            f"{YARDSTICK}: Megatron has no block like R; make the words with M in its place, as "
+            "`megacpp train RECIPE --gpus N --yardstick` does"
+        )
+    words = list(words)
+    at = words.index("--spec") if "--spec" in words else len(words)
+    words[at : at + 3] = ["--spec", *YARDSTICK_SPEC]
+    expected = tuple(
+        replace(e, value=tuple(YARDSTICK_SPEC)) if e.name == "spec" else e for e in lowered.expected
+    )
+    return replace(lowered, expected=expected), words
 
 
 def _recipe(name: str | None, overrides: Sequence[str]) -> Recipe:

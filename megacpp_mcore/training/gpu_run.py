@@ -8,22 +8,33 @@ from pathlib import Path
 
 from megacpp_mcore.lowering import lower
 from megacpp_mcore.recipe import Recipe, load_recipe
-from megacpp_mcore.training.gpu_launch import OUT, LaunchError, recipe_words
+from megacpp_mcore.training.gpu_launch import OUT, YARDSTICK, LaunchError, recipe_words
 
 _TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's, in a folder that holds a checkpoint
 
 
-def run(name_or_path: str, overrides: Sequence[str], gpus: int, out: str | None) -> int:
+def run(
+    name_or_path: str, overrides: Sequence[str], gpus: int, out: str | None,
+    yardstick: bool = False,
+) -> int:  # fmt: skip
     """Train a recipe on `gpus` GPUs of this machine. Returns torchrun's exit status.
+
+    yardstick: Megatron's own blocks in place of ours, with the same sizes, data, words and loop.
+    Megatron has none like M and R; its Mamba-2 stands in both places.
 
     Raises LaunchError when the machine has fewer GPUs, the recipe is for several machines, or the
     folder it loads from holds a checkpoint already; RecipeError as `load_recipe`.
     """
     if gpus < 1:
         raise LaunchError(f"--gpus {gpus}: at least 1 is needed")
-    recipe = load_recipe(name_or_path, [*overrides, f"launch.nproc_per_node={gpus}"])
+    overrides = [*overrides, f"launch.nproc_per_node={gpus}"]
+    recipe = load_recipe(name_or_path, overrides)
+    if yardstick:
+        recipe = load_recipe(name_or_path, [*overrides, *_without_r(recipe)])
+        out = out or f"runs/{recipe.name}-yardstick"
     _check(recipe, gpus)
-    words = recipe_words(recipe) + ([OUT, out] if out else []) + lower(recipe).argv
+    words = recipe_words(recipe) + ([OUT, out] if out else []) + ([YARDSTICK] if yardstick else [])
+    words += lower(recipe).argv
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         "--nproc-per-node", str(gpus), "-m", "megacpp_mcore.pretrain", *words,
@@ -38,6 +49,11 @@ def run(name_or_path: str, overrides: Sequence[str], gpus: int, out: str | None)
 
 def _heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _without_r(recipe: Recipe) -> list[str]:
+    patterns = {"model.pattern": recipe.model.pattern, "mtp.pattern": recipe.mtp.pattern}
+    return [f"{key}={pattern.upper().replace('R', 'M')}" for key, pattern in patterns.items()]
 
 
 def _check(recipe: Recipe, gpus: int) -> None:

@@ -92,7 +92,7 @@ class Watch:
         plan = recipe.plan.to_dict()
         receipt = RunReceipt(
             self.path,
-            recipe=receipts.recipe_entry(recipe.name, recipe.to_dict()),
+            recipe=receipts.recipe_entry(self.launch.name, recipe.to_dict()),
             topology={
                 "world_size": args.world_size,
                 "tp": args.tensor_model_parallel_size,
@@ -116,6 +116,11 @@ class Watch:
             receipt.resume(receipts.read(self.path), self.iteration, tokens)
         if args.world_size > 1:
             receipt.note(f"peak memory, parameters and times are those of rank {args.rank}")
+        if self.launch.yardstick:
+            receipt.note(
+                "the yardstick: Megatron's own model and blocks, Mamba-2 in the M slot, its "
+                "attention's core on the backend above"
+            )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         return receipt
 
