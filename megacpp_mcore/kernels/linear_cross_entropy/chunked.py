@@ -1,0 +1,259 @@
+"""linear_cross_entropy in chunks of tokens: the vendor's matrix products, and one kernel between.
+
+A chunk's logits lie in one buffer, which every chunk uses again. Per chunk: the logits, their
+softmax statistics, the gradient in their place, and from it the chunk's rows of hidden's gradient
+and its part of the weight's, which is summed over the chunks in float32.
+
+The weighted sum does all of that in the forward pass: 6 T h V operations. The losses of single
+tokens get their gradients in the backward pass, when what comes back is known, and make the same
+logits again: 8 T h V. Over a split vocabulary the ranks exchange four numbers a token.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacpp_mcore.kernels.linear_cross_entropy.inputs import (
+    IGNORE_INDEX,
+    Head,
+    LinearCrossEntropyInputError,
+    Options,
+    check_inputs,
+    options_of,
+    rank_of,
+)
+from megacpp_mcore.kernels.linear_cross_entropy.triton import scale_, scaled
+from megacpp_mcore.kernels.linear_cross_entropy.walk import Walk
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def per_token(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    tp_group: Any = None,
+    ignore_index: int = IGNORE_INDEX,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> Tensor:
+    """As `megacpp_mcore.kernels.linear_cross_entropy.linear_cross_entropy`, in bf16 or float32."""
+    options = options_of(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    check_inputs(hidden, weight, labels, options, tp_group)
+    _check_dtype(hidden)
+    losses, _ = _losses(_rows(hidden), weight, labels.reshape(-1), *options, _name(tp_group))
+    return losses.view(labels.shape)
+
+
+def weighted(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    loss_weights: Tensor,
+    *,
+    tp_group: Any = None,
+    ignore_index: int = IGNORE_INDEX,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """As `megacpp_mcore.kernels.linear_cross_entropy.weighted_linear_cross_entropy`, in bf16 or
+    float32."""
+    options = options_of(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    check_inputs(hidden, weight, labels, options, tp_group, loss_weights)
+    _check_dtype(hidden)
+    wants = torch.is_grad_enabled()
+    total, losses, _, _ = _weighted(
+        _rows(hidden), weight, labels.reshape(-1), loss_weights.reshape(-1), *options,
+        _name(tp_group), wants and hidden.requires_grad, wants and weight.requires_grad,
+    )  # fmt: skip
+    return total, losses.view(labels.shape)
+
+
+HEAD = Head(per_token, weighted)
+
+
+def _check_dtype(hidden: Tensor) -> None:
+    if hidden.dtype not in DTYPES:
+        raise LinearCrossEntropyInputError(
+            f"hidden is {hidden.dtype}; the chunked linear_cross_entropy takes "
+            f"{', '.join(map(str, DTYPES))}"
+        )
+
+
+def _rows(hidden: Tensor) -> Tensor:
+    return hidden.reshape(-1, hidden.shape[-1])
+
+
+def _name(tp_group: Any) -> str:
+    """What an operator can be handed of a process group; nothing for none or one rank."""
+    return "" if rank_of(tp_group)[1] == 1 else tp_group.group_name
+
+
+@torch.library.custom_op("megacpp::linear_cross_entropy", mutates_args=())
+def _losses(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    logit_scale: float,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """The losses and lse, (T,) each."""
+    options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    walk = Walk(hidden, weight, labels, options, group)
+    walk.make_statistics()
+    return walk.losses()
+
+
+@_losses.register_fake
+def _(hidden, weight, labels, *options):
+    tokens = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+    return tokens, torch.empty_like(tokens)
+
+
+@torch.library.custom_op("megacpp::linear_cross_entropy_backward", mutates_args=())
+def _losses_backward(
+    d_losses: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    logit_scale: float,
+    group: str,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of hidden and weight, empty where not wanted."""
+    options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    walk = Walk(hidden, weight, labels, options, group)
+    return walk.gradients(d_losses.contiguous(), lse, wants_hidden, wants_weight)
+
+
+def _gradient_outputs(hidden: Tensor, weight: Tensor, wants: tuple[bool, bool]) -> tuple:
+    return tuple(
+        x.new_empty(x.shape if wanted else 0)
+        for x, wanted in zip((hidden, weight), wants, strict=True)
+    )
+
+
+@_losses_backward.register_fake
+def _(d_losses, hidden, weight, labels, lse, *options_group_wants):
+    return _gradient_outputs(hidden, weight, options_group_wants[-2:])
+
+
+def _save_losses(ctx, inputs, output) -> None:
+    hidden, weight, labels, *ctx.options = inputs
+    lse = output[1]
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(hidden, weight, labels, lse)
+
+
+def _losses_gradients(ctx, d_losses, _):
+    wants = ctx.needs_input_grad[:2]
+    found = _losses_backward(d_losses, *ctx.saved_tensors, *ctx.options, *wants)
+    return *_wanted(found, wants), *[None] * 7
+
+
+def _wanted(gradients: tuple[Tensor, Tensor], wants: tuple[bool, ...]) -> list[Tensor | None]:
+    return [g if wanted else None for g, wanted in zip(gradients, wants, strict=True)]
+
+
+_losses.register_autograd(_losses_gradients, setup_context=_save_losses)
+
+
+@torch.library.custom_op("megacpp::weighted_linear_cross_entropy", mutates_args=())
+def _weighted(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    loss_weights: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    logit_scale: float,
+    group: str,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The weighted sum, the losses (T,), and the gradients, empty where not wanted."""
+    options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    walk = Walk(hidden, weight, labels, options, group)
+    if wants_hidden or wants_weight:
+        gradients = walk.gradients(loss_weights.contiguous(), None, wants_hidden, wants_weight)
+    else:
+        walk.make_statistics()
+        gradients = hidden.new_empty(0), hidden.new_empty(0)
+    losses, _ = walk.losses()
+    return (losses * loss_weights).sum(), losses, *gradients
+
+
+@_weighted.register_fake
+def _(hidden, weight, labels, loss_weights, *options_group_wants):
+    losses = torch.empty_like(loss_weights)
+    gradients = _gradient_outputs(hidden, weight, options_group_wants[-2:])
+    return loss_weights.new_empty(()), losses, *gradients
+
+
+@torch.library.custom_op("megacpp::linear_cross_entropy_scaled", mutates_args=())
+def _scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """x times the number factor."""
+    return scaled(x, factor)
+
+
+@_scaled.register_fake
+def _(x, factor):
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("megacpp::linear_cross_entropy_scale_", mutates_args=("x",))
+def _scale_(x: Tensor, factor: Tensor) -> None:
+    """x times the number factor, in its place."""
+    scale_(x, factor)
+
+
+@_scale_.register_fake
+def _(x, factor):
+    pass
+
+
+def _save_weighted(ctx, inputs, output) -> None:
+    _, losses, *gradients = output
+    ctx.mark_non_differentiable(losses, *gradients)
+    ctx.set_materialize_grads(False)  # of zeros, as large as the gradients
+    ctx.wants = inputs[-2:]
+    ctx.save_for_backward(*gradients)
+
+
+def _weighted_gradients(ctx, d_total, *_):
+    found = [
+        _times(gradient, d_total) if wanted else None
+        for gradient, wanted in zip(ctx.saved_tensors, ctx.wants, strict=True)
+    ]
+    return *found, *[None] * 10
+
+
+def _times(gradient: Tensor, factor: Tensor) -> Tensor:
+    """The saved gradient times factor: in place where this backward pass is the last that can ask
+    for it, since the graph goes with it, else in new memory."""
+    # Not while a compiler traces: its tensors are of other classes, and its graph may run again.
+    if type(gradient) is Tensor and not torch._C._autograd._get_current_graph_task_keep_graph():
+        _scale_(gradient, factor)
+        return gradient
+    return _scaled(gradient, factor)
+
+
+_weighted.register_autograd(_weighted_gradients, setup_context=_save_weighted)

@@ -1,0 +1,168 @@
+"""One walk over the chunks of tokens: logits, softmax, and the products that give the gradients."""
+
+import functools
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from megacpp_mcore.kernels.linear_cross_entropy.inputs import Options, check_labels, rank_of
+from megacpp_mcore.kernels.linear_cross_entropy.reference import smoothing_of
+from megacpp_mcore.kernels.linear_cross_entropy.triton import STATISTICS, softmax_rows
+from megacpp_mcore.kernels.linear_cross_entropy.weight_gradient import WeightGradient
+
+# Logits in the buffer. The weight's gradient is read and written in float32 once a chunk, so that
+# chunks of less than TOKENS are slow; 2^27 logits in bf16 are 256 MiB.
+LOGITS, MOST_LOGITS = 2**27, 2**28
+TOKENS, ALIGNMENT = 2048, 128
+
+
+def chunk_length(tokens: int, classes: int) -> int:
+    """Tokens of a chunk: the chunks of a call are of nearly one length."""
+    most = min(max(TOKENS, LOGITS // classes), max(ALIGNMENT, MOST_LOGITS // classes))
+    chunks = max(1, -(-tokens // most))
+    length = -(-tokens // chunks)
+    return min(most, -(-length // ALIGNMENT) * ALIGNMENT)
+
+
+class Walk:
+    """The chunks of one call.
+
+    hidden: (T, h). weight: (V_local, h). labels: (T,). group_name: of the process group that the
+    vocabulary is split over, empty for none. statistics: (4, T) float32, those of `softmax_rows`
+    over the whole vocabulary, once the walk has been through.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, options: Options, group_name: str
+    ) -> None:
+        self.hidden, self.weight, self.options = hidden.contiguous(), weight.contiguous(), options
+        self.group = _resolve_process_group(group_name) if group_name else None
+        rank, ranks = rank_of(self.group)
+        own = weight.shape[0]
+        self.vocab_size = own * ranks
+        check_labels(labels, self.vocab_size, options.ignore_index)
+        self.is_ignored = labels == options.ignore_index
+        labels = labels - rank * own
+        is_own = (labels >= 0) & (labels < own) & ~self.is_ignored
+        self.labels = labels.masked_fill(~is_own, -1)
+        self.statistics = hidden.new_empty(STATISTICS, hidden.shape[0], dtype=torch.float32)
+        self.length = chunk_length(hidden.shape[0], own)
+
+    def losses(self) -> tuple[Tensor, Tensor]:
+        """The losses and lse, (T,) each, from the statistics."""
+        largest, exponentials, picked, total = self.statistics
+        logarithm = exponentials.log()
+        lse = largest + logarithm
+        smoothing = smoothing_of(self.options, self.vocab_size)
+        losses = logarithm + (1 - smoothing) * (largest - picked)
+        if smoothing:
+            losses = losses + smoothing * (largest - total / self.vocab_size)
+        losses = losses + self.options.z_loss * lse**2
+        return losses.masked_fill(self.is_ignored, 0.0), lse
+
+    def make_statistics(self) -> None:
+        """Without any gradient."""
+        for chunk, logits in self._logits():
+            self._softmax(logits, chunk, statistics=self.statistics[:, chunk])
+        self.statistics = self._over_ranks(self.statistics)
+
+    def gradients(
+        self, loss_gradients: Tensor, lse: Tensor | None, wants_hidden: bool, wants_weight: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Of sum(loss_gradients * losses), in hidden and weight; empty where not wanted.
+
+        lse: (T,) of an earlier walk; without it this one makes the statistics.
+        """
+        hidden = self.hidden
+        loss_gradients = loss_gradients.masked_fill(self.is_ignored, 0.0)
+        d_hidden = hidden.new_empty(hidden.shape if wants_hidden else 0)
+        chunks = -(-hidden.shape[0] // self.length)
+        d_weight = WeightGradient(self.weight, chunks) if wants_weight else None
+        logits = hidden.new_empty(0)
+        for chunk, logits in self._logits():
+            self._differentiate(logits, chunk, loss_gradients[chunk], lse)
+            self._products(logits, chunk, d_hidden if wants_hidden else None, d_weight)
+        # The last chunk's logits are no longer wanted: result() may write over them.
+        return d_hidden, hidden.new_empty(0) if d_weight is None else d_weight.result(logits)
+
+    def _logits(self) -> Iterator[tuple[slice, Tensor]]:
+        """The slice of tokens and the logits of every chunk, which may be overwritten."""
+        tokens, classes = self.hidden.shape[0], self.weight.shape[0]
+        buffer = self.hidden.new_empty(min(self.length, tokens), classes)
+        for start in range(0, tokens, self.length):
+            chunk = slice(start, min(start + self.length, tokens))
+            rows = self.hidden[chunk]
+            yield chunk, torch.mm(rows, self.weight.t(), out=buffer[: len(rows)])
+
+    def _differentiate(
+        self, logits: Tensor, chunk: slice, loss_gradients: Tensor, lse: Tensor | None
+    ) -> None:
+        """Replace a chunk's logits by their gradient; without lse, make its statistics, too."""
+        if lse is not None:
+            lse = lse[chunk]
+        else:
+            statistics = self.statistics[:, chunk]
+            if self.group is None:
+                self._softmax(logits, chunk, statistics=statistics, loss_gradients=loss_gradients)
+                return
+            self._softmax(logits, chunk, statistics=statistics)
+            largest, exponentials, *_ = statistics.copy_(self._over_ranks(statistics))
+            lse = largest + exponentials.log()
+        self._softmax(logits, chunk, loss_gradients=loss_gradients, lse=lse)
+
+    def _softmax(self, logits: Tensor, chunk: slice, **wanted: Tensor) -> None:
+        softmax_rows(logits, self.labels[chunk], self.options, self.vocab_size, **wanted)
+
+    def _over_ranks(self, own: Tensor) -> Tensor:
+        """The statistics of the whole vocabulary from the ranks' own, the same bits on all."""
+        if self.group is None:
+            return own
+        everyones = own.new_empty(self.group.size(), *own.shape)
+        dist.all_gather_into_tensor(everyones.flatten(0, 1), own.contiguous(), group=self.group)
+        largest, exponentials, picked, total = everyones.unbind(1)
+        whole = largest.amax(0)
+        exponentials = (exponentials * (largest - whole).exp()).sum(0)
+        return torch.stack([whole, exponentials, picked.sum(0), total.sum(0)])
+
+    def _products(
+        self,
+        d_logits: Tensor,
+        chunk: slice,
+        d_hidden: Tensor | None,
+        d_weight: WeightGradient | None,
+    ) -> None:
+        """The chunk's rows of hidden's gradient, and its part of the weight's, side by side.
+
+        The tiles of hidden's rarely fill the GPU a whole number of times; those of the weight's,
+        on a stream of their own, take what is left over.
+        """
+        if d_weight is None or d_hidden is None or not d_logits.is_cuda:
+            if d_hidden is not None:
+                torch.mm(d_logits, self.weight, out=d_hidden[chunk])
+            if d_weight is not None:
+                d_weight.add(d_logits, self._transposed(chunk, d_hidden))
+            return
+        hidden_t = self._transposed(chunk, d_hidden)
+        main, beside = torch.cuda.current_stream(d_logits.device), _stream(d_logits.device)
+        beside.wait_stream(main)
+        torch.mm(d_logits, self.weight, out=d_hidden[chunk])
+        with torch.cuda.stream(beside):
+            d_weight.add(d_logits, hidden_t)
+        main.wait_stream(beside)
+
+    def _transposed(self, chunk: slice, d_hidden: Tensor | None) -> Tensor:
+        """The chunk of hidden as (h, tokens), in memory too where d_hidden has room for it: in rows
+        of chunks to come. The vendor's product is faster so by a twelfth."""
+        rows = self.hidden[chunk].t()
+        if d_hidden is None:
+            return rows
+        room = d_hidden[chunk.stop :].view(-1)[: rows.numel()]
+        return room.view(rows.shape).copy_(rows) if room.numel() == rows.numel() else rows
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
