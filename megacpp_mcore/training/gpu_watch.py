@@ -23,6 +23,7 @@ from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.receipts.run import RunReceipt
+from megacpp_mcore.training.gather_check import GatherCheck
 from megacpp_mcore.training.gpu_launch import Launch
 
 _LOSS = "lm loss"
@@ -42,6 +43,7 @@ class Watch:
         self.receipt: RunReceipt | None = None
         self.iteration = 0
         self._warm = False
+        self._gathers: GatherCheck | None = None
         self._evaluated: dict[str, Any] | None = None
         self._results: dict[str, float | int] = {}
 
@@ -81,6 +83,8 @@ class Watch:
     def _setup(self, call: Callable, given: dict[str, Any]) -> Any:
         built = call()
         self.iteration = get_args().iteration
+        if get_args().overlap_param_gather:
+            self._gathers = GatherCheck(built[0])
         if _keeps_the_receipt():
             self.receipt = self._new_receipt()
             parameters = sum(p.numel() for chunk in built[0] for p in chunk.parameters())
@@ -136,6 +140,9 @@ class Watch:
         with self.goodput.span("compile" if cold else "step"):
             done = call()
             torch.cuda.synchronize()
+        if self._gathers is not None:
+            self._gathers.finish()
+            self._gathers = None
         milliseconds = (time.perf_counter() - started) * 1000
         losses, norm = done[0], done[5]
         self.iteration = given["iteration"] + 1
