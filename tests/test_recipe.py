@@ -88,6 +88,20 @@ def test_a_file_extends_another(write):
     assert r.origins["moe.moe_router_topk"] == child
 
 
+def test_what_is_recomputed_is_a_table_of_words(write):
+    mine = write(
+        'extends = "nam56r"\n[recompute]\nmoe = "experts"\nmamba3 = "mixer"\n'
+        'attention = ["up_proj", "core_attn"]\n'
+    )
+    asked = load_recipe(mine).recompute
+    assert (asked.moe, asked.mamba3, asked.m2rnn) == (("experts",), "mixer", None)
+    assert asked.megatron_modules == ("core_attn", "mla_up_proj")
+    known = "expected a list, each one of 'act', 'experts', 'shared_experts', 'layer'"
+    assert known in refusal("nam56r", "recompute.moe=all")
+    assert "one of 'core', 'mixer'" in refusal("nam56r", "recompute.m2rnn=layer")
+    assert "[recompute] knows attention, moe, mamba3" in refusal("nam56r", "recompute.mla=up_proj")
+
+
 def test_extends_in_a_circle_is_refused(write, tmp_path):
     write('extends = "b.toml"\n', "a.toml")
     write('extends = "a.toml"\n', "b.toml")

@@ -139,7 +139,8 @@ def expected(hint: Any) -> str:
 
 
 def coerce(value: Any, hint: Any) -> Any:
-    """`value` as the type `hint` says: integers widen to floats, lists become tuples, no more.
+    """`value` as the type `hint` says: integers widen to floats, lists become tuples, and one of
+    the words that a list may have is a list of one; no more.
 
     Raises TypeMismatch.
     """
@@ -157,8 +158,9 @@ def _coerce(value: Any, hint: Any) -> Any:
         if isinstance(value, str) and value in arguments:
             return value
     elif origin is tuple:
-        if isinstance(value, list | tuple):
-            return tuple(_coerce(item, arguments[0]) for item in value)
+        is_word = isinstance(value, str) and typing.get_origin(arguments[0]) is typing.Literal
+        if is_word or isinstance(value, list | tuple):
+            return tuple(_coerce(item, arguments[0]) for item in ([value] if is_word else value))
     elif origin is dict:
         if isinstance(value, dict):
             return {name: _coerce(item, arguments[1]) for name, item in value.items()}
