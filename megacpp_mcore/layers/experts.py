@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.moe_experts import experts_grouped_mm, weighted_swiglu
+from megacpp_mcore.layers.gathered import gathered
 
 # Field of Megatron's config that no recipe has -> the one value that is served. What a recipe can
 # ask for is refused by dispatch (`megacpp_mcore.surfaces.grouped_experts`).
@@ -65,8 +66,8 @@ class GroupedMMExperts(MegatronModule):
     ) -> tuple[Tensor, None]:
         """tokens [t, h] sorted by expert, counts [local experts], probs [t] -> [t, h], no bias."""
         output = experts_grouped_mm(
-            permuted_local_hidden_states, tokens_per_expert, self.linear_fc1.weight,
-            self.linear_fc2.weight, permuted_probs, activation=self._activation,
+            permuted_local_hidden_states, tokens_per_expert, gathered(self.linear_fc1).weight,
+            gathered(self.linear_fc2).weight, permuted_probs, activation=self._activation,
         )  # fmt: skip
         return output, None
 

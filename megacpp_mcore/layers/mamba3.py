@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megacpp_mcore import dispatch, problems
 from megacpp_mcore.kernels.mamba3 import mamba3_step
+from megacpp_mcore.layers.gathered import gathered
 from megacpp_mcore.layers.mamba3_layout import IN_PROJ_PARTS, Mamba3Layout, Mamba3MixerError
 from megacpp_mcore.layers.mixer import RecurrentMixer
 from megacpp_mcore.layers.settings import PluginSettings, plugin_settings
@@ -193,7 +194,8 @@ class Mamba3Mixer(RecurrentMixer):
         layout = self.layout
         x = x.unflatten(-1, (-1, layout.rank, layout.state_dim))
         # The ranks' heads each add to this weight's gradient: sum it, in float32.
-        weight = copy_to_tensor_model_parallel_region(_wide(norm.weight), group=self.tp_group)
+        weight = _wide(gathered(norm).weight)
+        weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
         x = F.rms_norm(_wide(x), (layout.state_dim,), weight, _NORM_EPS)
         if not layout.groups_are_split:
             x = x.index_select(2, self.head_groups)

@@ -13,6 +13,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 from torch import Tensor
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.layers.gathered import gathered
 from megacpp_mcore.layers.loss import LossError, head_losses
 from megacpp_mcore.layers.stack import MegacppStack
 
@@ -83,9 +84,10 @@ class MegacppHybridModel(HybridModel):
             self.post_process = True
 
     def _output_weight(self) -> Tensor:
+        layer = gathered(self.output_layer)
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
+        return layer.weight
 
 
 @dataclass(kw_only=True)

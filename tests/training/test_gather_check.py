@@ -1,0 +1,56 @@
+"""Weights that are read without a call of their module, under overlap_param_gather."""
+
+import pytest
+import torch
+
+from megacpp_mcore.layers.gathered import gathered
+from megacpp_mcore.training.gather_check import GatherCheck, GatherError
+
+
+class Model(torch.nn.Module):
+    """Calls its first layer; reads the second's weight. As if in Megatron's wrapper, with a bucket
+    a layer."""
+
+    def __init__(self, waits: bool, buckets: int = 2) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        self.waits = waits
+        self.first.bias.requires_grad_(False)
+        made = [object() for _ in range(buckets)]
+        self.param_to_bucket_group = {
+            parameter: made[min(index, buckets - 1)]
+            for index, layer in enumerate((self.first, self.second))
+            for parameter in layer.parameters()
+            if parameter.requires_grad
+        }
+
+    def forward(self, x):
+        second = gathered(self.second) if self.waits else self.second
+        return self.first(x) @ second.weight.t() + second.bias
+
+
+def step(model):
+    check = GatherCheck([model])
+    model(torch.ones(1, 2))
+    check.finish()
+
+
+def test_a_bucket_that_nobody_waits_for_is_refused():
+    with pytest.raises(GatherError, match=r"read second\.weight, second\.bias without a call"):
+        step(Model(waits=False))
+
+
+def test_a_weight_taken_through_gathered_or_in_a_bucket_with_others_is_fine():
+    step(Model(waits=True))
+    step(Model(waits=False, buckets=1))
+
+
+def test_gathered_runs_the_hooks_of_a_call_and_nothing_stays():
+    model, seen = Model(waits=True), []
+    model.second.register_forward_pre_hook(lambda module, args: seen.append((module, args)))
+    model.second.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
+    )
+    step(model)
+    assert seen == [(model.second, ()), {}]
+    assert len(model.second._forward_pre_hooks) == 2
