@@ -11,7 +11,7 @@ import torch
 from megacpp_mcore import bench, cli, dispatch, receipts
 from megacpp_mcore.backend import Backend, Surface, always
 from megacpp_mcore.bench import clock as clocks
-from megacpp_mcore.bench import model, surface
+from megacpp_mcore.bench import layer, model, surface
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.norm import rms_norm
 from megacpp_mcore.problems import stack_part_of
@@ -28,6 +28,7 @@ def quick(monkeypatch):
     """Few samples, and the environment as it was."""
     monkeypatch.setattr(surface, "_SECONDS_A_PHASE", 0.01)
     monkeypatch.setattr(model, "_SECONDS_A_PHASE", 0.01)
+    monkeypatch.setattr(layer, "_SECONDS_A_PHASE", 0.01)
     for name in ("MEGACPP_RECIPE", "MEGACPP_BACKENDS", "RANK", "WORLD_SIZE", "LOCAL_RANK",
                  "PET_NNODES", "PET_NPROC_PER_NODE"):  # fmt: skip
         monkeypatch.setenv(name, "")
@@ -314,6 +315,54 @@ class TestAgainst:
 
 def missing_package(package):
     raise ImportError("No module named 'unidiff'")
+
+
+class TestLayer:
+    words = tuple(word for override in SMALL for word in ("--set", override))
+
+    def bench(self, path, *arguments):
+        status = cli.main(["bench", "layer", *arguments, "--recipe", "nam56r-tiny", *self.words,
+                           "--receipt", str(path)])  # fmt: skip
+        return status, json.loads(path.read_text())
+
+    @pytest.mark.parametrize(("name", "pattern"), [("*", "*"), ("M", "M"), ("R", "G"), ("E", "E")])
+    def test_every_layer_has_both_phases(self, name, pattern, tmp_path):
+        status, receipt = self.bench(tmp_path / "layer.json", name)
+        assert status == 0 and receipt["problem"]["sizes"]["pattern"] == pattern
+        forward, backward = receipt["rows"]
+        assert (forward["phase"], backward["phase"]) == ("forward", "forward_backward")
+        assert backward["flops"] == 3 * forward["flops"] > 0
+
+    def test_backends_inside_an_mla_layer_with_the_same_weights(self, tmp_path):
+        against = ["mla_rope=megatron,core_attention=reference", "mla_rope=reference"]
+        status, receipt = self.bench(tmp_path / "layer.json", "A", "--against", *against)
+        assert status == 0 and receipt["baseline"] == against[0]
+        assert {row["backend"] for row in receipt["rows"]} == {"recipe", *against}
+        observed = {(b["surface"], b["observed"]) for b in receipt["backends"]}
+        expected = {"mla_rope": ("megatron", "reference"), "core_attention": ("sdpa", "reference")}
+        assert {(surface, name) for surface in expected for name in expected[surface]} <= observed
+        # fp32 both: sums in another order
+        distances = [n for n in receipt["notes"] if "from recipe" in n]
+        assert len(distances) == 2 and all(float(n.split()[3]) < 1e-4 for n in distances)
+
+    def test_packed_documents(self, tmp_path):
+        packed = ["--set", "data.dataloader_inter_document_masking=true"]
+        status, receipt = self.bench(tmp_path / "layer.json", "+", *packed)
+        assert status == 0 and receipt["problem"]["sizes"]["documents_a_row"] == 8
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["layer", "Q"], "layer 'Q' is unknown; choose A, +, "),
+            (["layer"], "takes the name of a layer"),
+            (["norm", "A"], "takes the name of a layer"),
+            (["layer", "A", "--against", "mla_rope=fast"], "unknown backend 'fast'"),
+            (["layer", "A", "--against", "te"], "not of the form surface=backend"),
+        ],
+    )
+    def test_refusals(self, arguments, message, capsys):
+        assert cli.main(["bench", *arguments, "--recipe", "nam56r-tiny", *self.words]) == 2
+        assert message in capsys.readouterr().err
 
 
 class TestCommand:

@@ -88,7 +88,7 @@ class _Subject:
     ) -> None:  # fmt: skip
         self.bare, self.args, self.batches, self.clock = model, args, batches, clock
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.model = _in_half_precision(model, args)
+        self.model = in_half_precision(model, args)
         self._step: Callable[[Tensor], None] | None = None
 
     def forward(self, turn: int) -> Tensor:
@@ -118,13 +118,7 @@ class _Subject:
     def flops(self, recipe: Recipe) -> int:
         """Of a forward pass: two a weight and token, an expert's share of them, and attention."""
         tokens = self.args.micro_batch_size * self.args.seq_length
-        share = recipe.moe.moe_router_topk / (recipe.moe.num_experts or 1)
-        total = 0.0
-        for name, parameter in self.bare.named_parameters():
-            if parameter.dim() < 2 or not name.endswith("weight") or "embedding" in name:
-                continue
-            used = share if ".experts." in name else 1
-            total += 2 * parameter.numel() * tokens * used
+        total = weight_flops(self.bare, recipe, tokens)
         if recipe.model.untie_embeddings_and_output_weights is False:
             total += 2 * recipe.model.vocab_size * recipe.model.hidden_size * tokens
         # An MTP depth uses the output layer again.
@@ -136,7 +130,20 @@ class _Subject:
         return int(total) + (count * attention.flops() if attention else 0)
 
 
-def _in_half_precision(model: torch.nn.Module, args: Namespace) -> torch.nn.Module:
+def weight_flops(module: torch.nn.Module, recipe: Recipe, tokens: int) -> float:
+    """Two a weight and token, an expert's share of them."""
+    share = recipe.moe.moe_router_topk / (recipe.moe.num_experts or 1)
+    total = 0.0
+    for name, parameter in module.named_parameters():
+        if parameter.dim() < 2 or not name.endswith("weight") or "embedding" in name:
+            continue
+        used = share if ".experts." in name else 1
+        total += 2 * parameter.numel() * tokens * used
+    return total
+
+
+def in_half_precision(model: torch.nn.Module, args: Namespace) -> torch.nn.Module:
+    """The model as Megatron trains it in bf16: its parameters cast, and wrapped."""
     if not args.bf16:
         return model
     from megatron.core.transformer.module import Float16Module

@@ -271,8 +271,8 @@ def _rows(
 def _costs(race: Race) -> dict[str, tuple[int, int]]:
     """phase -> (operations, bytes) that a call needs at least.
 
-    Inputs are read once and outputs written once; the backward pass reads the inputs, unless it does
-    without, and the outputs' gradients, and writes the inputs' gradients.
+    Inputs are read once and outputs written once; the backward pass reads the inputs, unless it
+    does without, and the outputs' gradients, and writes the inputs' gradients.
     """
     size = {n: t.numel() * t.element_size() for n, t in race.sets[0].items()}
     outputs = sum(t.numel() * t.element_size() for t in race.truth.directions.values())

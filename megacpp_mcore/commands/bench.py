@@ -1,4 +1,4 @@
-"""`megacpp bench`: time the backends of a surface side by side, or a whole model."""
+"""`megacpp bench`: time the backends of a surface side by side, one layer, or a whole model."""
 
 import argparse
 import sys
@@ -10,6 +10,7 @@ examples:
   megacpp bench core_attention --recipe nam56r --receipt attention.json
   megacpp bench moe_experts --against te            the chosen backend against te
   megacpp bench model --recipe nam56r --layers 13   forward, forward + backward, step
+  megacpp bench layer A --against mla_rope=megatron one layer, another backend inside it
   megacpp report compare before.json after.json
 
 Exit status 1 when a backend failed or was wrong; it then has a reason and no times.
@@ -20,21 +21,24 @@ def register(subparsers: Any) -> None:
     """Add `bench`."""
     parser = subparsers.add_parser(
         "bench",
-        help="time the backends of a surface side by side, or a whole model",
+        help="time the backends of a surface side by side, one layer, or a whole model",
         description="Time every usable backend of SURFACE in turns on one micro batch of a "
-        "recipe, each first held against the definition; or, for `model`, the recipe's model. In "
-        "one process, on this machine's GPU where there is one, else on its CPU.",
+        "recipe, each first held against the definition; or, for `layer`, one layer of the "
+        "recipe; or, for `model`, the recipe's model. In one process, on this machine's GPU where "
+        "there is one, else on its CPU.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("surface", metavar="SURFACE", help="a surface of `megacpp catalog`, or `model`")
+    add("surface", metavar="SURFACE", help="a surface of `megacpp catalog`, `layer` or `model`")
+    add("layer", metavar="LAYER", nargs="?", help="of `layer`: A, E, M, R, + (MLA) or * (GQA)")
     add("--recipe", metavar="RECIPE",
         help="whose sizes (default: MEGACPP_RECIPE, nam56r; nam56r-tiny on a CPU)")  # fmt: skip
     add("--set", dest="overrides", metavar="A.B=C", action="append", default=[],
         help="override one key; may be given again")  # fmt: skip
     add("--against", metavar="BACKEND", nargs="+", default=[],
-        help="time these beside the chosen one, no others; the first is the baseline")  # fmt: skip
+        help="time these beside the chosen one, no others; the first is the baseline. Of `layer`: "
+        "SURFACE=BACKEND,... each")  # fmt: skip
     add("--layers", type=int, metavar="N", help="of `model`: its first N layers")
     add("--no-optimizer", action="store_true", help="of `model`: no step with the optimizer")
     add("--receipt", type=Path, metavar="FILE", help="write the bench receipt here")
@@ -45,13 +49,16 @@ def run(args: argparse.Namespace) -> int:
     """Bench, print the receipt as a page, and write it."""
     from megacpp_mcore import receipts, report
 
-    is_model = args.surface == "model"
-    _check_options(args, is_model)
+    _check_options(args)
     recipe = _recipe(args)
-    if is_model:
+    if args.surface == "model":
         from megacpp_mcore.bench.model import bench_model
 
         receipt, wrong = bench_model(recipe, optimizer=not args.no_optimizer)
+    elif args.surface == "layer":
+        from megacpp_mcore.bench.layer import bench_layer
+
+        receipt, wrong = bench_layer(recipe, args.against)
     else:
         from megacpp_mcore.bench.surface import bench_surface
 
@@ -69,15 +76,23 @@ def _recipe(args: argparse.Namespace) -> Any:
     from megacpp_mcore.recipe import recipe_from_environment
 
     overrides = args.overrides + ([f"model.depth={args.layers}"] if args.layers else [])
+    if args.layer:
+        from megacpp_mcore.bench.layer import layer_overrides
+
+        overrides = layer_overrides(args.layer) + overrides
     if args.recipe is None and (named := recipe_from_environment()):
         return bench.load_for_bench(named.source, [*named.overrides, *overrides])
     default = "nam56r" if problems.current_device() == "cuda" else "nam56r-tiny"
     return bench.load_for_bench(args.recipe or default, overrides)
 
 
-def _check_options(args: argparse.Namespace, is_model: bool) -> None:
+def _check_options(args: argparse.Namespace) -> None:
     from megacpp_mcore.bench import BenchError
 
+    is_model = args.surface == "model"
+    if (args.surface == "layer") != (args.layer is not None):
+        raise BenchError("`megacpp bench layer` takes the name of a layer, no other bench does: "
+                         "A, E, M, R, + or *")  # fmt: skip
     if is_model and args.against:
         raise BenchError("--against is for a surface; choose a model's backends with --set "
                          "backends.SURFACE=NAME or MEGACPP_BACKENDS")  # fmt: skip

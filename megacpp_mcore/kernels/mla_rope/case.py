@@ -9,6 +9,7 @@ from torch import Tensor
 from megacpp_mcore import problems
 from megacpp_mcore.backend import Problem
 from megacpp_mcore.kernels.case import Bound, Case, Tensors
+from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds
 from megacpp_mcore.kernels.mla_rope.inputs import RotaryTable
 from megacpp_mcore.kernels.mla_rope.reference import mla_rope
 from megacpp_mcore.recipe import Recipe
@@ -48,7 +49,8 @@ class MLARopeCase(Case):
             return None
         sizes = (problem.size(n) for n in ("heads", "qk_head_dim", "pos_dim", "v_head_dim"))
         batch, seq = recipe.schedule.micro_batch_size, recipe.model.seq_length
-        return cls(batch, seq, *sizes, rotary=problem.size("rotary_dim"))
+        documents = BENCHED_DOCUMENTS if recipe.data.dataloader_inter_document_masking else 0
+        return cls(batch, seq, *sizes, problem.size("rotary_dim"), documents)
 
     @classmethod
     def samples(cls) -> dict[str, Self]:
@@ -84,18 +86,9 @@ class MLARopeCase(Case):
             "sin": table.sin.to(generator.device),
         }
         if packed:
-            tensors["cu_seqlens"] = self._bounds(generator)
+            bounds = document_bounds(self.batch, self.seq, self.documents)
+            tensors["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=generator.device)
         return tensors
-
-    def _bounds(self, generator: torch.Generator) -> Tensor:
-        """Where the documents of all rows start and end; some may be empty."""
-        shape = (self.batch, self.documents - 1)
-        inner = torch.randint(self.seq + 1, shape, generator=generator, device=generator.device)
-        inner = inner.sort(dim=1).values
-        first = torch.arange(self.batch, device=generator.device)[:, None] * self.seq
-        starts = torch.cat([first, first + inner], dim=1).flatten()
-        end = torch.tensor([self.batch * self.seq], device=generator.device)
-        return torch.cat([starts, end]).to(torch.int32)
 
     def truth(self, **tensors: Tensor) -> Tensors:
         return self._call(mla_rope, **tensors)

@@ -9,66 +9,21 @@ that are no powers of two are masked. Strides are in elements, of token rows s, 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _position(s, bounds, count, BLOCK: tl.constexpr):
-    """How far token s is from the last of the `count` bounds that is not behind it."""
-    start = s * 0
-    for first in range(0, count, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        bound = tl.load(bounds + at, mask=at < count, other=0)
-        start = tl.maximum(start, tl.max(tl.where(bound <= s, bound, 0), 0).to(s.dtype))
-    return s - start
+from megacpp_mcore.kernels.rotary_triton import copy_dims, load_pairs, position, store_pairs
 
 
 @triton.jit
 def _angle(cos, sin, s, bounds, count, PAIRS, PAIR_BLOCK: tl.constexpr, PACKED: tl.constexpr,
            BOUNDS_BLOCK: tl.constexpr):  # fmt: skip
     """cos and sin of token s, (1, PAIR_BLOCK) in float32."""
-    position = s
+    row = s
     if PACKED:
-        position = _position(s, bounds, count, BOUNDS_BLOCK)
+        row = position(s, bounds, count, BOUNDS_BLOCK)
     pair = tl.arange(0, PAIR_BLOCK)
-    at = position.to(tl.int64) * PAIRS + pair
+    at = row.to(tl.int64) * PAIRS + pair
     c = tl.load(cos + at, mask=pair < PAIRS, other=0.0).to(tl.float32)
     d = tl.load(sin + at, mask=pair < PAIRS, other=0.0).to(tl.float32)
     return c[None, :], d[None, :]
-
-
-@triton.jit
-def _load_pairs(at, heads, PAIRS, PAIR_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Both elements of every pair, (heads, PAIR_BLOCK) each in float32. at: (heads, 1)."""
-    if INTERLEAVED:
-        dim = tl.arange(0, 2 * PAIR_BLOCK)[None, :]
-        x = tl.load(at + dim, mask=heads & (dim < 2 * PAIRS), other=0.0).to(tl.float32)
-        a, b = tl.split(tl.reshape(x, (x.shape[0], PAIR_BLOCK, 2)))
-    else:
-        pair = tl.arange(0, PAIR_BLOCK)[None, :]
-        there = heads & (pair < PAIRS)
-        a = tl.load(at + pair, mask=there, other=0.0).to(tl.float32)
-        b = tl.load(at + PAIRS + pair, mask=there, other=0.0).to(tl.float32)
-    return a, b
-
-
-@triton.jit
-def _store_pairs(at, a, b, heads, PAIRS, PAIR_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    kind = at.dtype.element_ty
-    if INTERLEAVED:
-        dim = tl.arange(0, 2 * PAIR_BLOCK)[None, :]
-        x = tl.reshape(tl.join(a, b), (a.shape[0], 2 * PAIR_BLOCK))
-        tl.store(at + dim, x.to(kind), mask=heads & (dim < 2 * PAIRS))
-    else:
-        pair = tl.arange(0, PAIR_BLOCK)[None, :]
-        there = heads & (pair < PAIRS)
-        tl.store(at + pair, a.to(kind), mask=there)
-        tl.store(at + PAIRS + pair, b.to(kind), mask=there)
-
-
-@triton.jit
-def _copy(source, target, heads, DIM, BLOCK: tl.constexpr):
-    dim = tl.arange(0, BLOCK)[None, :]
-    there = heads & (dim < DIM)
-    tl.store(target + dim, tl.load(source + dim, mask=there), mask=there)
 
 
 @triton.jit
@@ -92,7 +47,7 @@ def forward(
     v_out += s * vo_s + b * vo_b
 
     one = tl.full((1, 1), 0, tl.int32)
-    k_x, k_y = _load_pairs(k_pos + one, one == 0, PAIRS, PAIR_BLOCK, INTERLEAVED)
+    k_x, k_y = load_pairs(k_pos + one, one == 0, PAIRS, PAIR_BLOCK, INTERLEAVED)
     k_a, k_b = k_x * c - k_y * d, k_y * c + k_x * d
     if REST > 0:
         rest = tl.arange(0, REST_BLOCK)[None, :]
@@ -102,16 +57,16 @@ def forward(
         h = first + tl.arange(0, HEAD_BLOCK)[:, None]
         heads = h < HEADS
         from_q, to_q, to_k = q + h * q_h, q_out + h * qo_h, k_out + h * ko_h
-        _copy(from_q, to_q, heads, PLAIN, PLAIN_BLOCK)
-        _copy(kv + h * kv_h, to_k, heads, PLAIN, PLAIN_BLOCK)
-        _copy(kv + h * kv_h + PLAIN, v_out + h * vo_h, heads, V_DIM, V_BLOCK)
-        x, y = _load_pairs(from_q + PLAIN, heads, PAIRS, PAIR_BLOCK, INTERLEAVED)
-        _store_pairs(to_q + PLAIN, x * c - y * d, y * c + x * d, heads, PAIRS, PAIR_BLOCK, False)
+        copy_dims(from_q, to_q, heads, PLAIN, PLAIN_BLOCK)
+        copy_dims(kv + h * kv_h, to_k, heads, PLAIN, PLAIN_BLOCK)
+        copy_dims(kv + h * kv_h + PLAIN, v_out + h * vo_h, heads, V_DIM, V_BLOCK)
+        x, y = load_pairs(from_q + PLAIN, heads, PAIRS, PAIR_BLOCK, INTERLEAVED)
+        store_pairs(to_q + PLAIN, x * c - y * d, y * c + x * d, heads, PAIRS, PAIR_BLOCK, False)
         all_a, all_b = tl.broadcast_to(k_a, x.shape), tl.broadcast_to(k_b, x.shape)
-        _store_pairs(to_k + PLAIN, all_a, all_b, heads, PAIRS, PAIR_BLOCK, False)
+        store_pairs(to_k + PLAIN, all_a, all_b, heads, PAIRS, PAIR_BLOCK, False)
         if REST > 0:
             behind = PLAIN + 2 * PAIRS
-            _copy(from_q + behind, to_q + behind, heads, REST, REST_BLOCK)
+            copy_dims(from_q + behind, to_q + behind, heads, REST, REST_BLOCK)
             tl.store(to_k + behind + rest, tl.broadcast_to(k_rest, (HEAD_BLOCK, REST_BLOCK)),
                      mask=heads & (rest < REST))  # fmt: skip
 
@@ -146,26 +101,26 @@ def backward(
         h = first + tl.arange(0, HEAD_BLOCK)[:, None]
         heads = h < HEADS
         from_q, from_k, to_q = dq + h * q_h, dk + h * k_h, dq_in + h * qi_h
-        _copy(from_q, to_q, heads, PLAIN, PLAIN_BLOCK)
-        _copy(from_k, dkv + h * kv_h, heads, PLAIN, PLAIN_BLOCK)
-        _copy(dv + h * v_h, dkv + h * kv_h + PLAIN, heads, V_DIM, V_BLOCK)
-        x, y = _load_pairs(from_q + PLAIN, heads, PAIRS, PAIR_BLOCK, False)
-        _store_pairs(
+        copy_dims(from_q, to_q, heads, PLAIN, PLAIN_BLOCK)
+        copy_dims(from_k, dkv + h * kv_h, heads, PLAIN, PLAIN_BLOCK)
+        copy_dims(dv + h * v_h, dkv + h * kv_h + PLAIN, heads, V_DIM, V_BLOCK)
+        x, y = load_pairs(from_q + PLAIN, heads, PAIRS, PAIR_BLOCK, False)
+        store_pairs(
             to_q + PLAIN, x * c + y * d, y * c - x * d, heads, PAIRS, PAIR_BLOCK, INTERLEAVED
         )
-        x, y = _load_pairs(from_k + PLAIN, heads, PAIRS, PAIR_BLOCK, False)
+        x, y = load_pairs(from_k + PLAIN, heads, PAIRS, PAIR_BLOCK, False)
         k_x += x
         k_y += y
         if REST > 0:
             behind = PLAIN + 2 * PAIRS
-            _copy(from_q + behind, to_q + behind, heads, REST, REST_BLOCK)
+            copy_dims(from_q + behind, to_q + behind, heads, REST, REST_BLOCK)
             there = heads & (rest < REST)
             k_rest += tl.load(from_k + behind + rest, mask=there, other=0.0).to(tl.float32)
 
     x_sum, y_sum = tl.sum(k_x, 0)[None, :], tl.sum(k_y, 0)[None, :]
     k_a, k_b = x_sum * c + y_sum * d, y_sum * c - x_sum * d
     one = tl.full((1, 1), 0, tl.int32)
-    _store_pairs(dk_pos + one, k_a, k_b, one == 0, PAIRS, PAIR_BLOCK, INTERLEAVED)
+    store_pairs(dk_pos + one, k_a, k_b, one == 0, PAIRS, PAIR_BLOCK, INTERLEAVED)
     if REST > 0:
         total = tl.sum(k_rest, 0)[None, :]
         tl.store(dk_pos + 2 * PAIRS + rest, total.to(dk_pos.dtype.element_ty), mask=rest < REST)

@@ -1,0 +1,255 @@
+"""One layer as it stands in the model: norm, mixer or experts, residual; backends side by side.
+
+`bench_layer` builds a recipe's model of that one layer once for every contender, with the same
+weights, and times its decoder without the final norm.
+"""
+
+import contextlib
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacpp_mcore import bench, bridges, dispatch, problems, receipts
+from megacpp_mcore.bench.clock import Clock, clock_for, interleave
+from megacpp_mcore.bench.model import in_half_precision, weight_flops
+from megacpp_mcore.bench.surface import environment
+from megacpp_mcore.kernels.core_attention.case import CoreAttentionCase
+from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds
+from megacpp_mcore.lowering import lower
+from megacpp_mcore.receipts.lane import lane
+from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, Recipe
+
+# What is asked for -> letter of the source pattern, and the kind of attention where it says so.
+_LAYERS = {"A": ("A", None), "+": ("A", "mla"), "*": ("A", "gqa"), "E": ("E", None),
+           "M": ("M", None), "R": ("R", None)}  # fmt: skip
+AS_IT_IS = "recipe"
+_SECONDS_A_PHASE = 8.0
+_PHASES = ("forward", "forward_backward")
+_SETS = 2
+
+
+def layer_overrides(name: str) -> list[str]:
+    """What makes a recipe's model one layer: A, E, M, R, or by its symbol + (MLA) or * (GQA).
+
+    Raises BenchError for another name.
+    """
+    if name not in _LAYERS:
+        raise bench.BenchError(f"layer {name!r} is unknown; choose {', '.join(_LAYERS)}")
+    letter, kind = _LAYERS[name]
+    overrides = [
+        f"model.pattern={letter}", "model.depth=1", "mtp.mtp_num_layers=0", "mtp.pattern=",
+        "parallel.expert_model_parallel_size=1",
+    ]  # fmt: skip
+    return overrides + ([f"attention.kind={kind}"] if kind else [])
+
+
+def bench_layer(
+    recipe: Recipe, against: Sequence[str] = (), say: Callable[[str], None] = bench.to_stderr
+) -> tuple[dict[str, Any], list[str]]:
+    """Time the only layer of `recipe`, forward and forward with backward.
+
+    recipe: from `load_for_bench` with `layer_overrides`. against: `surface=backend,...` each, to be
+    timed beside the layer as the recipe has it, in turns; the first is the baseline.
+
+    Returns the bench receipt, and how contenders of the same weights fell apart, if they did not
+    come out finite. Raises DispatchError for a backend that is unknown or cannot serve, and what
+    building and running the layer raises.
+    """
+    bench.check_receipts()
+    for text in against:
+        dispatch.forced_backends(text)
+    bridges.before_megatron()
+    from megacpp_mcore.training import megatron_setup as setup
+
+    device = problems.current_device()
+    clock = clock_for(device)
+    with setup.single_process(recipe.schedule.seed, device), setup.quiet():
+        layers, decisions = {}, []
+        for name in dict.fromkeys([AS_IT_IS, *against]):
+            say(f"{name}: building {recipe.plan.megatron_pattern} on {device}")
+            dispatch.forget()
+            layers[name] = _layer(recipe, "" if name == AS_IT_IS else name, clock)
+            decisions += [asdict(decision) for decision in dispatch.decisions()]
+        notes, wrong = _compare(layers)
+        rows = _rows(recipe, layers, clock, say)
+        dtype = next(iter(layers.values())).sets[0].dtype
+    receipt = receipts.bench_receipt(
+        problem={"surface": "layer", "dtype": str(dtype).removeprefix("torch."),
+                 "sizes": _sizes(recipe)},
+        rows=rows,
+        baseline=next(iter(against), AS_IT_IS),
+        backends=[d for i, d in enumerate(decisions) if d not in decisions[:i]],
+        lane=lane("cpu" if device == "cpu" else None),
+        topology=bench.TOPOLOGY,
+        environment=environment(recipe),
+        recipe=receipts.recipe_entry(recipe.name, recipe.to_dict()),
+        notes=[bench.ONE_RANK_NOTE, *notes],
+    )  # fmt: skip
+    return receipt, wrong
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer with what it is called with. sets: inputs in turn. direction: the gradient sent
+    back. kept: other arguments."""
+
+    module: torch.nn.Module
+    sets: list[Tensor]
+    direction: Tensor
+    kept: Mapping[str, Any]
+
+    def forward(self, turn: int) -> Tensor:
+        """As the first micro batch after an update of the weights."""
+        self.module.set_is_first_microbatch()
+        return self.module(self.sets[turn % len(self.sets)], attention_mask=None, **self.kept)
+
+    def forward_backward(self, turn: int) -> None:
+        self.forward(turn).backward(self.direction)
+        self.forget()
+
+    def forget(self) -> None:
+        for tensor in (*self.sets, *self.module.parameters()):
+            tensor.grad = None
+
+    def values(self) -> dict[str, Tensor]:
+        """Output and gradients of one call."""
+        y = self.forward(0)
+        y.backward(self.direction)
+        values = {"y": y.detach(), "dx": self.sets[0].grad}
+        values |= {f"d {n}": p.grad for n, p in self.module.named_parameters()}
+        self.forget()
+        return values
+
+
+def _layer(recipe: Recipe, requests: str, clock: Clock) -> _Layer:
+    from megacpp_mcore.training import megatron_setup as setup
+
+    lowered = lower(recipe)
+    with _serving(requests):
+        os.environ[ENVIRONMENT_VARIABLE] = lowered.environment[ENVIRONMENT_VARIABLE]
+        # The spec chooses its parts as it is imported.
+        sys.modules.pop("megacpp_mcore.specs.nam56r", None)
+        args = setup.megatron_args(lowered.argv, lowered.environment)
+        model = setup.build_model(args)
+    in_half_precision(model, args)
+    stack = model.decoder
+    stack.post_layer_norm = False
+    stack.final_norm = None
+    seq, batch = args.seq_length, args.micro_batch_size
+    packed = recipe.data.dataloader_inter_document_masking
+    shape = (seq * batch, 1) if packed else (seq, batch)
+    generator = torch.Generator(clock.device).manual_seed(recipe.schedule.seed)
+    *sets, direction = (
+        torch.randn(*shape, args.hidden_size, generator=generator, device=clock.device).to(
+            args.params_dtype
+        )
+        for _ in range(_SETS + 1)
+    )
+    kept = _packed(seq, batch, clock.device) if packed else {}
+    if model.position_embedding_type == "rope" and not model.config.multi_latent_attention:
+        kept["rotary_pos_emb"] = model.rotary_pos_emb(seq, packed_seq=packed)
+    return _Layer(stack, [x.requires_grad_() for x in sets], direction, kept)
+
+
+def _packed(seq: int, batch: int, device: str) -> dict[str, Any]:
+    """Documents as Megatron's loop hands them on, those of all rows in one."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    bounds = document_bounds(batch, seq, BENCHED_DOCUMENTS)
+    longest = max(end - start for start, end in itertools.pairwise(bounds))
+    offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
+    documents = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets,
+        max_seqlen_q=longest, max_seqlen_kv=longest,
+        total_tokens=seq * batch, tokens_per_sample=seq,
+    )  # fmt: skip
+    return {"packed_seq_params": documents}
+
+
+@contextlib.contextmanager
+def _serving(requests: str) -> Iterator[None]:
+    """The backends of `requests`, before those that the environment names."""
+    before = os.environ.get(dispatch.ENVIRONMENT_VARIABLE)
+    merged = {**dispatch.forced_backends(), **dispatch.forced_backends(requests)}
+    os.environ[dispatch.ENVIRONMENT_VARIABLE] = ",".join(f"{s}={n}" for s, n in merged.items())
+    try:
+        yield
+    finally:
+        del os.environ[dispatch.ENVIRONMENT_VARIABLE]
+        if before is not None:
+            os.environ[dispatch.ENVIRONMENT_VARIABLE] = before
+
+
+def _compare(layers: Mapping[str, _Layer]) -> tuple[list[str], list[str]]:
+    """How far each is from the first with the first's weights, and which is not finite."""
+    notes, wrong = [], []
+    first_name, first = next(iter(layers.items()))
+    expected = first.values()
+    weights = dict(first.module.named_parameters())
+    for name, layer in layers.items():
+        own = dict(layer.module.named_parameters())
+        if {n: p.shape for n, p in own.items()} == {n: p.shape for n, p in weights.items()}:
+            with torch.no_grad():
+                for key, parameter in own.items():
+                    parameter.copy_(weights[key])
+            found = layer.values()
+            far, what = max((_distance(found[key], x), key) for key, x in expected.items())
+            if name != first_name:
+                notes.append(
+                    f"{name}: at most {far:.2e} from {first_name}, of the norm of {what}, with "
+                    "its weights"
+                )
+        else:
+            found = layer.values()
+            notes.append(f"{name}: parameters of its own, not compared")
+        if not all(value.isfinite().all() for value in found.values()):
+            wrong.append(f"{name}: a value is not finite")
+    return notes, wrong
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    norm = expected.float().norm()
+    return ((found.float() - expected.float()).norm() / norm).item() if norm else 0.0
+
+
+def _rows(
+    recipe: Recipe, layers: Mapping[str, _Layer], clock: Clock, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    rows = []
+    flops = _flops(recipe, next(iter(layers.values())).module)
+    for phase in _PHASES:
+        say(f"{phase}: {', '.join(layers)}, in turns")
+        calls = {name: getattr(layer, phase) for name, layer in layers.items()}
+        peaks = {n: clock.peak_memory_bytes(lambda call=call: call(0)) for n, call in calls.items()}
+        for name, samples in interleave(clock, calls, _SECONDS_A_PHASE).items():
+            rows.append(
+                receipts.bench_row(
+                    name, phase, samples, peak_memory_bytes=peaks[name],
+                    flops=flops * (1 if phase == "forward" else 3),
+                )
+            )  # fmt: skip
+    return rows
+
+
+def _flops(recipe: Recipe, module: torch.nn.Module) -> int:
+    """Of the products with the weights and of whole rows' causal attention."""
+    tokens = recipe.schedule.micro_batch_size * recipe.model.seq_length
+    attention = CoreAttentionCase.of(recipe)
+    return int(weight_flops(module, recipe, tokens)) + (attention.flops() if attention else 0)
+
+
+def _sizes(recipe: Recipe) -> dict[str, Any]:
+    packed = recipe.data.dataloader_inter_document_masking
+    return {
+        "pattern": recipe.plan.megatron_pattern,
+        "hidden_size": recipe.model.hidden_size,
+        "micro_batch_size": recipe.schedule.micro_batch_size,
+        "seq_length": recipe.model.seq_length,
+        "documents_a_row": BENCHED_DOCUMENTS if packed else 0,
+    }
