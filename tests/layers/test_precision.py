@@ -99,3 +99,13 @@ def test_sizes_that_fit_are_those_of_one_rank():
     assert fitting_linear(Column, config, 32, 24) is not Column
     assert fitting_linear(Column, config, 24, 32) is not Column
     assert fitting_linear(Column, SimpleNamespace(fp8=None), 32, 24) is Column
+
+
+def test_fp8_without_transformer_engine_is_refused_before_any_layer():
+    from megacpp_mcore import dispatch, problems
+
+    problem = problems.linear("cpu", SimpleNamespace(fp8="hybrid", params_dtype=torch.bfloat16))
+    with pytest.raises(dispatch.DispatchError) as error:
+        dispatch.choose("linear", problem)
+    assert "te: Transformer Engine runs on cuda only" in str(error.value)
+    assert "reference: fp8 hybrid: it multiplies in the model's dtype" in str(error.value)
