@@ -70,6 +70,7 @@ class MegacppStack(HybridStack):
 
     def __init__(self, config, submodules, final_norm=None, post_layer_norm=True, **kwargs) -> None:
         bridges.install()
+        bridges.optimizer_order()
         # Fails here, with the reason, rather than in some layer.
         requests = plugin_settings(config).backends
         dispatch.decide("linear", problems.linear(problems.current_device(), config), requests)
