@@ -22,7 +22,8 @@ from pathlib import Path
 
 STEPS, SAVED = 20, 10
 _BF16_EPS = 2.0**-7
-RUN_S = 150  # the time limit of one run; the first also compiles the kernels
+RUN_S = 180  # the time limit of one run; the first also compiles the kernels
+_RUNS_ON_A_GPU = 3  # at once: a run is small, and half of its time is Python starting
 
 RECIPE = """
 extends = "nam56r"
@@ -149,7 +150,8 @@ class Packed:
     """
 
     def __init__(self, out: Path, gpus: Iterable[str], limit_s: float = RUN_S) -> None:
-        self.out, self.gpus, self.limit_s = out.resolve(), list(gpus), limit_s
+        self.out, self.limit_s = out.resolve(), limit_s
+        self.gpus = list(gpus) * _RUNS_ON_A_GPU
         self.outcomes: dict[str, Outcome] = {}
         self._ended = threading.Condition()
         self.out.mkdir(parents=True, exist_ok=True)
@@ -166,7 +168,9 @@ class Packed:
                     self._ended.wait()
                     continue
                 waiting.remove(chosen)
-                held = [self.gpus.pop() for _ in range(chosen.gpus)]
+                held = self._free()[: chosen.gpus]
+                for gpu in held:
+                    self.gpus.remove(gpu)
                 threads.append(threading.Thread(target=self._launch, args=(chosen, held)))
                 threads[-1].start()
         for thread in threads:
@@ -175,7 +179,11 @@ class Packed:
 
     def _can_start(self, run: Run) -> bool:
         ready = run.start is None or run.start[0] in self.outcomes
-        return ready and run.gpus <= len(self.gpus)
+        return ready and run.gpus <= len(self._free())
+
+    def _free(self) -> list[str]:
+        """GPUs with a place left, the emptiest first."""
+        return sorted(set(self.gpus), key=self.gpus.count, reverse=True)
 
     def _launch(self, run: Run, gpus: list[str]) -> None:
         began, reason = time.monotonic(), "the launch itself failed"
@@ -211,7 +219,12 @@ class Packed:
                 status = f"no end within {self.limit_s:.0f} s"
         if status == 0:
             return None
-        return f"exit status {status}:\n" + "\n".join(log.read_text().splitlines()[-30:])
+        said = [
+            text
+            for text in log.read_text().splitlines()
+            if re.match(r"\[rank|megacpp: [A-Z]", text)
+        ]
+        return f"exit status {status}:\n" + "\n".join(said[-25:])
 
     def _command(self, run: Run) -> tuple[list[str], dict[str, str]]:
         from megacpp_mcore.lowering import lower
