@@ -22,7 +22,6 @@ from torch import Tensor
 from megacpp_mcore import dispatch, problems
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.mla_rope import RotaryTable
-from megacpp_mcore.layers.core_attention import TorchCoreAttention
 from megacpp_mcore.layers.settings import plugin_settings
 
 
@@ -30,13 +29,14 @@ class MLAError(MegacppError):
     """A config or a layout that MLA does not serve."""
 
 
-class MLASelfAttention(upstream.MLASelfAttention):
-    """Megatron's MLASelfAttention on the `mla_rope` surface.
+class _OnTheSurface(upstream.MLASelfAttention):
+    """What both classes below replace of Megatron's.
 
     Takes hidden states [s, b, h], or [t, 1, h] with packed documents, as upstream's; any rank of q
     and kv, q_lora_rank None included, and Transformer Engine's linears or Megatron's own. Raises
-    MLAError for rotary_interleaved and for packed layouts other than thd, DispatchError when no
-    backend of mla_rope can serve.
+    MLAError for rotary_interleaved, for packed layouts other than thd, and for the backend
+    `megatron` where its gradients would be wrong; DispatchError when no backend of mla_rope can
+    serve.
     """
 
     def __init__(self, config, *args, **kwargs) -> None:
@@ -51,6 +51,21 @@ class MLASelfAttention(upstream.MLASelfAttention):
         decision = dispatch.decide("mla_rope", problem, plugin_settings(config).backends)
         self._rope = None if decision.observed == "megatron" else decision.load()
         self._table: RotaryTable | None = None
+        if self._rope is None:
+            self._check_upstreams_gradients()
+
+    def _check_upstreams_gradients(self) -> None:
+        """Upstream adds up k_pos's gradient over tensor-parallel ranks in one case only."""
+        size = self.tp_group.size()
+        latents = self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim
+        down = getattr(self, "linear_kv_down_proj", None)
+        is_duplicated = down is not None and down.weight.shape[0] == latents
+        if size > 1 and not (self.config.sequence_parallel and is_duplicated):
+            raise MLAError(
+                f"mla_rope backend 'megatron' with tensor_model_parallel_size {size}: Megatron "
+                "0.19.2 leaves the other ranks' heads out of the gradient of k's rotary part, but "
+                "for sequence_parallel with Transformer Engine's linears; choose another backend"
+            )
 
     def _resolve_qk_norm_config(self, submodules):
         """A spec may name Q/KV norms that the config does not want.
@@ -101,9 +116,8 @@ class MLASelfAttention(upstream.MLASelfAttention):
     def _latents(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Latents of q and kv, of this rank's tokens under sequence parallelism, and k_pos of all.
 
-        Every rank turns its own heads' k by k_pos, so that its gradient is a sum over the ranks.
-        Upstream adds it up in one of these cases only: duplicated projections with sequence
-        parallelism.
+        Every rank's heads have the rotated k_pos in their k, so that its gradient is a sum over
+        the ranks.
         """
         sizes = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         q_latent, kv = self._qkv_down_projection(hidden_states)
@@ -149,7 +163,7 @@ class MLASelfAttention(upstream.MLASelfAttention):
         **extra,
     ):  # fmt: skip
         """Without upstream's padding of v for packed documents, where the core needs none."""
-        if not isinstance(self.core_attention, TorchCoreAttention):
+        if not getattr(self.core_attention, "takes_narrow_v", False):
             return super()._run_core_attention(
                 query, key, value, attention_mask, packed_seq_params, attn_mask_type, **extra
             )
@@ -157,6 +171,14 @@ class MLASelfAttention(upstream.MLASelfAttention):
             query, key, value, attention_mask, packed_seq_params=packed_seq_params,
             attn_mask_type=attn_mask_type or self.attn_mask_type, **extra,
         )  # fmt: skip
+
+
+class MLASelfAttention(_OnTheSurface):
+    """Megatron's MLASelfAttention on the `mla_rope` surface."""
+
+
+class FusedMLASelfAttention(_OnTheSurface, upstream.FusedMLASelfAttention):
+    """The same with q's and kv's down projections in one product (mla_down_proj_fusion)."""
 
 
 def _document_bounds(packed_seq_params) -> Tensor | None:

@@ -16,7 +16,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.mla_rope import triton
 from megacpp_mcore.layers.core_attention import ReferenceCoreAttention
-from megacpp_mcore.layers.mla import MLASelfAttention
+from megacpp_mcore.layers.mla import FusedMLASelfAttention, MLASelfAttention
 from megacpp_mcore.layers.norm import TorchNorm
 from megacpp_mcore.layers.settings import PluginSettings, attach
 from megacpp_mcore.training.megatron_setup import single_process
@@ -64,6 +64,7 @@ def build(cls, config, dtype=torch.float64):
         linear_q_proj=ColumnParallelLinear, linear_q_down_proj=ColumnParallelLinear,
         linear_q_up_proj=ColumnParallelLinear, linear_kv_down_proj=ColumnParallelLinear,
         linear_kv_up_proj=ColumnParallelLinear, core_attention=ReferenceCoreAttention,
+        linear_qkv_down_proj=ColumnParallelLinear,
     )  # fmt: skip
     groups = ProcessGroupCollection.use_mpu_process_groups()
     module = cls(config, submodules, 1, AttnMaskType.causal, pg_collection=groups)
@@ -115,6 +116,22 @@ def test_ours_is_upstreams(variant, bounds):
     hidden = torch.randn(SEQ, 1 if bounds else BATCH, HIDDEN, dtype=torch.float64)
     found, expected = run(ours, hidden, bounds), run(theirs, hidden, bounds)
     assert_equal(found, expected, torch.finfo(torch.float64).eps)
+
+
+def test_one_down_projection_is_the_two():
+    """From the checkpoint of the two, and under its keys."""
+    torch.manual_seed(5)
+    apart, _ = pair()
+    together = build(FusedMLASelfAttention, make_config())
+    weights = {k: w for k, w in apart.state_dict().items() if not k.endswith("_extra_state")}
+    missing, unexpected = together.load_state_dict(weights, strict=False)
+    assert not unexpected and all(key.endswith("_extra_state") for key in missing)
+    hidden = torch.randn(SEQ, BATCH, HIDDEN, dtype=torch.float64)
+    found, expected = run(together, hidden), run(apart, hidden)
+    parts = [expected.pop(f"linear_{x}_down_proj.weight") for x in ("q", "kv")]
+    expected["linear_qkv_down_proj.weight"] = torch.cat(parts)
+    assert_equal(found, expected, torch.finfo(torch.float64).eps)
+    assert together.sharded_state_dict("x.").keys() == apart.sharded_state_dict("x.").keys()
 
 
 @pytest.mark.parametrize("bounds", [None, [0, 4, 9]], ids=["rows", "documents"])

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megacpp_mcore import bridges
+from megacpp_mcore.errors import MegacppError
 
 HIDDEN, SEQ, HEADS, RANKS = 12, 10, 6, (8, 6)
 # batch, document bounds, sequence parallel, down projections duplicated (as TE's) or cut, q latent
@@ -47,7 +48,7 @@ def layer_class():
     return MLASelfAttention, Duplicated
 
 
-def build(name, tp, seed):
+def build(name, tp, seed, backend="reference"):
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import MLATransformerConfig
@@ -74,7 +75,7 @@ def build(name, tp, seed):
         linear_kv_up_proj=ColumnParallelLinear, core_attention=ReferenceCoreAttention,
     )  # fmt: skip
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    settings = PluginSettings(backends={"mla_rope": "reference"})
+    settings = PluginSettings(backends={"mla_rope": backend})
     cls = layer_class()[duplicated]
     module = cls(attach(config, settings), submodules, 1, AttnMaskType.causal, pg_collection=groups)
     return module.double()
@@ -159,6 +160,9 @@ def check_cases(rank, folder):
         layers[name].load_state_dict({k.removeprefix(f"{name}."): t for k, t in state.items()})
     for name, layer in layers.items():
         check(name, ones[name], layer, rank)
+    for name in ("plain", "sp"):  # upstream's own path, whose gradients would be wrong
+        with pytest.raises(MegacppError, match="'megatron' with tensor_model_parallel_size 2"):
+            build(name, 2, seed=2, backend="megatron")
 
 
 def worker(rank, folder):
