@@ -341,9 +341,26 @@ class TestLayer:
         observed = {(b["surface"], b["observed"]) for b in receipt["backends"]}
         expected = {"mla_rope": ("megatron", "reference"), "core_attention": ("sdpa", "reference")}
         assert {(surface, name) for surface in expected for name in expected[surface]} <= observed
-        # fp32 both: sums in another order
-        distances = [n for n in receipt["notes"] if "from recipe" in n]
-        assert len(distances) == 2 and all(float(n.split()[3]) < 1e-4 for n in distances)
+        for row in receipt["rows"]:
+            is_baseline = row["backend"] == against[0]
+            assert (row["error"] is None) == is_baseline
+            assert is_baseline or 0 < row["error"] <= row["tolerance"] < 1e-4
+
+    def test_a_backend_that_is_wrong(self, tmp_path, monkeypatch, capsys):
+        from megacpp_mcore.kernels.mla_rope import unfused
+
+        def wrong(*args, right=unfused.mla_rope, **options):
+            return tuple(1.01 * x for x in right(*args, **options))
+
+        surface = REGISTRY["mla_rope"]
+        entry = Backend("wrong", "megacpp_mcore.kernels.mla_rope.unfused:wrong", always)
+        monkeypatch.setattr(unfused, "wrong", wrong, raising=False)
+        backends = (*surface.backends, entry)
+        monkeypatch.setitem(REGISTRY, "mla_rope", Surface("mla_rope", backends, surface.problem))
+        dispatch.forget()
+        status, receipt = self.bench(tmp_path / "layer.json", "A", "--against", "mla_rope=wrong")
+        assert status == 1 and "recipe: " in capsys.readouterr().err
+        assert all(r["error"] > r["tolerance"] for r in receipt["rows"] if r["error"] is not None)
 
     def test_packed_documents(self, tmp_path):
         packed = ["--set", "data.dataloader_inter_document_masking=true"]

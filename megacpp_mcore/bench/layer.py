@@ -6,6 +6,7 @@ weights, and times its decoder without the final norm.
 
 import contextlib
 import itertools
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,11 @@ AS_IT_IS = "recipe"
 _SECONDS_A_PHASE = 8.0
 _PHASES = ("forward", "forward_backward")
 _SETS = 2
+_ROUNDINGS = 64  # from a weight or input to the output, and from there to a gradient
+_ERROR_NOTE = (
+    "error: norm of the difference from the baseline, of the norm, worst of output and gradients, "
+    "with the baseline's weights; none where the parameters are others"
+)
 
 
 def layer_overrides(name: str) -> list[str]:
@@ -57,9 +63,9 @@ def bench_layer(
     recipe: from `load_for_bench` with `layer_overrides`. against: `surface=backend,...` each, to be
     timed beside the layer as the recipe has it, in turns; the first is the baseline.
 
-    Returns the bench receipt, and how contenders of the same weights fell apart, if they did not
-    come out finite. Raises DispatchError for a backend that is unknown or cannot serve, and what
-    building and running the layer raises.
+    Returns the bench receipt, and which contenders are further from the baseline than rounding
+    explains. Raises DispatchError for a backend that is unknown or cannot serve, and what building
+    and running the layer raises.
     """
     bench.check_receipts()
     for text in against:
@@ -76,20 +82,22 @@ def bench_layer(
             dispatch.forget()
             layers[name] = _layer(recipe, "" if name == AS_IT_IS else name, clock)
             decisions += [asdict(decision) for decision in dispatch.decisions()]
-        notes, wrong = _compare(layers)
-        rows = _rows(recipe, layers, clock, say)
-        dtype = next(iter(layers.values())).sets[0].dtype
+        baseline = next(iter(against), AS_IT_IS)
+        say(f"all against {baseline}, with its weights")
+        errors, wrong = _compare(layers, baseline)
+        rows = _rows(recipe, layers, errors, clock, say)
+        dtype = layers[baseline].sets[0].dtype
     receipt = receipts.bench_receipt(
         problem={"surface": "layer", "dtype": str(dtype).removeprefix("torch."),
                  "sizes": _sizes(recipe)},
         rows=rows,
-        baseline=next(iter(against), AS_IT_IS),
+        baseline=baseline,
         backends=[d for i, d in enumerate(decisions) if d not in decisions[:i]],
         lane=lane("cpu" if device == "cpu" else None),
         topology=bench.TOPOLOGY,
         environment=environment(recipe),
         recipe=receipts.recipe_entry(recipe.name, recipe.to_dict()),
-        notes=[bench.ONE_RANK_NOTE, *notes],
+        notes=[bench.ONE_RANK_NOTE, _ERROR_NOTE],
     )  # fmt: skip
     return receipt, wrong
 
@@ -186,31 +194,41 @@ def _serving(requests: str) -> Iterator[None]:
             os.environ[dispatch.ENVIRONMENT_VARIABLE] = before
 
 
-def _compare(layers: Mapping[str, _Layer]) -> tuple[list[str], list[str]]:
-    """How far each is from the first with the first's weights, and which is not finite."""
-    notes, wrong = [], []
-    first_name, first = next(iter(layers.items()))
-    expected = first.values()
-    weights = dict(first.module.named_parameters())
+def _compare(
+    layers: Mapping[str, _Layer], baseline: str
+) -> tuple[dict[str, float | None], list[str]]:
+    """Error of each with the baseline's weights, None where it has other parameters than those,
+    and what is wrong."""
+    expected = layers[baseline].values()
+    weights = dict(layers[baseline].module.named_parameters())
+    shapes = {name: p.shape for name, p in weights.items()}
+    errors: dict[str, float | None] = {baseline: None}
+    wrong = []
     for name, layer in layers.items():
         own = dict(layer.module.named_parameters())
-        if {n: p.shape for n, p in own.items()} == {n: p.shape for n, p in weights.items()}:
-            with torch.no_grad():
-                for key, parameter in own.items():
-                    parameter.copy_(weights[key])
-            found = layer.values()
-            far, what = max((_distance(found[key], x), key) for key, x in expected.items())
-            if name != first_name:
-                notes.append(
-                    f"{name}: at most {far:.2e} from {first_name}, of the norm of {what}, with "
-                    "its weights"
-                )
-        else:
-            found = layer.values()
-            notes.append(f"{name}: parameters of its own, not compared")
-        if not all(value.isfinite().all() for value in found.values()):
-            wrong.append(f"{name}: a value is not finite")
-    return notes, wrong
+        if name == baseline or {n: p.shape for n, p in own.items()} != shapes:
+            errors[name] = None
+            continue
+        with torch.no_grad():
+            for key, parameter in own.items():
+                parameter.copy_(weights[key])
+        found = layer.values()
+        far = {key: _distance(found[key], x) for key, x in expected.items()}
+        what = max(far, key=lambda key: math.inf if math.isnan(far[key]) else far[key])
+        errors[name] = far[what]
+        if not far[what] <= (allowed := _tolerance(expected["y"])):
+            wrong.append(
+                f"{name}: {what} is {far[what]:.2e} from {baseline}, allowed {allowed:.2e}"
+            )
+    return errors, wrong
+
+
+def _tolerance(y: Tensor) -> float:
+    """Of the norm of a difference: independent roundings turn a vector by the root of their number
+    times half an epsilon, in both layers; and sums over all tokens, in the accumulator's dtype."""
+    accumulator = torch.finfo(torch.promote_types(y.dtype, torch.float32)).eps
+    tokens = y.shape[0] * y.shape[1]
+    return (2 * _ROUNDINGS) ** 0.5 * torch.finfo(y.dtype).eps / 2 + tokens**0.5 * accumulator
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
@@ -219,10 +237,15 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 
 
 def _rows(
-    recipe: Recipe, layers: Mapping[str, _Layer], clock: Clock, say: Callable[[str], None]
+    recipe: Recipe,
+    layers: Mapping[str, _Layer],
+    errors: Mapping[str, float | None],
+    clock: Clock,
+    say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     rows = []
-    flops = _flops(recipe, next(iter(layers.values())).module)
+    first = next(iter(layers.values()))
+    flops, tolerance = _flops(recipe, first.module), _tolerance(first.direction)
     for phase in _PHASES:
         say(f"{phase}: {', '.join(layers)}, in turns")
         calls = {name: getattr(layer, phase) for name, layer in layers.items()}
@@ -230,7 +253,8 @@ def _rows(
         for name, samples in interleave(clock, calls, _SECONDS_A_PHASE).items():
             rows.append(
                 receipts.bench_row(
-                    name, phase, samples, peak_memory_bytes=peaks[name],
+                    name, phase, samples, peak_memory_bytes=peaks[name], error=errors[name],
+                    tolerance=None if errors[name] is None else tolerance,
                     flops=flops * (1 if phase == "forward" else 3),
                 )
             )  # fmt: skip
