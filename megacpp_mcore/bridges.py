@@ -1,8 +1,8 @@
 """What Megatron-Core 0.19.2 cannot do as it is installed, bridged in this one place.
 
-All but `dataset_helper` and `optimizer_order` is for machines with no GPU and changes nothing with
-CUDA. Each bridge names its reason; one that a patch of the lane makes needless is not laid where
-that is applied.
+All but `dataset_helper` is for machines with no GPU and changes nothing with CUDA. Each bridge
+names its reason; one that a patch of the lane makes needless is not laid where that is applied.
+The distributed optimizer's checkpoints have their own: `megacpp_mcore.optimizer_bridges`.
 """
 
 import contextlib
@@ -18,8 +18,6 @@ from types import SimpleNamespace
 import torch
 
 from megacpp_mcore.patching import applied
-
-_MIXED_DTYPES = "optimizer-state-of-mixed-dtypes"
 
 
 def before_megatron() -> None:
@@ -77,35 +75,6 @@ def dataset_helper() -> None:
         return
     if not Path(utils.__file__).with_name("Makefile").is_file():
         utils.compile_helpers = _import_the_helper
-
-
-def optimizer_order() -> None:
-    """Let the distributed optimizer's checkpoints find each parameter's state.
-
-    DistributedOptimizer puts the float32 parameters of a group before the 16-bit ones, and looks
-    their state up at the place each had before. A model that has both, as M and R do, is saved with
-    one parameter's state under another's name, or not at all where their sizes differ. With the
-    patch optimizer-state-of-mixed-dtypes Megatron finds the right ones itself.
-    """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    build = DistributedOptimizer._build_optimizer_group_ranges
-    if _MIXED_DTYPES in applied("megatron-core") or hasattr(build, "unbridged"):
-        return
-
-    def build_in_order(cls, param_groups, gbuf_ranges):
-        _, ranges = build(param_groups, gbuf_ranges)
-        for group in ranges:
-            group["params"].sort(key=lambda parameter: parameter.dtype != torch.float32)
-        places = {
-            parameter: (index, place)
-            for index, group in enumerate(ranges)
-            for place, parameter in enumerate(group["params"])
-        }
-        return places, ranges
-
-    build_in_order.unbridged = build
-    DistributedOptimizer._build_optimizer_group_ranges = classmethod(build_in_order)
 
 
 def _import_the_helper() -> None:

@@ -44,7 +44,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from megacpp_mcore import bridges, dispatch, problems
+from megacpp_mcore import bridges, dispatch, optimizer_bridges, problems
 from megacpp_mcore.layers.dispatched import (
     DispatchedCoreAttention,
     DispatchedExperts,
@@ -70,7 +70,7 @@ class MegacppStack(HybridStack):
 
     def __init__(self, config, submodules, final_norm=None, post_layer_norm=True, **kwargs) -> None:
         bridges.install()
-        bridges.optimizer_order()
+        optimizer_bridges.install()
         # Fails here, with the reason, rather than in some layer.
         requests = plugin_settings(config).backends
         dispatch.decide("linear", problems.linear(problems.current_device(), config), requests)
