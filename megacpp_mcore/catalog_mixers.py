@@ -1,4 +1,4 @@
-"""Catalog rows of the token mixers: attention and its glue, Mamba-3, M2RNN.
+"""Catalog rows of the token mixers: the glue of MLA, Mamba-3, M2RNN.
 
 Times are medians on one H200 in bf16, forward / forward + backward, 16,384 tokens of NAM56R's
 shapes (hidden 3584), unless a row says otherwise.
@@ -6,127 +6,39 @@ shapes (hidden 3584), unless a row says otherwise.
 
 from megacpp_mcore.catalog_row import (
     ADMISSION,
-    ATTENTION_TESTS,
     GPU_TESTS,
     MAMBA3_TESTS,
     REFERENCE_EXIT,
-    TE_SKIPS,
     Row,
-)
-
-_ATTENTION_LAYOUT = (
-    "q, k [s, b, heads, dqk], v [s, b, heads, dv] -> [s, b, heads * dv]; thd packed, one document "
-    "at a time"
-)
-
-CORE_ATTENTION = (
-    Row(
-        surface="core_attention",
-        backend="te",
-        blocks="A",
-        role="vendor",
-        keep="borderline",
-        removes="the [s, s] scores, as SDPA does; and it alone serves context parallelism",
-        layout="q, k [s, b, heads, dqk], v [s, b, heads, dv] -> [s, b, heads * dv]; thd packed",
-        dtypes="bf16, fp16",
-        fallback="sdpa_cudnn",
-        tests=ATTENTION_TESTS,
-        no_receipt="cannot run a backward pass on the pinned stack: it needs cuDNN >= 9.22, torch "
-        "2.11 brings 9.19",
-        exit_when="SDPA is as fast on the same cuDNN and serves context parallelism",
-        skips={"graph": TE_SKIPS["graph"]},
-    ),
-    Row(
-        surface="core_attention",
-        backend="sdpa_cudnn",
-        blocks="A",
-        role="chosen",
-        keep="keep",
-        removes="the [s, s] scores of every head; dqk 128 and dv 64 as they are: 1.48 / 6.5 ms",
-        layout=_ATTENTION_LAYOUT,
-        dtypes="bf16, fp16",
-        fallback="sdpa_flash",
-        tests=ATTENTION_TESTS,
-        receipt="examples/receipts/h200/core_attention.json",
-        exit_when="another backend is faster over a whole step with the same dims",
-    ),
-    Row(
-        surface="core_attention",
-        backend="sdpa_flash",
-        blocks="A",
-        role="vendor",
-        keep="borderline",
-        removes="the [s, s] scores of every head, where cuDNN cannot serve; v padded to dqk costs "
-        "it 3.10 / 12.27 ms",
-        layout=_ATTENTION_LAYOUT,
-        dtypes="bf16, fp16",
-        fallback="sdpa",
-        tests=ATTENTION_TESTS,
-        receipt="examples/receipts/h200/core_attention.json",
-        exit_when="torch's own choice of a kernel is as fast wherever cuDNN cannot serve",
-    ),
-    Row(
-        surface="core_attention",
-        backend="sdpa",
-        blocks="A",
-        role="vendor",
-        keep="keep",
-        removes="the [s, s] scores of every head, on a CPU and in fp32 too",
-        layout=_ATTENTION_LAYOUT,
-        dtypes="bf16, fp16, fp32, fp64",
-        fallback="reference",
-        tests=ATTENTION_TESTS,
-        receipt="examples/receipts/h200/core_attention.json",
-        exit_when="the CPU lane has another attention",
-    ),
-    Row(
-        surface="core_attention",
-        backend="reference",
-        blocks="A",
-        role="fallback",
-        keep="keep",
-        removes="nothing: softmax(q k^T) v with the scores in memory",
-        layout=_ATTENTION_LAYOUT,
-        dtypes="bf16, fp16, fp32, fp64; softmax in fp32 or wider",
-        tests=ATTENTION_TESTS,
-        receipt="examples/receipts/h200/core_attention.json",
-        exit_when=REFERENCE_EXIT,
-    ),
 )
 
 _MLA_ROPE_LAYOUT = (
     "q, kv [s, b, heads, dims], k_pos [s, b, pos] -> q, k, v [s, b, heads, dims], or packed thd; "
     "any dims, heads and rotated share, pairs side by side or half the dims apart"
 )
-_MLA_ROPE_TESTS = ("tests/kernels/test_mla_rope.py", "tests/layers/test_mla.py", *GPU_TESTS)
+_MLA_ROPE_TESTS = (
+    "tests/kernels/test_mla_rope.py",
+    "tests/layers/test_mla.py",
+    "tests/layers/test_mla_parallel.py",
+    *GPU_TESTS,
+)
+_MLA_ROPE_RECEIPT = "examples/receipts/h200/mla_rope.json"
 
 MLA = (
-    Row(
-        surface="mla_projection",
-        backend="own_fused",
-        blocks="A",
-        role="deferred",
-        keep="not carried",
-        removes="the traffic between down projection, norm and up projection",
-        not_carried="cuBLAS has caught up: the GEMMs are about 2.2 ms of the MLA layer's 13.43, "
-        "while copies around RoPE cost 3 - 4 ms; and it carries a recompute contract of its own "
-        "in the backward pass",
-        exit_when="a run shows a compiled projection losing to it at long context, in memory or "
-        "tokens/s",
-    ),
     Row(
         surface="mla_rope",
         backend="triton",
         blocks="A",
         role="chosen",
         keep="keep",
-        removes="every copy around RoPE: 4.4 of the unfused layer's 13.3 ms. q, kv and k_pos are "
-        "read once and q, k and v written once, and the same with their gradients",
+        removes="every copy around RoPE, 4.4 ms of the unfused layer's 13.0: 0.277 / 0.556 ms, 89 % "
+        "of what a copy moves, and the layer takes 9.2. q, kv and k_pos are read once and q, k and "
+        "v written once, and the same with their gradients; 8 documents a row cost 1 % more",
         layout=_MLA_ROPE_LAYOUT,
         dtypes="bf16, fp16, fp32; turned and summed over heads in fp32, rounded once",
         fallback="reference",
         tests=_MLA_ROPE_TESTS,
-        no_receipt="first H200 run pending",
+        receipt=_MLA_ROPE_RECEIPT,
         exit_when="an attention core takes the rotary part apart from the rest",
     ),
     Row(
@@ -134,15 +46,16 @@ MLA = (
         backend="megatron",
         blocks="A",
         role="vendor",
-        keep="keep",
-        removes="nothing: Megatron's own operations, one after another; it alone serves context "
-        "parallelism",
+        keep="borderline",
+        removes="nothing: Megatron's own operations, one after another, 2.13 / 4.31 ms; the unfused "
+        "layer to compare with. Refused where it leaves other tensor-parallel ranks out of k's "
+        "rotary gradient",
         layout=_MLA_ROPE_LAYOUT,
         dtypes="bf16, fp16, fp32, fp64; cos, sin and every step rounded to it",
         fallback="reference",
         tests=_MLA_ROPE_TESTS,
-        no_receipt="first H200 run pending",
-        exit_when="the kernel serves context parallelism",
+        receipt=_MLA_ROPE_RECEIPT,
+        exit_when="nobody needs the figures of the unfused layer any more",
     ),
     Row(
         surface="mla_rope",
@@ -154,7 +67,7 @@ MLA = (
         layout=_MLA_ROPE_LAYOUT,
         dtypes="bf16, fp16, fp32, fp64; turned in fp32 or wider, rounded once",
         tests=_MLA_ROPE_TESTS,
-        no_receipt="first H200 run pending",
+        receipt=_MLA_ROPE_RECEIPT,
         exit_when=REFERENCE_EXIT,
     ),
     Row(
@@ -163,11 +76,25 @@ MLA = (
         blocks="A",
         role="vendor",
         keep="not carried",
-        removes="concatenations and copies around RoPE, 3 - 4 ms of the layer's 13.43",
+        removes="concatenations and copies around RoPE, as triton does",
         fallback="reference",
         not_carried="megatron-core 0.19.2's kernel serves YaRN only, and its head mask forgets the "
         "block offset: at 56 heads silently wrong or an illegal access, as the autotuner picks",
         exit_when="a release passes parity at 56 heads and serves plain RoPE: then it is benched",
+    ),
+    Row(
+        surface="mla_projection",
+        backend="own_fused",
+        blocks="A",
+        role="experimental",
+        keep="not carried",
+        removes="q and kv in memory between up projection and RoPE, and their gradients: of the "
+        "layer's 9.2 ms at most 0.5, were its kernels as fast as a copy of what they must move",
+        not_carried="measured in the layer: up projections 0.15 ms forward and 0.24 backward, RoPE "
+        "0.28 each; one kernel forward writes q, k and v, 0.14 at best, two backward read their "
+        "gradients, 0.28. For half of that, as such kernels go, it would replace TE's linears: FP8, "
+        "sequence parallelism's gathers and fused gradient accumulation, each once more",
+        exit_when="the attention core takes so little that 0.5 ms are a tenth of the layer",
     ),
 )
 

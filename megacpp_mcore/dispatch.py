@@ -161,6 +161,8 @@ def _choose(surface: str, problem: Problem, requested: str, source: str) -> Deci
                 reason = f"named in {source}"
             else:
                 reason = "; ".join(passed_over) or "first in order"
+            if layout := problem.size("layout"):
+                reason = f"layout {layout}: {reason}"
             return Decision(surface, requested, backend.name, reason, backend.implementation)
         passed_over.append(f"{backend.name}: {why_not}")
     raise DispatchError(_refusal(surface, problem, requested, source))

@@ -89,10 +89,30 @@ def moe_experts_of(recipe: "Recipe", device: str) -> Problem | None:
 
 
 def core_attention(
-    device: str, config, k_channels: int | None = None, v_channels: int | None = None
+    device: str,
+    config,
+    k_channels: int | None = None,
+    v_channels: int | None = None,
+    layout: str = "sbhd",
+    window: int | None = None,
 ) -> Problem:
-    """dqk, dv: head dims of queries and keys, and of values; they differ in MLA."""
+    """dqk, dv: head dims of queries and keys, and of values; they differ in MLA.
+
+    layout: "sbhd" for whole rows, "thd" for packed documents. window: tokens before its own that a
+    query of the layer sees, None: all. needs: what the config asks beyond causal attention.
+    """
     dqk = k_channels or config.kv_channels
+    needs = {
+        "dropout": config.attention_dropout > 0,
+        "window": window is not None,
+        "softmax_type": config.softmax_type != "vanilla",
+        "qk_clip": config.qk_clip,
+        "log_max_attention_logit": config.log_max_attention_logit,
+        "fp8_dot_product_attention": config.fp8_dot_product_attention,
+        "fp8_multi_head_attention": config.fp8_multi_head_attention,
+        "batch_invariant_mode": config.batch_invariant_mode,
+        "deterministic_mode": config.deterministic_mode,
+    }
     return Problem.of(
         device,
         _dtype(config),
@@ -100,6 +120,8 @@ def core_attention(
         dv=v_channels or dqk,
         heads=config.num_attention_heads,
         context_parallel_size=config.context_parallel_size,
+        layout=layout,
+        needs=tuple(name for name, is_asked in needs.items() if is_asked),
     )
 
 
@@ -107,10 +129,11 @@ def core_attention_of(recipe: "Recipe", device: str) -> Problem | None:
     """None when no A layer has a core attention of its own: DSA brings its kernel with it."""
     symbols = {layer.symbol for layer in recipe.plan.layers if layer.letter == "A"}
     a = recipe.attention
+    layout = "thd" if recipe.data.dataloader_inter_document_masking else "sbhd"
     if "+" in symbols:
         dqk = a.qk_head_dim + a.qk_pos_emb_head_dim
-        return core_attention(device, _config(recipe), k_channels=dqk, v_channels=a.v_head_dim)
-    return core_attention(device, _config(recipe)) if "*" in symbols else None
+        return core_attention(device, _config(recipe), dqk, a.v_head_dim, layout)
+    return core_attention(device, _config(recipe), layout=layout) if "*" in symbols else None
 
 
 def mla_rope(device: str, config) -> Problem:
@@ -237,7 +260,7 @@ def _has(recipe: "Recipe", letter: str) -> bool:
 
 
 def _query_groups(recipe: "Recipe") -> int:
-    """Megatron reads the recipe's number with --group-query-attention, which GQA alone lowers to."""
+    """Megatron reads the recipe's number with --group-query-attention, which only GQA gets."""
     grouped = recipe.attention.kind == "gqa" and recipe.attention.num_query_groups
     return grouped or recipe.model.num_attention_heads
 
@@ -265,6 +288,14 @@ def _config(recipe: "Recipe") -> SimpleNamespace:
         num_attention_heads=model.num_attention_heads,
         kv_channels=attention.kv_channels or model.hidden_size // model.num_attention_heads,
         num_query_groups=_query_groups(recipe),
+        attention_dropout=model.attention_dropout,
+        softmax_type="vanilla",
+        qk_clip=False,
+        log_max_attention_logit=False,
+        fp8_dot_product_attention=False,
+        fp8_multi_head_attention=False,
+        batch_invariant_mode=False,
+        deterministic_mode=recipe.precision.deterministic_mode,
         attention_output_gate=False,
         fused_single_qkv_rope=False,
         mrope_section=None,

@@ -77,7 +77,7 @@ def te_cublas(facts: Facts) -> Check:
 
 def te_attention_cudnn(facts: Facts) -> Check:
     """TE's fused attention fails in the backward pass with a cuDNN older than 9.22."""
-    from megacpp_mcore.surfaces import TE_ATTENTION_CUDNN
+    from megacpp_mcore.attention_support import TE_ATTENTION_CUDNN
 
     name = "te-attention-cudnn"
     if facts.version(_TE) is None:

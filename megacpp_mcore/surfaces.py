@@ -4,7 +4,7 @@ A new backend is one entry here and one row of `megacpp_mcore.catalog_rows`; dis
 neither. An optional package is imported by the `supports` of its own backend and nowhere else.
 """
 
-from megacpp_mcore import problems
+from megacpp_mcore import attention_support, problems
 from megacpp_mcore.backend import REFERENCE, Backend, Problem, Surface, always, import_reason
 
 
@@ -13,57 +13,6 @@ def transformer_engine(problem: Problem) -> str | None:
     if problem.device != "cuda":
         return f"Transformer Engine runs on cuda only, the problem is on {problem.device}"
     return import_reason("transformer_engine.pytorch")
-
-
-TE_ATTENTION_CUDNN = 92200  # TE 2.17.1 is compiled against it
-
-
-def te_attention(problem: Problem) -> str | None:
-    """The `supports` of TE's fused attention, whose backward pass needs a newer cuDNN than torch's.
-
-    TE checks the cuDNN version when it is compiled only; with torch 2.11's own 9.19 the forward
-    pass works and the backward pass raises CUDNN_STATUS_BAD_PARAM.
-    """
-    if reason := transformer_engine(problem):
-        return reason
-    import torch
-
-    version = torch.backends.cudnn.version()
-    if version is None or version < TE_ATTENTION_CUDNN:
-        return (
-            f"cuDNN {version} at run time; TE 2.17.1's fused attention needs {TE_ATTENTION_CUDNN} "
-            "or newer"
-        )
-    return None
-
-
-def torch_attention(problem: Problem) -> str | None:
-    """The `supports` of attention in plain torch, which sees the tokens of its own rank only."""
-    ranks = problem.size("context_parallel_size", 1)
-    return f"context_parallel_size {ranks}: it sees one rank's tokens only" if ranks > 1 else None
-
-
-_HALF = ("bfloat16", "float16")
-
-
-def cudnn_attention(problem: Problem) -> str | None:
-    """The `supports` of cuDNN's attention through torch, backward pass included."""
-    dqk, dv = problem.size("dqk", 0), problem.size("dv", 0)
-    if reason := torch_attention(problem) or _half_on_cuda("cuDNN's attention", problem):
-        return reason
-    if max(dqk, dv) > 128 or dqk % 8 or dv % 8:
-        return f"dqk {dqk}, dv {dv}: cuDNN takes multiples of 8 up to 128"
-    return None
-
-
-def flash_attention(problem: Problem) -> str | None:
-    """The `supports` of torch's FlashAttention-2 with v padded to dqk."""
-    dqk, dv = problem.size("dqk", 0), problem.size("dv", 0)
-    if reason := torch_attention(problem) or _half_on_cuda("flash attention", problem):
-        return reason
-    if dv > dqk:
-        return f"dv {dv} is larger than dqk {dqk}: only v can be padded"
-    return f"dqk {dqk}: flash attention takes at most 256" if dqk > 256 else None
 
 
 def mla_rope_triton(problem: Problem) -> str | None:
@@ -199,19 +148,12 @@ def _m2rnn_kernels(problem: Problem, exact: bool) -> str | None:
     return cuda.sizes_reason(problem.dtype, *sizes, exact) or build.reason()
 
 
-def _half_on_cuda(name: str, problem: Problem) -> str | None:
-    if problem.device != "cuda":
-        return f"{name} runs on cuda only, the problem is on {problem.device}"
-    if problem.dtype not in _HALF:
-        return f"{name} takes {' and '.join(_HALF)}, not {problem.dtype}"
-    return None
-
-
 _PARTS = "megacpp_mcore.layers.parts"
 _ATTENTION = "megacpp_mcore.layers.core_attention"
 _MAMBA3 = "megacpp_mcore.kernels.mamba3"
 _M2RNN = "megacpp_mcore.kernels.m2rnn"
 _MLA_ROPE = "megacpp_mcore.kernels.mla_rope"
+_ROPE_QK = "megacpp_mcore.kernels.rope_qk"
 _LOSS = "megacpp_mcore.kernels.linear_cross_entropy"
 _TE_EXTENSION = "megatron.core.extensions.transformer_engine"
 
@@ -245,11 +187,23 @@ _SURFACES = (
     Surface(
         "core_attention",
         (
-            Backend("te", f"{_TE_EXTENSION}:TEDotProductAttention", te_attention),
-            Backend("sdpa_cudnn", f"{_ATTENTION}:CudnnCoreAttention", cudnn_attention),
-            Backend("sdpa_flash", f"{_ATTENTION}:FlashCoreAttention", flash_attention),
-            Backend("sdpa", f"{_ATTENTION}:SDPACoreAttention", torch_attention),
-            Backend(REFERENCE, f"{_ATTENTION}:ReferenceCoreAttention", torch_attention),
+            Backend("te", f"{_TE_EXTENSION}:TEDotProductAttention", attention_support.te_attention),
+            Backend(
+                "sdpa_cudnn", f"{_ATTENTION}:CudnnCoreAttention", attention_support.cudnn_attention
+            ),
+            Backend(
+                "sdpa_flash", f"{_ATTENTION}:FlashCoreAttention", attention_support.flash_attention
+            ),
+            # Behind what has been measured: they serve whoever names them, or what needs them.
+            Backend("flash_4", f"{_ATTENTION}:Flash4CoreAttention", attention_support.flash_4),
+            Backend("flash_3", f"{_ATTENTION}:Flash3CoreAttention", attention_support.flash_3),
+            Backend("flash_2", f"{_ATTENTION}:Flash2CoreAttention", attention_support.flash_2),
+            Backend("sdpa", f"{_ATTENTION}:SDPACoreAttention", attention_support.torch_attention),
+            Backend(
+                REFERENCE,
+                f"{_ATTENTION}:ReferenceCoreAttention",
+                attention_support.reference_attention,
+            ),
         ),
         problems.core_attention_of,
     ),
@@ -262,6 +216,16 @@ _SURFACES = (
             Backend(REFERENCE, f"{_MLA_ROPE}:mla_rope", whole_rows),
         ),
         problems.mla_rope_of,
+    ),
+    Surface(
+        "rope_qk",
+        (
+            Backend("triton", f"{_ROPE_QK}.triton:ROPE_QK", attention_support.rope_qk_triton),
+            # Megatron's own path has output gates, and positions over context-parallel ranks.
+            Backend("megatron", f"{_ROPE_QK}.megatron:ROPE_QK", always),
+            Backend(REFERENCE, f"{_ROPE_QK}:REFERENCE", attention_support.rope_qk),
+        ),
+        problems.rope_qk_of,
     ),
     Surface(
         "mamba3_scan",

@@ -31,6 +31,8 @@ _ON_GPU = [
     "launch.device=cuda", "launch.distributed_backend=nccl", "launch.use_cpu_initialization=false",
     "model.transformer_impl=transformer_engine", "moe.moe_token_dispatcher_type=alltoall",
 ]  # fmt: skip
+# Surfaces of layers that the recipe as it is does not have.
+_OTHER_LAYERS = {"rope_qk": ["attention.kind=gqa", "attention.num_query_groups=2"]}
 _ENVIRONMENT = ("MEGACPP_RECIPE", "MEGACPP_BACKENDS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 # Roundings to bf16 from a weight to the loss, and from there to its gradient: some 16 operations in
 # the block, another 16 in the embedding, the head and the loss, each way.
@@ -68,7 +70,7 @@ def _values(
     surface: str, backend: str, block: str, device: str, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """Losses and gradients by Megatron's names, each expert's weights apart."""
-    sizes = [f"model.pattern={block}", "model.depth=1", *_SIZES]
+    sizes = [f"model.pattern={block}", "model.depth=1", *_SIZES, *_OTHER_LAYERS.get(surface, [])]
     recipe = load_recipe("nam56r-tiny", sizes + (_ON_GPU if device == "cuda" else []))
     with pytest.MonkeyPatch.context() as patch:
         for name in _ENVIRONMENT:

@@ -9,6 +9,7 @@ _CASES = {
     "norm": "megacpp_mcore.kernels.norm.case:NormCase",
     "moe_experts": "megacpp_mcore.kernels.moe_experts.case:MoeExpertsCase",
     "core_attention": "megacpp_mcore.kernels.core_attention.case:CoreAttentionCase",
+    "rope_qk": "megacpp_mcore.kernels.rope_qk.case:RopeQKCase",
     "mla_rope": "megacpp_mcore.kernels.mla_rope.case:MLARopeCase",
     "mamba3_scan": "megacpp_mcore.kernels.mamba3.case:Mamba3ScanCase",
     "m2rnn": "megacpp_mcore.kernels.m2rnn.case:M2RNNCase",

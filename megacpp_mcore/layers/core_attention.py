@@ -1,8 +1,8 @@
-"""Causal core attention in torch: the `core_attention` surface's backends that need no package.
+"""Causal core attention outside Transformer Engine: the `core_attention` surface's modules.
 
 All take Megatron's layouts, `sbhd` (q, k, v of shape [s, b, heads, dim]) and packed `thd`
-([t, heads, dim] with `cu_seqlens_q`), any head dims (dqk may differ from dv, as in MLA) and grouped
-queries, and return [s, b, heads * dv] or [t, heads * dv].
+([t, heads, dim] with `cu_seqlens_q`), any head dims (dqk may differ from dv, as in MLA), grouped
+queries, and any strides whose last is 1, and return [s, b, heads * dv] or [t, heads * dv].
 """
 
 import itertools
@@ -13,26 +13,34 @@ from typing import ClassVar
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
-from torch.nn import functional
 
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.kernels.core_attention import attention, sdpa, sdpa_cudnn, sdpa_flash
+from megacpp_mcore.kernels.core_attention import (
+    attention,
+    packages,
+    sdpa,
+    sdpa_cudnn,
+    sdpa_flash,
+    sdpa_varlen,
+)
 
 
 class CoreAttentionError(MegacppError):
-    """A mask, layout or parallelism that torch's core attention does not serve."""
+    """A mask, layout or parallelism that a core attention does not serve."""
 
 
 class TorchCoreAttention(MegatronModule):
-    """What the backends share: the constructor Megatron calls, layouts and documents.
+    """What the backends share: the constructor Megatron calls, layouts, masks and documents.
 
     k_channels, v_channels: dqk and dv when they are not config.kv_channels (MLA). softmax_scale:
-    1 / sqrt(dqk) when None. Raises CoreAttentionError for context parallelism and for a mask that
-    is not causal.
+    1 / sqrt(dqk) when None. Raises CoreAttentionError for what dispatch would not have let through:
+    context parallelism, a mask that is not causal, a window that the backend does not have.
     """
 
-    kernel: ClassVar[Callable[..., Tensor]]  # as in megacpp_mcore.kernels.core_attention
+    has_window: ClassVar[bool] = False
+    takes_narrow_v = True  # in packed documents too, where Megatron's MLA pads v for TE
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None,
                  k_channels=None, v_channels=None, cp_comm_type=None, pg_collection=None,
@@ -40,13 +48,18 @@ class TorchCoreAttention(MegatronModule):
         super().__init__(config)
         if config.context_parallel_size > 1:
             raise CoreAttentionError(
-                f"context_parallel_size {config.context_parallel_size}: torch's attention sees one "
+                f"context_parallel_size {config.context_parallel_size}: this attention sees one "
                 "rank's tokens only; use 1, or the core_attention backend 'te'"
             )
         head_dim = k_channels or config.kv_channels
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(head_dim)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.dropout = dropout
+        self.window = window_of(config, layer_number)
+        if self.window is not None and not self.has_window:
+            raise CoreAttentionError(
+                f"window_size {config.window_size}: {type(self).__name__} has no sliding window"
+            )
         self._check_mask(attn_mask_type)
 
     def forward(
@@ -59,59 +72,189 @@ class TorchCoreAttention(MegatronModule):
         attention_bias=None,
         packed_seq_params=None,
     ) -> Tensor:
-        """Attend causally. attention_mask is not read: a causal mask needs none."""
+        """Attend causally, in packed documents each to itself.
+
+        attention_mask is not read: a causal mask needs none, and documents come as offsets.
+        """
         if attn_mask_type is not None:
             self._check_mask(attn_mask_type)
         if attention_bias is not None:
-            raise CoreAttentionError("attention_bias is not served by torch's core attention")
-        if packed_seq_params is None:
-            # [s, b, h, d] -> [b, h, s, d]
-            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            return self.attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
-        if packed_seq_params.qkv_format != "thd":
-            raise CoreAttentionError(
-                f"qkv_format {packed_seq_params.qkv_format!r} is not served; use 'thd'"
-            )
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
-        documents = [
-            # [t, h, d] of one document -> [1, h, t, d]
-            self.attend(*(x[start:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value)))
-            for start, end in itertools.pairwise(bounds)
-            if end > start
-        ]
-        out = torch.cat(documents, dim=2).squeeze(0).transpose(0, 1).flatten(1)
-        # Padding behind the last document attends to nothing.
-        return functional.pad(out, (0, 0, 0, query.shape[0] - out.shape[0]))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [b, h, s, dqk], k [b, g, s, dqk], v [b, g, s, dv], h % g == 0 -> [b, h, s, dv]."""
+            raise CoreAttentionError("attention_bias is not served by this core attention")
         dropout = self.dropout if self.training else 0.0
-        return type(self).kernel(q, k, v, scale=self.softmax_scale, dropout=dropout)
+        if packed_seq_params is None:
+            return self.whole(query, key, value, dropout).flatten(2)
+        bounds, longest = _documents(packed_seq_params, query)
+        return self.packed(query, key, value, bounds, longest, dropout).flatten(1)
+
+    def whole(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        """q [s, b, h, dqk], k [s, b, g, dqk], v [s, b, g, dv], h % g == 0 -> [s, b, h, dv]."""
+        raise CoreAttentionError(f"{type(self).__name__} has no kernel for whole rows")
+
+    def packed(
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, dropout: float
+    ) -> Tensor:
+        """The same of [t, h, d], each document of the bounds, which end at t, to itself."""
+        raise CoreAttentionError(
+            f"{type(self).__name__} has no kernel for packed documents; name another core_attention"
+        )
 
     def _check_mask(self, mask: AttnMaskType) -> None:
         if mask not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise CoreAttentionError(f"mask {mask.name!r} is not served; use causal")
 
 
-class SDPACoreAttention(TorchCoreAttention):
+def window_of(config, layer_number: int) -> int | None:
+    """Tokens before its own that a query of this layer sees; None: all."""
+    skip = getattr(config, "window_attn_skip_freq", None)
+    if not is_layer_window_attention(config.window_size, skip, layer_number):
+        return None
+    before, _ = config.window_size
+    return before if before >= 0 else None
+
+
+def _documents(packed_seq_params, query: Tensor) -> tuple[Tensor, int]:
+    """Offsets up to the last of the query's tokens, int32, and the longest document.
+
+    With padding between documents the padded offsets are the ones where documents start; causal
+    attention keeps what stands behind a document's tokens from them. Tokens behind the last offset
+    become a document of their own, so that no kernel leaves their values as the allocator had them;
+    how many they are is known without waiting for the GPU only where total_tokens says it.
+    """
+    if packed_seq_params.qkv_format != "thd" or packed_seq_params.cu_seqlens_q is None:
+        given = "missing" if packed_seq_params.cu_seqlens_q is None else "given"
+        raise CoreAttentionError(
+            f"packed_seq_params has qkv_format {packed_seq_params.qkv_format!r} and cu_seqlens_q "
+            f"{given}; 'thd' with cu_seqlens_q is needed"
+        )
+    padded = packed_seq_params.cu_seqlens_q_padded
+    bounds = packed_seq_params.cu_seqlens_q if padded is None else padded
+    bounds = bounds.to(torch.int32)
+    tokens, longest = query.shape[0], packed_seq_params.max_seqlen_q
+    if packed_seq_params.total_tokens == tokens and longest is not None:
+        return bounds, int(longest)
+    return torch.cat([bounds, bounds.new_full((1,), tokens)]), tokens
+
+
+class HeadsFirst(TorchCoreAttention):
+    """One of kernels.core_attention's functions of [b, h, s, d]; documents one after the other."""
+
+    kernel: ClassVar[Callable[..., Tensor]]
+
+    def whole(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        return self._attend(q, k, v, dropout).permute(2, 0, 1, 3)
+
+    def packed(
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, dropout: float
+    ) -> Tensor:
+        documents = [
+            # [t, h, d] of one document -> [1, h, t, d]
+            self._attend(*(x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v)), dropout)
+            for start, end in itertools.pairwise(bounds.tolist())
+            if end > start or not q.shape[0]
+        ]
+        return torch.cat(documents, dim=2).squeeze(0).transpose(0, 1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        options = {"window": self.window} if self.has_window else {}
+        kernel = type(self).kernel
+        return kernel(q, k, v, scale=self.softmax_scale, dropout=dropout, **options)
+
+
+class SDPACoreAttention(HeadsFirst):
     """The fused kernel that torch picks."""
 
     kernel = staticmethod(sdpa)
 
 
-class CudnnCoreAttention(TorchCoreAttention):
-    """cuDNN's fused kernel."""
-
-    kernel = staticmethod(sdpa_cudnn)
-
-
-class FlashCoreAttention(TorchCoreAttention):
-    """FlashAttention-2."""
-
-    kernel = staticmethod(sdpa_flash)
-
-
-class ReferenceCoreAttention(TorchCoreAttention):
+class ReferenceCoreAttention(HeadsFirst):
     """The definition, with the scores of every head in memory."""
 
     kernel = staticmethod(attention)
+    has_window = True
+
+
+class CudnnCoreAttention(HeadsFirst):
+    """cuDNN's fused kernel, for whole rows: one by one, short documents would starve the GPU."""
+
+    kernel = staticmethod(sdpa_cudnn)
+    packed = TorchCoreAttention.packed
+
+
+class FlashCoreAttention(HeadsFirst):
+    """torch's FlashAttention-2, packed documents in one launch of its varlen form."""
+
+    kernel = staticmethod(sdpa_flash)
+
+    def packed(
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, dropout: float
+    ) -> Tensor:
+        return sdpa_varlen(q, k, v, bounds, longest, scale=self.softmax_scale, window=self.window)
+
+
+class PackageCoreAttention(TorchCoreAttention):
+    """One of the flash-attn packages."""
+
+    package: ClassVar[packages.FlashPackage]
+    has_window = True
+
+    def whole(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        if not q.numel():
+            return sdpa(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), scale=1.0).permute(2, 0, 1, 3)
+        rows = (x.transpose(0, 1) for x in (q, k, v))
+        return self.package.whole(*rows, **self._options(dropout)).transpose(0, 1)
+
+    def packed(
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, dropout: float
+    ) -> Tensor:
+        return self.package.packed(q, k, v, bounds, longest, **self._options(dropout))
+
+    def _options(self, dropout: float) -> dict:
+        return {"scale": self.softmax_scale, "dropout": dropout, "window": self.window}
+
+
+class Flash2CoreAttention(PackageCoreAttention):
+    """The package flash-attn 2."""
+
+    package = packages.FLASH_2
+
+
+class Flash3CoreAttention(PackageCoreAttention):
+    """FlashAttention-3, for Hopper."""
+
+    package = packages.FLASH_3
+
+
+class Flash4CoreAttention(PackageCoreAttention):
+    """FlashAttention-4 in CuTe DSL, for Hopper and Blackwell."""
+
+    package = packages.FLASH_4
+
+
+class CoreAttentionByLayout(MegatronModule):
+    """One core attention for whole rows and another for packed documents.
+
+    packed: None where no backend serves them; `refusal` then says why. Neither adds a level to the
+    keys of a distributed checkpoint.
+    """
+
+    def __init__(self, config, whole, packed, refusal: str = "") -> None:
+        super().__init__(config)
+        self.whole, self.packed, self.refusal = whole, packed, refusal
+        self.takes_narrow_v = getattr(packed, "takes_narrow_v", False)
+
+    def forward(self, query, key, value, attention_mask, packed_seq_params=None, **kwargs):
+        is_packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
+        core = self.packed if is_packed else self.whole
+        if core is None:
+            raise CoreAttentionError(f"a batch of packed documents: {self.refusal}")
+        return core(
+            query, key, value, attention_mask, packed_seq_params=packed_seq_params, **kwargs
+        )
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        found = {}
+        for core in (self.whole, self.packed):
+            if core is not None:
+                found |= core.sharded_state_dict(prefix, sharded_offsets, metadata)
+        return found

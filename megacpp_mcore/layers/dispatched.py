@@ -6,21 +6,42 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 
 from megacpp_mcore import dispatch, problems
+from megacpp_mcore.layers.core_attention import CoreAttentionByLayout, window_of
 from megacpp_mcore.layers.recompute import recomputed
 from megacpp_mcore.layers.settings import plugin_settings
 
 
 class DispatchedCoreAttention:
-    """Builds the attention core that dispatch chooses for the layer's config."""
+    """Builds the attention cores that dispatch chooses for the layer's config.
 
-    def __new__(cls, config, **kwargs) -> torch.nn.Module:
+    Whether batches will be packed is not known when a layer is built, so that both layouts are
+    decided and recorded then. One that no backend serves is refused at once for whole rows, and for
+    packed documents when a batch has them.
+    """
+
+    def __new__(cls, config, layer_number, **kwargs) -> torch.nn.Module:
         if config.multi_latent_attention and "k_channels" not in kwargs:
             return IdentityOp()  # MLA's base class builds one with other sizes, and MLA replaces it
-        problem = problems.core_attention(
-            problems.current_device(), config, kwargs.get("k_channels"), kwargs.get("v_channels")
-        )
-        requests = plugin_settings(config).backends
-        return dispatch.decide("core_attention", problem, requests).load()(config=config, **kwargs)
+        dims = kwargs.get("k_channels"), kwargs.get("v_channels")
+        window = window_of(config, layer_number)
+
+        def decided(layout: str) -> type:
+            device = problems.current_device()
+            problem = problems.core_attention(device, config, *dims, layout, window)
+            requests = plugin_settings(config).backends
+            return dispatch.decide("core_attention", problem, requests).load()
+
+        def build(core: type) -> torch.nn.Module:
+            return core(config=config, layer_number=layer_number, **kwargs)
+
+        whole = decided("sbhd")
+        try:
+            packed = decided("thd")
+        except dispatch.DispatchError as error:
+            return CoreAttentionByLayout(config, build(whole), None, str(error))
+        if packed is whole:
+            return build(whole)
+        return CoreAttentionByLayout(config, build(whole), build(packed))
 
 
 class DispatchedNorm:

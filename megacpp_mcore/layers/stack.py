@@ -15,7 +15,7 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSub
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
     AbsorbedMLASelfAttention,
@@ -45,6 +45,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megacpp_mcore import bridges, dispatch, optimizer_bridges, problems
+from megacpp_mcore.layers.attention import SelfAttention
 from megacpp_mcore.layers.dispatched import (
     DispatchedCoreAttention,
     DispatchedExperts,
@@ -52,7 +53,7 @@ from megacpp_mcore.layers.dispatched import (
 )
 from megacpp_mcore.layers.m2rnn import M2RNNMixer, M2RNNMixerSubmodules
 from megacpp_mcore.layers.mamba3 import Mamba3Mixer, Mamba3MixerSubmodules
-from megacpp_mcore.layers.mla import MLASelfAttention
+from megacpp_mcore.layers.mla import FusedMLASelfAttention, MLASelfAttention
 from megacpp_mcore.layers.parts import Linears
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.patching import applied
@@ -81,6 +82,12 @@ class MegacppStack(HybridStack):
             self.final_norm = final_norm(
                 config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
             )
+
+    def _fuse_mla_down_proj(self, submodules):
+        """Upstream puts its own class in the place of ours."""
+        submodules = super()._fuse_mla_down_proj(submodules)
+        submodules.mla_layer.submodules.self_attention.module = FusedMLASelfAttention
+        return submodules
 
 
 @dataclass(frozen=True)
@@ -166,6 +173,8 @@ def _gqa_layer(parts: StackParts) -> ModuleSpec:
             linear_qkv=parts.linears.column,
             core_attention=DispatchedCoreAttention,
             linear_proj=parts.linears.row,
+            q_layernorm=parts.norm,
+            k_layernorm=parts.norm,
         ),
     )
     # Megatron's own hybrid spec fuses this norm into the projection; its checkpoint keys are kept.

@@ -12,6 +12,7 @@ pytestmark = [
 test_norm = admission.suite("norm", "cuda")
 test_moe_experts = admission.suite("moe_experts", "cuda")
 test_core_attention = admission.suite("core_attention", "cuda")
+test_rope_qk = admission.suite("rope_qk", "cuda")
 test_mla_rope = admission.suite("mla_rope", "cuda")
 test_mamba3_scan = admission.suite("mamba3_scan", "cuda")
 test_m2rnn = admission.suite("m2rnn", "cuda")

@@ -1,7 +1,9 @@
 """Core attention: admission of every backend, masks and documents, and Megatron's module."""
 
+import itertools
 import math
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import admission
 import pytest
@@ -12,13 +14,45 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.backend import Problem
-from megacpp_mcore.kernels.core_attention import attention, sdpa, sdpa_flash
+from megacpp_mcore.kernels.core_attention import attention, packages, sdpa, sdpa_flash, varlen
 from megacpp_mcore.layers.core_attention import (
+    CoreAttentionByLayout,
     CoreAttentionError,
+    CudnnCoreAttention,
+    Flash2CoreAttention,
+    Flash3CoreAttention,
+    Flash4CoreAttention,
     FlashCoreAttention,
     ReferenceCoreAttention,
     SDPACoreAttention,
 )
+from megacpp_mcore.training.megatron_setup import single_process
+
+
+def stand_in(q, k, v, bounds, window):
+    """What a kernel of packed documents does, by the definition, and what it insists on."""
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1] and bounds.dtype == torch.int32
+    assert all(x.stride(-1) == 1 for x in (q, k, v))
+    before = None if window[0] in (-1, None) else window[0]
+    parts = [
+        attention(
+            *(x[start:end].transpose(0, 1)[None] for x in (q, k, v)), scale=1.0, window=before
+        )
+        for start, end in itertools.pairwise(bounds.tolist())
+    ]
+    return torch.cat(parts, dim=2)[0].transpose(0, 1)
+
+
+@pytest.fixture(autouse=True)
+def varlen_on_a_cpu(monkeypatch):
+    """torch's varlen attention is for CUDA only; what is around it runs here all the same."""
+
+    def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size):
+        assert cu_q is cu_k and max_q == max_k >= (cu_q[1:] - cu_q[:-1]).max()
+        return stand_in(q * scale, k, v, cu_q, window_size)
+
+    monkeypatch.setattr(varlen.varlen, "varlen_attn", varlen_attn)
+
 
 # torch has the flash kernel for a CPU too, so that what surrounds it is tested here.
 test_admission = admission.suite("core_attention", beyond_dispatch=("sdpa_flash",))
@@ -64,7 +98,12 @@ def test_a_token_does_not_see_the_ones_behind_it(function):
     assert not torch.equal(before[:, :, 6:], after[:, :, 6:])
 
 
-@pytest.mark.parametrize("cls", [SDPACoreAttention, FlashCoreAttention, ReferenceCoreAttention])
+PACKED = pytest.mark.parametrize(
+    "cls", [SDPACoreAttention, FlashCoreAttention, ReferenceCoreAttention]
+)
+
+
+@PACKED
 def test_packed_documents_are_separate_sequences(cls):
     """An empty document among them, one token, and padding behind the last; gradients too."""
     attend = module(cls)
@@ -72,17 +111,47 @@ def test_packed_documents_are_separate_sequences(cls):
     leaves = [x.requires_grad_() for x in (draw(13, 4, 16), draw(13, 2, 16), draw(13, 2, 8))]
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds)
     y = attend(*leaves, None, packed_seq_params=packed)
-    assert y.shape == (13, 32) and not y[11:].any()
+    assert y.shape == (13, 32) and y[11:].isfinite().all()
     one_by_one = [
         attend(*(x[start:end].unsqueeze(1) for x in leaves), None).squeeze(1)
         for start, end in ((0, 4), (4, 5), (5, 11))
     ]
     torch.testing.assert_close(y[:11], torch.cat(one_by_one), rtol=0, atol=16 * EPS)
     direction = draw(13, 32)
+    direction[11:] = 0
     packed_gradients = torch.autograd.grad(y, leaves, direction)
     gradients = torch.autograd.grad(torch.cat(one_by_one), leaves, direction[:11])
     for actual, expected in zip(packed_gradients, gradients, strict=True):
         torch.testing.assert_close(actual, expected, rtol=0, atol=64 * EPS)
+
+
+@PACKED
+def test_another_documents_tokens_change_nothing(cls):
+    """To the bit, in values and in gradients; padding between documents included."""
+    attend = module(cls)
+    bounds, padded = ([0, 3, 7, 9], [0, 4, 8, 12])
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=torch.tensor(bounds, dtype=torch.int32),
+        cu_seqlens_q_padded=torch.tensor(padded, dtype=torch.int32), max_seqlen_q=4,
+        total_tokens=12,
+    )  # fmt: skip
+    given = [draw(12, 4, 16), draw(12, 2, 16), draw(12, 2, 8)]
+    direction = draw(12, 32)
+    direction[[3, 10, 11]] = 0  # what stands behind a document's tokens has no loss
+
+    def run(inputs):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        y = attend(*leaves, None, packed_seq_params=packed)
+        return [y, *torch.autograd.grad(y, leaves, direction)]
+
+    before = run(given)
+    changed = [x.clone() for x in given]
+    for x in changed:
+        x[4:8] += 3.0  # the middle document
+        x[3] = 100.0  # the padding of the first
+    for a, b in zip(before, run(changed), strict=True):
+        assert torch.equal(a[:3], b[:3]) and torch.equal(a[8:], b[8:])
+        assert not torch.equal(a[4:8], b[4:8])
 
 
 @pytest.mark.parametrize("cls", [SDPACoreAttention, ReferenceCoreAttention])
@@ -105,18 +174,213 @@ def test_dropout_is_for_training_and_keeps_the_mean(cls):
     [
         ({"dqk": 192, "dv": 128}, "sdpa_cudnn", "dqk 192, dv 128: cuDNN takes multiples of 8"),
         ({"dqk": 100, "dv": 64}, "sdpa_cudnn", "dqk 100"),
+        ({"dqk": 100, "dv": 64}, "sdpa_flash", "multiples of 8"),
         ({"dqk": 64, "dv": 128}, "sdpa_flash", "dv 128 is larger than dqk 64"),
         ({"dqk": 320, "dv": 64}, "sdpa_flash", "dqk 320: flash attention takes at most 256"),
         ({"dqk": 128, "dv": 64}, "sdpa_cudnn", None),
         ({"dqk": 192, "dv": 128}, "sdpa_flash", None),
         ({"dqk": 64, "dv": 64, "context_parallel_size": 2}, "sdpa_cudnn", "context_parallel_size"),
+        ({"layout": "thd"}, "sdpa_cudnn", "layout thd: cuDNN 9.19's gradients"),
+        ({"layout": "thd", "needs": ("dropout",)}, "sdpa_flash", "dropout: it has none"),
+        ({"layout": "sbhd", "needs": ("dropout",)}, "sdpa_flash", None),
+        ({"layout": "thd", "needs": ("window",)}, "sdpa_flash", None),
+        ({"layout": "sbhd", "needs": ("window",)}, "sdpa_flash", "window: it has none"),
+        ({"needs": ("window",)}, "sdpa", "window: it has none"),
+        ({"needs": ("window", "dropout")}, "reference", None),
+        ({"needs": ("deterministic_mode",)}, "sdpa_cudnn", "deterministic_mode"),
+        ({"needs": ("softmax_type", "qk_clip")}, "reference", "softmax_type, qk_clip: it has none"),
+        ({"dqk": 128, "dv": 64}, "flash_2", "cannot import flash_attn:"),
+        ({"dqk": 128, "dv": 64}, "flash_3", "cannot import flash_attn_interface:"),
+        ({"dqk": 128, "dv": 64}, "flash_4", "cannot import flash_attn.cute:"),
     ],
 )
-def test_what_the_fused_kernels_say_they_can_serve(problem, backend, reason):
-    found = dispatch.verdicts("core_attention", Problem.of("cuda", "bfloat16", **problem))[backend]
+def test_what_the_kernels_say_they_can_serve(problem, backend, reason):
+    dims = {"dqk": 128, "dv": 64, "layout": "sbhd"}
+    asked = Problem.of("cuda", "bfloat16", **(dims | problem))
+    found = dispatch.verdicts("core_attention", asked)[backend]
     assert found is None if reason is None else reason in found
-    fp32 = dispatch.verdicts("core_attention", Problem.of("cuda", "float32", dqk=64, dv=64))
-    assert "not float32" in fp32[backend]
+    if backend not in ("reference", "sdpa"):
+        fp32 = dispatch.verdicts("core_attention", Problem.of("cuda", "float32", dqk=64, dv=64))
+        assert "not float32" in fp32[backend]
+
+
+@pytest.fixture
+def flash_packages(monkeypatch):
+    """The three packages, with the signatures of their functions and by the definition."""
+
+    def whole(q, k, v, *, softmax_scale, causal, window_size, deterministic):
+        assert causal and not deterministic
+        rows = range(q.shape[0] + 1)
+        bounds = torch.tensor([q.shape[1] * i for i in rows], dtype=torch.int32)
+        flat = (x.flatten(0, 1) for x in (q * softmax_scale, k, v))
+        return stand_in(*flat, bounds, window_size).unflatten(0, q.shape[:2])
+
+    def packed(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+               softmax_scale, causal, window_size, deterministic):  # fmt: skip
+        assert causal and cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k
+        return stand_in(q * softmax_scale, k, v, cu_seqlens_q, window_size)
+
+    def second(function):
+        def call(*qkv, dropout_p, **options):
+            assert dropout_p == 0.0
+            return function(*qkv, **options)
+
+        return call
+
+    def fourth(function):
+        """It takes v as it is, has no -1, and returns the sums of exponentials beside y."""
+
+        def call(q, k, v, window_size, **options):
+            assert v.shape[-1] < q.shape[-1] and -1 not in window_size
+            wide = torch.nn.functional.pad(v, (0, q.shape[-1] - v.shape[-1]))
+            return function(q, k, wide, window_size=window_size, **options)[
+                ..., : v.shape[-1]
+            ], None
+
+        return call
+
+    for name, change in (("flash_attn", second), ("flash_attn_interface", lambda f: f),
+                         ("flash_attn.cute", fourth)):  # fmt: skip
+        fake = ModuleType(name)
+        fake.flash_attn_func, fake.flash_attn_varlen_func = change(whole), change(packed)
+        fake.__path__ = []
+        monkeypatch.setitem(sys.modules, name, fake)
+
+
+PACKAGES = pytest.mark.parametrize(
+    "cls", [Flash2CoreAttention, Flash3CoreAttention, Flash4CoreAttention]
+)
+
+
+@PACKAGES
+@pytest.mark.parametrize("window", [None, (2, 0)])
+def test_the_flash_packages_get_what_they_take(flash_packages, cls, window):
+    """Layouts, v's padding, windows and bounds, against the definition's module."""
+    ours, exact = (module(c, window_size=window) for c in (cls, ReferenceCoreAttention))
+    whole = [draw(5, 2, 4, 16), draw(5, 2, 2, 16), draw(5, 2, 2, 8)]
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=torch.tensor([0, 4, 10], dtype=torch.int32),
+        max_seqlen_q=6, total_tokens=10,
+    )  # fmt: skip
+    for inputs, how in (
+        (whole, {}),
+        ([x.flatten(0, 1) for x in whole], {"packed_seq_params": packed}),
+    ):
+        results = []
+        for attend in (ours, exact):
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            y = attend(*leaves, None, **how)
+            results.append([y, *torch.autograd.grad(y.sin().sum(), leaves)])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=64 * EPS)
+
+
+@PACKAGES
+def test_a_flash_package_is_not_asked_about_no_tokens(cls):
+    y = module(cls)(draw(0, 2, 4, 16), draw(0, 2, 2, 16), draw(0, 2, 2, 8), None)
+    assert y.shape == (0, 2, 32)
+
+
+def test_a_package_for_other_gpus_or_of_another_version_says_so(flash_packages, monkeypatch):
+    from megacpp_mcore import attention_support
+
+    problem = Problem.of("cuda", "bfloat16", dqk=128, dv=64, layout="thd")
+    attention_support.import_reason.cache_clear()
+    attention_support._flash_4_version.cache_clear()
+    try:
+        assert "none here to ask" in attention_support.flash_2(problem)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        for capability, reasons in (
+            ((7, 5), {2: "7.5", 3: "7.5", 4: "7.5"}),
+            ((9, 0), {2: None, 3: None, 4: "its version is unknown"}),
+            ((10, 0), {2: None, 3: "10.0", 4: "its version is unknown"}),
+        ):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
+            for version, reason in reasons.items():
+                found = getattr(attention_support, f"flash_{version}")(problem)
+                assert found is None if reason is None else reason in found, (capability, version)
+        monkeypatch.setattr(attention_support.metadata, "version", lambda name: "4.0.0b7")
+        attention_support._flash_4_version.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        assert "4.0.0b7; 4.0.0b20 or newer" in attention_support.flash_4(problem)
+    finally:
+        attention_support.import_reason.cache_clear()
+        attention_support._flash_4_version.cache_clear()
+
+
+def test_flash_3_is_found_under_either_name(flash_packages, monkeypatch):
+    from megacpp_mcore import attention_support
+
+    attention_support.import_reason.cache_clear()
+    try:
+        assert packages.FLASH_3.module() == "flash_attn_interface"
+        for name in ("flash_attn_3", "flash_attn_3.flash_attn_interface"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        attention_support.import_reason.cache_clear()
+        assert packages.FLASH_3.module() == "flash_attn_3.flash_attn_interface"
+    finally:
+        attention_support.import_reason.cache_clear()
+
+
+def test_the_definitions_window():
+    """A query sees itself and as many tokens before it as the window has."""
+    q, k, v = draw(1, 1, 9, 4), draw(1, 1, 9, 4), draw(1, 1, 9, 4)
+    y = attention(q, k, v, scale=0.5, window=2)
+    for i in range(9):
+        seen = slice(max(0, i - 2), i + 1)
+        weights = (0.5 * q[0, 0, i] @ k[0, 0, seen].T).softmax(-1)
+        torch.testing.assert_close(y[0, 0, i], weights @ v[0, 0, seen], rtol=0, atol=16 * EPS)
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_a_window_is_the_layers_own(layer):
+    """Every second layer sees all with window_attn_skip_freq 2."""
+    from megacpp_mcore.layers.core_attention import window_of
+
+    config = module(ReferenceCoreAttention, window_size=(3, 0), window_attn_skip_freq=2).config
+    assert window_of(config, layer) == (3 if layer == 1 else None)
+
+
+def test_one_row_of_one_token_and_no_rows():
+    """cuDNN refuses the one and torch's CUDA path the other; both are defined."""
+    from megacpp_mcore.kernels.core_attention import sdpa_cudnn
+
+    q, k, v = draw(2, 4, 1, 8), draw(2, 2, 1, 8), draw(2, 2, 1, 4)
+    expected = v.repeat_interleave(2, dim=1)
+    torch.testing.assert_close(sdpa_cudnn(q, k, v, scale=1.0), expected, rtol=0, atol=4 * EPS)
+    for function in (sdpa, sdpa_cudnn, sdpa_flash):
+        empty = [x[:0].requires_grad_() for x in (q, k, v)]
+        y = function(*empty, scale=1.0)
+        assert y.shape == (0, 4, 1, 4) and y.requires_grad
+
+
+class TestByLayout:
+    def packed(self):
+        return PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=torch.tensor([0, 2, 5], dtype=torch.int32)
+        )
+
+    def test_each_batch_goes_where_its_layout_is_served(self):
+        whole, packed = module(CudnnCoreAttention), module(FlashCoreAttention)
+        core = CoreAttentionByLayout(whole.config, whole, packed)
+        inputs = draw(5, 4, 16), draw(5, 2, 16), draw(5, 2, 8)
+        y = core(*inputs, None, packed_seq_params=self.packed())
+        assert torch.equal(y, packed(*inputs, None, packed_seq_params=self.packed()))
+        rows = [x.unsqueeze(1)[:1] for x in inputs]
+        assert torch.equal(core(*rows, None), whole(*rows, None))
+        with single_process(0):
+            assert core.takes_narrow_v and core.sharded_state_dict("x.") == {}
+
+    def test_a_layout_that_nothing_serves_is_refused_with_the_reasons(self):
+        whole = module(SDPACoreAttention)
+        core = CoreAttentionByLayout(whole.config, whole, None, "sdpa: it is Tuesday")
+        with pytest.raises(CoreAttentionError, match="packed documents: sdpa: it is Tuesday"):
+            core(draw(5, 4, 16), None, None, None, packed_seq_params=self.packed())
+
+    def test_cudnn_by_itself_has_no_packed_documents(self):
+        inputs = draw(5, 4, 16), draw(5, 2, 16), draw(5, 2, 8)
+        with pytest.raises(CoreAttentionError, match="no kernel for packed documents"):
+            module(CudnnCoreAttention)(*inputs, None, packed_seq_params=self.packed())
 
 
 @pytest.mark.parametrize(
@@ -126,6 +390,8 @@ def test_what_the_fused_kernels_say_they_can_serve(problem, backend, reason):
         ({}, {"attn_mask_type": AttnMaskType.no_mask}, "mask 'no_mask' is not served"),
         ({}, {"attention_bias": torch.zeros(1)}, "attention_bias is not served"),
         ({}, {"packed_seq_params": PackedSeqParams(qkv_format="bshd")}, "qkv_format 'bshd'"),
+        ({}, {"packed_seq_params": PackedSeqParams(qkv_format="thd")}, "cu_seqlens_q missing"),
+        ({"window_size": (3, 0)}, {}, "SDPACoreAttention has no sliding window"),
     ],
 )
 def test_refusals(build, call, message):

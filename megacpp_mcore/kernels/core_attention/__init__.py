@@ -1,11 +1,13 @@
-"""Causal attention over whole sequences, in torch: the definition and torch's fused kernels.
+"""Causal attention: the definition, torch's fused kernels, and those of the flash-attn packages.
 
-Every function takes q (b, h, s, dqk), k (b, g, s, dqk) and v (b, g, s, dv), h a multiple of g, in
-any strides, and returns softmax(q k^T * scale, causal) v as (b, h, s, dv) in v's dtype. `dropout`
-is the share of the attention weights that is dropped. The math is in `reference.py`.
+The functions of `reference.py` and `sdpa.py` take q (b, h, s, dqk), k (b, g, s, dqk) and v (b, g,
+s, dv), h a multiple of g, in any strides, and return softmax(q k^T * scale, causal) v as (b, h, s,
+dv) in v's dtype. `dropout` is the share of the attention weights that is dropped. Those of
+`varlen.py` and `packages.py` keep a token's heads together. The math is in `reference.py`.
 """
 
 from megacpp_mcore.kernels.core_attention.reference import attention
 from megacpp_mcore.kernels.core_attention.sdpa import sdpa, sdpa_cudnn, sdpa_flash
+from megacpp_mcore.kernels.core_attention.varlen import padded_v, sdpa_varlen
 
-__all__ = ["attention", "sdpa", "sdpa_cudnn", "sdpa_flash"]
+__all__ = ["attention", "padded_v", "sdpa", "sdpa_cudnn", "sdpa_flash", "sdpa_varlen"]

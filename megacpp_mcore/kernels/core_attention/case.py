@@ -1,5 +1,6 @@
-"""The core_attention surface's case: causal, no dropout, Megatron's [s, b, heads, dim]."""
+"""The core_attention surface's case: causal, no dropout, Megatron's layouts."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -11,6 +12,7 @@ from megacpp_mcore import problems
 from megacpp_mcore.backend import Problem
 from megacpp_mcore.kernels.case import Bound, Case, Tensors
 from megacpp_mcore.kernels.core_attention.reference import attention
+from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds
 from megacpp_mcore.recipe import Recipe
 
 _SCORES = 2**27  # that the truth holds at a time: 512 MiB in float32
@@ -19,7 +21,11 @@ _LARGEST_SCORE = 6  # of a few million standard normal ones
 
 @dataclass(frozen=True)
 class CoreAttentionCase(Case):
-    """q (s, b, heads, dqk), k (s, b, groups, dqk), v (s, b, groups, dv) -> y (s, b, heads * dv)."""
+    """q (s, b, heads, dqk), k (s, b, groups, dqk), v (s, b, groups, dv) -> y (s, b, heads * dv).
+
+    documents: packed ones in each row of seq tokens; 0: rows as they are, else all tokens lie on
+    one axis, (t, heads, dim), as Megatron's thd layout has them.
+    """
 
     batch: int
     seq: int
@@ -27,6 +33,7 @@ class CoreAttentionCase(Case):
     groups: int
     dqk: int
     dv: int
+    documents: int = 0
 
     surface = "core_attention"
     inputs = ("q", "k", "v")
@@ -39,24 +46,29 @@ class CoreAttentionCase(Case):
         heads, dqk, dv = (problem.size(name) for name in ("heads", "dqk", "dv"))
         grouped = recipe.attention.kind == "gqa" and recipe.attention.num_query_groups
         batch, seq = recipe.schedule.micro_batch_size, recipe.model.seq_length
-        return cls(batch, seq, heads, grouped or heads, dqk, dv)
+        documents = BENCHED_DOCUMENTS if problem.size("layout") == "thd" else 0
+        return cls(batch, seq, heads, grouped or heads, dqk, dv, documents)
 
     @classmethod
     def samples(cls) -> dict[str, Self]:
         return {
+            "plain-documents": cls(2, 24, 4, 2, 16, 8, documents=3),
             "plain": cls(2, 32, 4, 4, 16, 8),
             "plain-mla": cls(1, 64, 2, 2, 128, 64),
             "odd": cls(1, 37, 3, 3, 24, 16),
             "odd-grouped-queries": cls(2, 17, 6, 2, 16, 16),
             "odd-one-token": cls(1, 1, 2, 2, 8, 8),
+            "odd-documents": cls(1, 67, 3, 3, 24, 16, documents=40),
             "empty": cls(0, 8, 2, 2, 16, 8),
         }
 
     def problem(self, device: str, dtype: torch.dtype) -> Problem:
-        return problems.core_attention(device, self._config(device, dtype), self.dqk, self.dv)
+        layout = "thd" if self.documents else "sbhd"
+        config = self._config(device, dtype)
+        return problems.core_attention(device, config, self.dqk, self.dv, layout)
 
     def draw(self, generator: torch.Generator) -> Tensors:
-        tokens = (self.seq, self.batch)
+        tokens = (self.seq * self.batch,) if self.documents else (self.seq, self.batch)
         return {
             "q": self.normal(generator, *tokens, self.heads, self.dqk),
             "k": self.normal(generator, *tokens, self.groups, self.dqk),
@@ -64,9 +76,19 @@ class CoreAttentionCase(Case):
         }
 
     def truth(self, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
+        if not self.documents:
+            # [s, b, h, d] -> [b, h, s, d]
+            y = self._exact(*(x.permute(1, 2, 0, 3) for x in (q, k, v)))
+            return {"y": y.permute(2, 0, 1, 3).flatten(2)}
+        parts = [
+            self._exact(*(x[start:end].transpose(0, 1)[None] for x in (q, k, v)))
+            for start, end in itertools.pairwise(self._bounds())
+        ]
+        return {"y": torch.cat(parts, dim=2).squeeze(0).transpose(0, 1).flatten(1)}
+
+    def _exact(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """A few heads at a time, made again in the backward pass: the scores need no more room."""
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        at_once = max(1, _SCORES // max(1, q.shape[0] * self.seq**2))
+        at_once = max(1, _SCORES // max(1, q.shape[0] * q.shape[2] ** 2))
         group = self.heads // self.groups
         groups = max(1, at_once // group)
         parts = [
@@ -77,7 +99,7 @@ class CoreAttentionCase(Case):
             )
             for start in range(0, self.groups, groups)
         ]  # fmt: skip
-        return {"y": torch.cat(parts, dim=1).permute(2, 0, 1, 3).flatten(2)}
+        return torch.cat(parts, dim=1)
 
     def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> Bound:
         from megatron.core.process_groups_config import ProcessGroupCollection
@@ -92,7 +114,25 @@ class CoreAttentionCase(Case):
             v_channels=self.dv,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         ).to(device)
-        return Bound(lambda q, k, v: {"y": module(q, k, v, None, AttnMaskType.causal)})
+        packed = self._packed(device) if self.documents else None
+        mask = AttnMaskType.causal
+        return Bound(lambda q, k, v: {"y": module(q, k, v, None, mask, packed_seq_params=packed)})
+
+    def _bounds(self) -> list[int]:
+        if not self.documents:
+            return [row * self.seq for row in range(self.batch + 1)]
+        return document_bounds(self.batch, self.seq, self.documents)
+
+    def _packed(self, device: str) -> Any:
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        bounds = self._bounds()
+        offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
+        longest = max(end - start for start, end in itertools.pairwise(bounds))
+        return PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets,
+            max_seqlen_q=longest, max_seqlen_kv=longest, total_tokens=bounds[-1],
+        )  # fmt: skip
 
     def _config(self, device: str, dtype: torch.dtype) -> Any:
         from megatron.core.transformer import TransformerConfig
@@ -121,5 +161,6 @@ class CoreAttentionCase(Case):
 
     def flops(self) -> int:
         """Two products over the pairs of tokens that a causal mask leaves."""
-        pairs = self.seq * (self.seq + 1) // 2
-        return 2 * self.batch * self.heads * pairs * (self.dqk + self.dv)
+        lengths = [end - start for start, end in itertools.pairwise(self._bounds())]
+        pairs = sum(length * (length + 1) // 2 for length in lengths)
+        return 2 * self.heads * pairs * (self.dqk + self.dv)

@@ -1,43 +1,45 @@
 """torch.nn.functional.scaled_dot_product_attention, with and without a kernel named.
 
-The named ones never give way to another kernel: where cuDNN or flash attention cannot serve, torch
-raises RuntimeError (`No available kernel`), as it does for both in deterministic mode when the
-kernel's backward pass adds up in an order of its own.
+The named ones never give way to another kernel, but for a row of no or of one token: where cuDNN or
+flash attention cannot serve, torch raises RuntimeError (`No available kernel`), as cuDNN does in
+deterministic mode.
 """
 
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megacpp_mcore.kernels.core_attention.reference import attention
+from megacpp_mcore.kernels.core_attention.varlen import padded_v, readable
+
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:
     """The kernel that torch picks for the device, the dtype and the dims."""
-    return functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=scale, dropout_p=dropout,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
+    if not q.numel():
+        return attention(q, k, v, scale=scale)  # on CUDA torch returns None for no rows
+    return _sdpa(q, k, v, scale, dropout)
 
 
 def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:
-    """cuDNN's kernel, which takes dqk != dv as they are."""
-    q, k, v = _readable(q, k, v)
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return sdpa(q, k, v, scale=scale, dropout=dropout)
+    """cuDNN's kernel, which takes dqk != dv and grouped queries as they are."""
+    if q.numel() and q.shape[2] > 1:
+        q, k, v = (readable(x) for x in (q, k, v))
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return _sdpa(q, k, v, scale, dropout)
+    return sdpa(q, k, v, scale=scale, dropout=dropout)  # cuDNN refuses a row of one token
 
 
 def sdpa_flash(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:
     """FlashAttention-2, which needs dqk == dv: a narrower v is padded with zeros to dqk."""
-    dv = v.shape[-1]
-    q, k, v = _readable(q, k, v)
+    if not q.numel():
+        return attention(q, k, v, scale=scale)
+    q, k, v = (readable(x) for x in (q, k, v))
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        y = sdpa(q, k, functional.pad(v, (0, q.shape[-1] - dv)), scale=scale, dropout=dropout)
-    return y[..., :dv]
+        return padded_v(lambda *x: _sdpa(*x, scale, dropout))(q, k, v)
 
 
-def _readable(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Copies where the fused kernels cannot read: groups of queries, elements that stand apart."""
-    group = q.shape[1] // k.shape[1]
-    if group > 1:
-        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    return q, k, v
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float) -> Tensor:
+    return functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scale, dropout_p=dropout,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip

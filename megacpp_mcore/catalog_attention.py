@@ -1,0 +1,208 @@
+"""Catalog rows of the core attention and of grouped-query attention's RoPE.
+
+Times are medians on one H200 in bf16, forward / forward + backward, 16,384 tokens of NAM56R's
+shapes (hidden 3584), unless a row says otherwise. "8 documents": four rows of eight each, packed.
+"""
+
+from megacpp_mcore.catalog_row import (
+    ATTENTION_TESTS,
+    GPU_TESTS,
+    REFERENCE_EXIT,
+    TE_SKIPS,
+    Row,
+)
+
+_WHOLE = "q, k [s, b, heads, dqk], v [s, b, heads, dv] -> [s, b, heads * dv]; grouped queries"
+_BOTH = f"{_WHOLE}; thd packed, all documents in one launch"
+_NOT_PINNED = (
+    "not in the pinned stack, and not run on a GPU by us: tested with a stand-in that has its "
+    "signature. Once a receipt shows it ahead, it moves to where it belongs in the order"
+)
+
+CORE_ATTENTION = (
+    Row(
+        surface="core_attention",
+        backend="te",
+        blocks="A",
+        role="vendor",
+        keep="borderline",
+        removes="the [s, s] scores, as SDPA does; and it alone serves context parallelism, "
+        "attention sinks, maximal logits and FP8 attention",
+        layout=_BOTH,
+        dtypes="bf16, fp16",
+        fallback="sdpa_cudnn",
+        tests=ATTENTION_TESTS,
+        no_receipt="cannot run a backward pass on the pinned stack: it needs cuDNN >= 9.22, torch "
+        "2.11 brings 9.19",
+        exit_when="SDPA is as fast on the same cuDNN and serves context parallelism",
+        skips={"graph": TE_SKIPS["graph"]},
+    ),
+    Row(
+        surface="core_attention",
+        backend="sdpa_cudnn",
+        blocks="A",
+        role="chosen",
+        keep="keep",
+        removes="the [s, s] scores of every head; dqk 128 and dv 64, and grouped queries, as they "
+        "are: MLA 1.46 / 6.2 ms, 56 heads on 8 groups of 64 dims 1.13 / 4.35 ms. Whole rows only: "
+        "cuDNN 9.19's gradients for packed documents are wrong, and take 40 ms",
+        layout=_WHOLE,
+        dtypes="bf16, fp16",
+        fallback="sdpa_flash",
+        tests=ATTENTION_TESTS,
+        receipt="examples/receipts/h200/core_attention.json",
+        exit_when="another backend is faster over a whole step with the same dims",
+    ),
+    Row(
+        surface="core_attention",
+        backend="sdpa_flash",
+        blocks="A",
+        role="vendor",
+        keep="keep",
+        removes="the [s, s] scores of every head where cuDNN cannot serve: packed documents above "
+        "all, 1.35 / 4.9 ms with 8 documents, where whole rows take cuDNN 1.46 / 6.2 and it 3.12 / "
+        "12.5, v being padded to dqk",
+        layout=_BOTH,
+        dtypes="bf16, fp16",
+        fallback="sdpa",
+        tests=ATTENTION_TESTS,
+        receipt="examples/receipts/h200/core_attention.json",
+        exit_when="a kernel that takes dv 64 as it is serves packed documents on the pinned stack",
+    ),
+    Row(
+        surface="core_attention",
+        backend="flash_4",
+        blocks="A",
+        role="experimental",
+        keep="borderline",
+        removes="the zeros that v is padded with in packed documents, besides what sdpa_flash does",
+        layout=_BOTH,
+        dtypes="bf16, fp16",
+        fallback="sdpa_flash",
+        tests=ATTENTION_TESTS,
+        no_receipt=_NOT_PINNED,
+        exit_when="it enters the pinned stack, or does not by the next pin",
+    ),
+    Row(
+        surface="core_attention",
+        backend="flash_3",
+        blocks="A",
+        role="experimental",
+        keep="borderline",
+        removes="the same as sdpa_flash, with Hopper's asynchronous matrix products",
+        layout=_BOTH,
+        dtypes="bf16, fp16",
+        fallback="sdpa_flash",
+        tests=ATTENTION_TESTS,
+        no_receipt=_NOT_PINNED,
+        exit_when="it enters the pinned stack, or does not by the next pin",
+    ),
+    Row(
+        surface="core_attention",
+        backend="flash_2",
+        blocks="A",
+        role="experimental",
+        keep="borderline",
+        removes="nothing that sdpa_flash, the same kernel, does not; but it has dropout in packed "
+        "documents, and a deterministic backward pass",
+        layout=_BOTH,
+        dtypes="bf16, fp16",
+        fallback="sdpa_flash",
+        tests=ATTENTION_TESTS,
+        no_receipt=_NOT_PINNED,
+        exit_when="torch's own varlen attention has dropout",
+    ),
+    Row(
+        surface="core_attention",
+        backend="sdpa",
+        blocks="A",
+        role="vendor",
+        keep="keep",
+        removes="the [s, s] scores of every head, on a CPU and in fp32 too",
+        layout=f"{_WHOLE}; thd packed, one document at a time",
+        dtypes="bf16, fp16, fp32, fp64",
+        fallback="reference",
+        tests=ATTENTION_TESTS,
+        receipt="examples/receipts/h200/core_attention.json",
+        exit_when="the CPU lane has another attention",
+    ),
+    Row(
+        surface="core_attention",
+        backend="reference",
+        blocks="A",
+        role="fallback",
+        keep="keep",
+        removes="nothing: softmax(q k^T) v with the scores in memory",
+        layout=f"{_WHOLE}; thd packed, one document at a time",
+        dtypes="bf16, fp16, fp32, fp64; softmax in fp32 or wider",
+        tests=ATTENTION_TESTS,
+        receipt="examples/receipts/h200/core_attention.json",
+        exit_when=REFERENCE_EXIT,
+    ),
+)
+
+_ROPE_LAYOUT = (
+    "projection [s, b, groups, (heads / groups + 2) * dim] -> q [s, b, heads, dim], k, v [s, b, "
+    "groups, dim], or q and k apart; packed thd; any rotated share, pairs beside or half apart"
+)
+_ROPE_TESTS = ("tests/kernels/test_rope_qk.py", "tests/layers/test_attention.py", *GPU_TESTS)
+
+ROPE_QK = (
+    Row(
+        surface="rope_qk",
+        backend="triton",
+        blocks="A",
+        role="chosen",
+        keep="keep",
+        removes="all but one read and one write of the projection each way: the queries' copy, two "
+        "launches for RoPE, and the concatenation of three gradients",
+        layout=_ROPE_LAYOUT,
+        dtypes="bf16, fp16, fp32; angles, sine and turns in fp32, rounded once",
+        fallback="megatron",
+        tests=_ROPE_TESTS,
+        no_receipt="first H200 run pending",
+        exit_when="an attention kernel turns queries and keys as it loads them",
+    ),
+    Row(
+        surface="rope_qk",
+        backend="megatron",
+        blocks="A",
+        role="vendor",
+        keep="keep",
+        removes="nothing by itself; with Transformer Engine each turn is one kernel. It alone has "
+        "output gates and context parallelism",
+        layout=_ROPE_LAYOUT,
+        dtypes="bf16, fp16, fp32; sine and cosine rounded to it without Transformer Engine",
+        fallback="reference",
+        tests=_ROPE_TESTS,
+        no_receipt="first H200 run pending",
+        exit_when="the kernel has both",
+    ),
+    Row(
+        surface="rope_qk",
+        backend="reference",
+        blocks="A",
+        role="fallback",
+        keep="keep",
+        removes="nothing: the definition in plain torch",
+        layout=_ROPE_LAYOUT,
+        dtypes="bf16, fp16, fp32, fp64; turned in fp32 or wider, rounded once",
+        tests=_ROPE_TESTS,
+        no_receipt="first H200 run pending",
+        exit_when=REFERENCE_EXIT,
+    ),
+    Row(
+        surface="rope_qk",
+        backend="te_fused_qkv",
+        blocks="A",
+        role="vendor",
+        keep="not carried",
+        removes="the queries' copy and one of two launches: TE's kernel on the whole projection, "
+        "which Megatron's fused_single_qkv_rope calls",
+        fallback="triton",
+        not_carried="0.224 / 0.443 ms on an H200, against 0.277 / 0.498 of TE's two kernels; whole "
+        "rows only, and Megatron refuses its own flag where a norm or packed documents need the "
+        "other path",
+        exit_when="it is faster than the kernel in a bench",
+    ),
+)

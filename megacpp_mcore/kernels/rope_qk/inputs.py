@@ -1,0 +1,120 @@
+"""What a backend of `rope_qk` is, and the checks that every backend makes of its arguments."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from megacpp_mcore.errors import MegacppError
+
+
+class RopeQKInputError(MegacppError):
+    """Arguments of `rope_qk` that do not fit together."""
+
+
+@dataclass(frozen=True)
+class RopeQK:
+    """One backend: from the projection, and for queries and keys that a norm has taken apart.
+
+    projected(qkv, angles, *, heads, cu_seqlens=None, interleaved=False, mscale=1.0): qkv is
+    Megatron's projection (s, b, groups, (heads / groups + 2) * dim): in every group its queries,
+    one key, one value. Returns q (s, b, heads, dim), k and v (s, b, groups, dim).
+
+    apart(q, k, angles, *, cu_seqlens=None, interleaved=False, mscale=1.0): q (s, b, heads, dim), k
+    (s, b, groups, dim). Returns both, turned.
+
+    For packed documents rows are (t, ...) without b, and cu_seqlens has the (documents + 1,)
+    offsets, integers that never fall from 0: positions start anew in every document, and tokens
+    behind the last offset are nobody's. Any strides, one floating dtype. angles: (positions,
+    rotary_dim / 2) in float32 or wider, position times frequency, one row for each position that
+    occurs; a token whose position has none is left as it is. The first rotary_dim of dim turn,
+    times mscale; the rest is passed on. interleaved: the pairs are neighbours, else rotary_dim / 2
+    apart.
+
+    The outputs are fresh tensors: what comes in may be needed by whoever made it (autograd counts
+    versions, and TE's linears return views, which autograd lets nobody overwrite), and the queries
+    of the projection must move anyway, since no strides make one axis of its groups and their
+    queries. Raises RopeQKInputError for arguments that do not fit together.
+    """
+
+    projected: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    apart: Callable[..., tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, turn: Callable[..., tuple[Tensor, Tensor]]) -> Self:
+        """Both forms in plain torch around turn(q, k, angles, cu_seqlens, interleaved, mscale)."""
+
+        def projected(
+            qkv: Tensor, angles: Tensor, *, heads: int, cu_seqlens: Tensor | None = None,
+            interleaved: bool = False, mscale: float = 1.0,
+        ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+            ratio, dim = check_projection(qkv, angles, heads, cu_seqlens)
+            q, k, v = qkv.split([ratio * dim, dim, dim], dim=-1)
+            q = q.reshape(*qkv.shape[:-2], heads, dim)
+            return *turn(q, k, angles, cu_seqlens, interleaved, mscale), v
+
+        def apart(
+            q: Tensor, k: Tensor, angles: Tensor, *, cu_seqlens: Tensor | None = None,
+            interleaved: bool = False, mscale: float = 1.0,
+        ) -> tuple[Tensor, Tensor]:  # fmt: skip
+            check_apart(q, k, angles, cu_seqlens)
+            return turn(q, k, angles, cu_seqlens, interleaved, mscale)
+
+        return cls(projected, apart)
+
+
+def check_projection(
+    qkv: Tensor, angles: Tensor, heads: int, cu_seqlens: Tensor | None
+) -> tuple[int, int]:
+    """(queries a group, dim) of the projection."""
+    axes = 3 if cu_seqlens is not None else 4
+    if qkv.dim() != axes:
+        raise RopeQKInputError(f"qkv is {tuple(qkv.shape)}; it must be {_LAYOUTS[axes]}")
+    groups, width = qkv.shape[-2:]
+    if not groups or heads % groups or width % (heads // groups + 2):
+        raise RopeQKInputError(
+            f"qkv is {tuple(qkv.shape)}; with {heads} heads its axes before the last two must be "
+            "followed by groups, of which heads is a multiple, and (heads / groups + 2) * dim"
+        )
+    ratio = heads // groups
+    _check_angles(qkv, angles, width // (ratio + 2), cu_seqlens)
+    return ratio, width // (ratio + 2)
+
+
+def check_apart(q: Tensor, k: Tensor, angles: Tensor, cu_seqlens: Tensor | None) -> None:
+    axes = 3 if cu_seqlens is not None else 4
+    fits = q.dim() == k.dim() == axes and q.dtype == k.dtype
+    if not fits or q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
+        raise RopeQKInputError(
+            f"q is {tuple(q.shape)} in {q.dtype}, k is {tuple(k.shape)} in {k.dtype}; both must be "
+            f"{_LAYOUTS[axes]} in one dtype, alike but for the heads"
+        )
+    if not k.shape[-2] or q.shape[-2] % k.shape[-2]:
+        raise RopeQKInputError(f"{q.shape[-2]} heads are no multiple of {k.shape[-2]} groups")
+    _check_angles(q, angles, q.shape[-1], cu_seqlens)
+
+
+_LAYOUTS = {
+    3: "(t, heads or groups, width), for packed documents",
+    4: "(s, b, heads or groups, width), without cu_seqlens",
+}
+
+
+def _check_angles(x: Tensor, angles: Tensor, dim: int, cu_seqlens: Tensor | None) -> None:
+    wide = angles.dtype in (torch.float32, torch.float64)
+    if angles.dim() != 2 or not wide or not 0 < 2 * angles.shape[1] <= dim:
+        raise RopeQKInputError(
+            f"angles are {tuple(angles.shape)} in {angles.dtype}; they must be (positions, "
+            f"rotary_dim / 2) in float32 or float64, rotary_dim at most {dim}"
+        )
+    if cu_seqlens is None and angles.shape[0] < x.shape[0]:
+        raise RopeQKInputError(
+            f"angles have {angles.shape[0]} positions, the sequence has {x.shape[0]}"
+        )
+    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point()):
+        raise RopeQKInputError(
+            f"cu_seqlens is {tuple(cu_seqlens.shape)} in {cu_seqlens.dtype}; it must be "
+            "(documents + 1,) integers"
+        )

@@ -1,0 +1,128 @@
+"""The A block as grouped-query attention: Megatron's module with RoPE and norms by dispatch."""
+
+from dataclasses import replace
+
+from megatron.core.transformer import attention as upstream
+from torch import Tensor
+
+from megacpp_mcore import dispatch, problems
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.kernels.rope_qk import RopeQK
+from megacpp_mcore.layers.settings import plugin_settings
+
+MEGATRON = "megatron"  # the backend that is upstream's own forward pass
+
+
+class AttentionError(MegacppError):
+    """Angles or a batch that the chosen RoPE cannot turn."""
+
+
+class SelfAttention(upstream.SelfAttention):
+    """Megatron's SelfAttention, whose queries, keys and values come out of one RoPE launch.
+
+    Upstream cuts the projection apart, copies the queries together, and turns queries and keys one
+    after the other. Here the surface `rope_qk` does all of it on the projection as the GEMM leaves
+    it, in get_query_key_value_tensors; upstream's forward then finds no angles left to apply. Where
+    dispatch chose `megatron`, in generation and without RoPE, upstream's own path runs.
+
+    A spec is made before the config is known, so that it may name the Q/K norms that only a config
+    with qk_layernorm wants; they are dropped for one without.
+    """
+
+    def __init__(self, config, submodules, *args, **kwargs) -> None:
+        if config.qk_l2_norm or not config.qk_layernorm:
+            submodules = replace(submodules, q_layernorm=None, k_layernorm=None)
+        super().__init__(config, submodules, *args, **kwargs)
+        problem = problems.rope_qk(problems.current_device(), config)
+        decision = dispatch.decide("rope_qk", problem, plugin_settings(config).backends)
+        self.rope: RopeQK | None = None
+        if decision.observed != MEGATRON:
+            self.rope = decision.load()
+        self._angles: Tensor | None = None
+        self._offsets: Tensor | None = None
+
+    def forward(
+        self, hidden_states, attention_mask, key_value_states=None, inference_context=None,
+        rotary_pos_emb=None, *args, packed_seq_params=None, inference_params=None, **kwargs,
+    ):  # fmt: skip
+        """As upstream's; Megatron gives everything behind rotary_pos_emb by name.
+
+        Raises AttentionError for angles that differ between queries and keys or between the rows
+        of a batch, and for a document that is longer than the table of angles.
+        """
+        ours = self.rope is not None and self._turns() and rotary_pos_emb is not None
+        if ours and inference_context is None and inference_params is None:
+            self._angles = self._table(rotary_pos_emb)
+            self._offsets = _offsets(packed_seq_params, self._angles)
+            rotary_pos_emb = None
+        try:
+            return super().forward(
+                hidden_states, attention_mask, key_value_states, inference_context,
+                rotary_pos_emb, *args, packed_seq_params=packed_seq_params,
+                inference_params=inference_params, **kwargs,
+            )  # fmt: skip
+        finally:
+            self._angles = self._offsets = None
+
+    def get_query_key_value_tensors(
+        self, hidden_states, key_value_states=None, output_gate=False, split_qkv=True
+    ):
+        """As upstream's; turned already, where forward has put the angles aside."""
+        if self._angles is None:
+            return super().get_query_key_value_tensors(
+                hidden_states, key_value_states, output_gate, split_qkv
+            )
+        norms = self.q_layernorm is not None or self.k_layernorm is not None
+        found = super().get_query_key_value_tensors(hidden_states, split_qkv=norms)
+        how = {
+            "cu_seqlens": self._offsets,
+            "interleaved": self.config.rotary_interleaved,
+            "mscale": self._yarn_concentration_factor,
+        }
+        packed = self._offsets is not None
+        if norms:
+            q, k, v = found
+            q, k = (x.squeeze(1) for x in (q, k)) if packed else (q, k)
+            q, k = self.rope.apart(q, k, self._angles, **how)
+            return (q.unsqueeze(1), k.unsqueeze(1), v) if packed else (q, k, v)
+        qkv = found[0].squeeze(1) if packed else found[0]
+        heads = self.num_attention_heads_per_partition
+        turned = self.rope.projected(qkv, self._angles, heads=heads, **how)
+        return tuple(x.unsqueeze(1) for x in turned) if packed else turned
+
+    def _turns(self) -> bool:
+        skipped = self.config.no_rope_freq
+        return not (skipped and skipped[self.layer_number - 1])
+
+    def _table(self, rotary_pos_emb: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        """(positions, rotary_dim / 2) of Megatron's (positions, 1, 1, rotary_dim)."""
+        table = rotary_pos_emb
+        if isinstance(table, tuple):
+            if table[0] is not table[1]:
+                raise AttentionError(
+                    "queries and keys have angles of their own; give one table for both, or name "
+                    "rope_qk = 'megatron' in [backends]"
+                )
+            table = table[0]
+        if table.dim() != 4 or table.shape[1:3] != (1, 1):
+            raise AttentionError(
+                f"rotary_pos_emb is {tuple(table.shape)}; rope_qk takes (positions, 1, 1, "
+                "rotary_dim), one table for all rows and heads"
+            )
+        table = table[:, 0, 0]
+        if self.config.rotary_interleaved:
+            return table[:, 0::2]
+        return table[:, : table.shape[1] // 2]
+
+
+def _offsets(packed_seq_params, angles: Tensor) -> Tensor | None:
+    """cu_seqlens of packed documents, with the padding between them where there is any."""
+    if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
+        return None
+    longest = packed_seq_params.max_seqlen_q
+    if longest is not None and longest > angles.shape[0]:
+        raise AttentionError(
+            f"max_seqlen_q is {longest}, rotary_pos_emb has {angles.shape[0]} positions"
+        )
+    padded = packed_seq_params.cu_seqlens_q_padded
+    return packed_seq_params.cu_seqlens_q if padded is None else padded
