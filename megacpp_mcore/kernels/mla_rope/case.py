@@ -60,6 +60,8 @@ class MLARopeCase(Case):
             "plain-documents": cls(2, 4, 2, 16, 16, 8, 16, documents=3),
             "odd-yarn-partial": cls(3, 3, 7, 12, 14, 10, 6, mscale=1.3),
             "odd-halves": cls(1, 5, 17, 3, 10, 5, 10, interleaved=False),
+            "odd-nam56r": cls(1, 2, 56, 64, 64, 64, 64),
+            "odd-many-heads": cls(1, 1, 130, 8, 8, 8, 8),
             "odd-one-token": cls(1, 1, 1, 1, 2, 1, 2),
             "odd-many-documents": cls(1, 9, 3, 8, 6, 4, 6, documents=70),
             "empty": cls(2, 0, 4, 16, 16, 16, 16),
