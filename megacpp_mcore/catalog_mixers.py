@@ -31,9 +31,9 @@ MLA = (
         blocks="A",
         role="chosen",
         keep="keep",
-        removes="every copy around RoPE, 4.4 ms of the unfused layer's 13.0: 0.277 / 0.556 ms, 89 % "
-        "of what a copy moves, and the layer takes 9.2. q, kv and k_pos are read once and q, k and "
-        "v written once, and the same with their gradients; 8 documents a row cost 1 % more",
+        removes="every copy around RoPE, 4.4 ms of the unfused layer's 13.0: 0.277 / 0.556 ms, 89 "
+        "% of what a copy moves, and the layer takes 9.2. q, kv and k_pos are read once and q, k "
+        "and v written once, and the same with their gradients; 8 documents a row cost 1 % more",
         layout=_MLA_ROPE_LAYOUT,
         dtypes="bf16, fp16, fp32; turned and summed over heads in fp32, rounded once",
         fallback="reference",
@@ -47,9 +47,9 @@ MLA = (
         blocks="A",
         role="vendor",
         keep="borderline",
-        removes="nothing: Megatron's own operations, one after another, 2.13 / 4.31 ms; the unfused "
-        "layer to compare with. Refused where it leaves other tensor-parallel ranks out of k's "
-        "rotary gradient",
+        removes="nothing: Megatron's own operations, one after another, 2.13 / 4.31 ms; the "
+        "unfused layer to compare with. Refused where it leaves other tensor-parallel ranks out of "
+        "k's rotary gradient",
         layout=_MLA_ROPE_LAYOUT,
         dtypes="bf16, fp16, fp32, fp64; cos, sin and every step rounded to it",
         fallback="reference",
@@ -86,14 +86,14 @@ MLA = (
         surface="mla_projection",
         backend="own_fused",
         blocks="A",
-        role="experimental",
+        role="deferred",
         keep="not carried",
         removes="q and kv in memory between up projection and RoPE, and their gradients: of the "
         "layer's 9.2 ms at most 0.5, were its kernels as fast as a copy of what they must move",
         not_carried="measured in the layer: up projections 0.15 ms forward and 0.24 backward, RoPE "
         "0.28 each; one kernel forward writes q, k and v, 0.14 at best, two backward read their "
-        "gradients, 0.28. For half of that, as such kernels go, it would replace TE's linears: FP8, "
-        "sequence parallelism's gathers and fused gradient accumulation, each once more",
+        "gradients, 0.28. For half of that, as such kernels go, it would replace TE's linears: "
+        "FP8, sequence parallelism's gathers and fused gradient accumulation, each once more",
         exit_when="the attention core takes so little that 0.5 ms are a tenth of the layer",
     ),
 )
