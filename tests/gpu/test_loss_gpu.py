@@ -20,6 +20,9 @@ ON_GPU = [
 ]  # fmt: skip
 # Transformer Engine multiplies float32 in TF32, which makes more of a difference than it should.
 EXACT = "linear=reference,norm=reference"
+# Some 16 products lie between a head and a weight and back, each with sums of up to 64 terms in
+# float32: the root of 64 roundings for each.
+TOLERANCE = 16 * 64**0.5 * torch.finfo(torch.float32).eps
 
 
 @pytest.fixture
@@ -51,8 +54,8 @@ def test_losses_log_and_gradients_are_megatrons(backends, tied):
             for model in (ours, megatrons):
                 model.config.calculate_per_token_loss = per_token
             expected = run(megatrons, megatrons_step, on_gpu(batches()))
-            assert_same(run(ours, forward_step, on_gpu(batches())), expected)
-            assert_same(run(ours, megatrons_step, on_gpu(batches())), expected)
+            for step in (forward_step, megatrons_step):
+                assert_same(run(ours, step, on_gpu(batches())), expected, TOLERANCE)
 
 
 def test_the_logits_are_in_memory_by_megatrons_heads_and_not_by_ours(backends):
