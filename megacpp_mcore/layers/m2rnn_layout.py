@@ -59,3 +59,100 @@ class M2RNNLayout:
     def channels(self) -> int:
         """V of every head of the whole model: the width of the norm."""
         return self.heads * self.v_dim
+
+
+# lm-engine's name -> ours, of the parameters that are the same but for their shape.
+_LM_ENGINE_NAMES = {
+    "conv1d.weight": "conv1d_weight",
+    "conv1d.bias": "conv1d_bias",
+    "state_weight": "W",
+    "decay_gate.A_log": "A_log",
+    "decay_gate.dt_bias": "dt_bias",
+    "D": "D",
+    "g_norm.weight": "norm_weight",
+    "output_projection.weight": "out_proj.weight",
+}
+_LM_ENGINE_IN_PROJ = "input_projection.weight"
+
+
+def from_lm_engine(layout: M2RNNLayout, weights: dict) -> dict:
+    """A mixer's weights from those of lm-engine's M2RNN, the layer around XMA's kernels.
+
+    weights: `state_dict()` of its module, every parameter once: one head of q and of k, H heads of
+    v, gate, decay and state weight, a convolution with a bias, the residual, an RMS norm and no
+    other bias. layout: of the whole model (tp 1); reshard through a checkpoint. Their projection
+    has the rows [q, k, v, f, g], ours [q, k, v, g, f]; nothing else changes but D's shape. Raises
+    M2RNNMixerError for other names or shapes.
+    """
+    expected = _lm_engine_shapes(layout, weights.get(_LM_ENGINE_IN_PROJ))
+    _check_weights("lm-engine's M2RNN", weights, expected)
+    *qkv, decay, gate = weights[_LM_ENGINE_IN_PROJ].split(_lm_engine_rows(layout))
+    own = {ours: weights[theirs] for theirs, ours in _LM_ENGINE_NAMES.items()}
+    own["D"] = own["D"].flatten()
+    return {"in_proj.weight": _concatenated(*qkv, gate, decay)} | own
+
+
+def to_lm_engine(layout: M2RNNLayout, weights: dict) -> dict:
+    """The inverse of `from_lm_engine`: `state_dict()` of a mixer built without parallelism.
+
+    Megatron's `_extra_state` entries, which hold no weight, are left out. Raises M2RNNMixerError
+    for other names or shapes.
+    """
+    weights = {name: x for name, x in weights.items() if not name.endswith("._extra_state")}
+    theirs = _lm_engine_shapes(layout, weights.get("in_proj.weight"))
+    expected = {ours: theirs[name] for name, ours in _LM_ENGINE_NAMES.items()}
+    expected |= {"in_proj.weight": theirs[_LM_ENGINE_IN_PROJ], "D": (layout.channels,)}
+    _check_weights("the M2RNN mixer", weights, expected)
+    *qkv, gate, decay = weights["in_proj.weight"].split(list(layout.in_proj.values()))
+    converted = {name: weights[ours] for name, ours in _LM_ENGINE_NAMES.items()}
+    converted["D"] = converted["D"].view(layout.heads, layout.v_dim)
+    return {_LM_ENGINE_IN_PROJ: _concatenated(*qkv, decay, gate)} | converted
+
+
+def _lm_engine_rows(layout: M2RNNLayout) -> list[int]:
+    sizes = layout.in_proj
+    return [sizes[name] for name in ("query", "key", "value", "decay", "gate")]
+
+
+def _lm_engine_shapes(layout: M2RNNLayout, in_proj) -> dict[str, tuple[int, ...]]:
+    """Shapes by lm-engine's names; the model's width and the kernel are taken as they come."""
+    if layout.tp != 1:
+        raise M2RNNMixerError(
+            f"the layout is of one of {layout.tp} tensor-parallel ranks; lm-engine's weights are "
+            "whole: convert with tensor_model_parallel_size 1, and reshard through a checkpoint"
+        )
+    hidden = in_proj.shape[-1] if in_proj is not None else None
+    heads, channels, conv = layout.heads, layout.channels, sum(layout.conv.values())
+    return {
+        _LM_ENGINE_IN_PROJ: (sum(layout.in_proj.values()), hidden),
+        "conv1d.weight": (conv, 1, None),
+        "conv1d.bias": (conv,),
+        "state_weight": (heads, layout.v_dim, layout.v_dim),
+        "decay_gate.A_log": (heads,),
+        "decay_gate.dt_bias": (heads,),
+        "D": (heads, layout.v_dim),
+        "g_norm.weight": (channels,),
+        "output_projection.weight": (hidden, channels),
+    }
+
+
+def _check_weights(whose: str, weights: dict, expected: dict[str, tuple]) -> None:
+    """expected: shapes, None for any size."""
+    if weights.keys() != expected.keys():
+        raise M2RNNMixerError(
+            f"weights of {whose}: missing {sorted(expected.keys() - weights.keys())}, not known "
+            f"{sorted(weights.keys() - expected.keys())}; it must have each of {sorted(expected)}"
+        )
+    for name, shape in expected.items():
+        actual = tuple(weights[name].shape)
+        same = len(actual) == len(shape) and all(
+            size in (None, own) for own, size in zip(actual, shape, strict=True)
+        )
+        if not same:
+            raise M2RNNMixerError(f"{name} of {whose} is {actual}; it must be {shape} (None: any)")
+
+
+def _concatenated(*parts):
+    import torch
+
+    return torch.cat(parts)
