@@ -15,6 +15,7 @@ OVERRIDES = [
     "parallel.tensor_model_parallel_size=2", "launch.nproc_per_node=2", "mtp.mtp_num_layers=2",
     "data.data_path=null", "data.mock_data=true",
     "launch.environment.CUDA_DEVICE_MAX_CONNECTIONS=1",
+    "backends.mla_rope=reference",  # Megatron's own is wrong, and refused, over two ranks
 ]  # fmt: skip
 LAYOUTS = {
     "tp": [],
