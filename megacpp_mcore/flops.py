@@ -106,6 +106,16 @@ class _Cost:
         return Part(name, layers, forward, backward, parameters, parameters - self.idle)
 
 
+def training_flops(recipe: Recipe, *, mamba2: bool = False) -> float:
+    """Operations a token of training, for a receipt.
+
+    Where documents are packed the pairs that attention sees depend on the data: they are left out,
+    which makes the figure a lower bound.
+    """
+    keys = 0.0 if recipe.data.dataloader_inter_document_masking else None
+    return count(recipe, keys=keys, mamba2=mamba2).training
+
+
 def count(recipe: Recipe, *, keys: float | None = None, mamba2: bool = False) -> Count:
     """Count `recipe`. keys: the mean number of keys a query sees, where documents are packed;
     None: whole rows. mamba2: M is Megatron's Mamba-2, as in the yardstick."""

@@ -33,7 +33,7 @@ from megacpp_mcore.receipts import (
 from megacpp_mcore.receipts import run as run_receipt
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.receipts.lane import code, lane
-from megacpp_mcore.receipts.run import warm_rows
+from megacpp_mcore.receipts.run import Work, warm_rows
 
 STOCK = Draft202012Validator(schema())
 
@@ -567,3 +567,20 @@ def test_the_file_is_json_with_a_line_per_field(tmp_path):
     assert json.loads(text) == document
     assert sum(line.strip().startswith('"loss": [') for line in text.splitlines()) == 2
     assert len(text.splitlines()) < 120
+
+
+def test_speed_in_operations_is_per_device_and_against_a_stated_peak(tmp_path):
+    """1,000 tokens a second of 6 GFLOP on two devices: 3 TFLOP/s each."""
+    two = {"world_size": 2, "tp": 1, "pp": 1, "ep": 1, "cp": 1, "dp": 2}
+    known = samples.start(tmp_path / "a.json", topology=two, work=Work(6e9, 12e12))
+    unknown = samples.start(tmp_path / "b.json", topology=two, work=Work(6e9))
+    for receipt in (known, unknown):
+        assert receipt.write()["result"]["tflops_per_s_per_device"] is None  # no warm step yet
+        for step in range(1, 5):
+            receipt.step(step, tokens=100, ms=100.0, loss=1.0)
+    result = known.write("complete")["result"]
+    assert result["flops_per_token"] == 6e9 and result["mfu_peak_tflops"] == 12
+    assert result["tflops_per_s_per_device"] == 3 and result["mfu"] == 0.25
+    result = unknown.write("complete")["result"]
+    assert result["tflops_per_s_per_device"] == 3
+    assert result["mfu"] is None and result["mfu_peak_tflops"] is None

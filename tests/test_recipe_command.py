@@ -66,6 +66,8 @@ def test_show_json(capsys):
     assert recipe("show", "nam56r", "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["sha256"] == load_recipe("nam56r").sha256
+    assert shown["flops_per_token"]["training"] == 3 * shown["flops_per_token"]["forward"] > 1e10
+    assert shown["active_parameters"] < shown["parameters"] / 2
     assert shown["recipe"]["model"]["hidden_size"] == 3584
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from megacpp_mcore import bench, bridges, dispatch, problems, receipts
 from megacpp_mcore.bench.clock import Clock, clock_for, interleave
 from megacpp_mcore.bench.surface import environment
-from megacpp_mcore.kernels.core_attention.case import CoreAttentionCase
+from megacpp_mcore.flops import count
 from megacpp_mcore.lowering import lower
 from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, Recipe
@@ -52,10 +52,10 @@ def bench_model(
     with setup.single_process(recipe.schedule.seed, device), setup.quiet():
         say(f"building {recipe.plan.megatron_pattern} on {device}")
         subject = _Subject(setup.build_model(args), args, _batches(recipe, args, device), clock)
-        flops = subject.flops(recipe)
+        cost, tokens = count(recipe), args.micro_batch_size * args.seq_length
+        flops = int(cost.forward * tokens), int(cost.training * tokens)
         rows, wrong = _rows(subject, flops, optimizer, say)
         decisions = [asdict(decision) for decision in dispatch.decisions()]
-    tokens = args.micro_batch_size * args.seq_length
     receipt = receipts.bench_receipt(
         problem={"surface": _NAME, "dtype": str(args.params_dtype).removeprefix("torch."),
                  "sizes": _sizes(recipe, subject, tokens)},
@@ -69,8 +69,8 @@ def bench_model(
         notes=[
             bench.ONE_RANK_NOTE,
             *(f"{row['phase']}: {tokens / row['median_ms'] * 1000:,.0f} tokens/s" for row in rows),
-            "FLOPs: the products with the weights and the causal attention; scans, norms and the "
-            "router's softmax are not counted. Peak memory is the process's, weights included",
+            "FLOPs: megacpp_mcore.flops, every layer and head and the pairs that the causal mask "
+            "leaves; not what is elementwise. Peak memory is the process's, weights included",
             "the forward pass makes the gradients of the heads too, unless they are Megatron's own "
             "(backend megatron of linear_cross_entropy)",
             *wrong,
@@ -114,20 +114,6 @@ class _Subject:
         """From here on the model is as Megatron trains it."""
         build = _megatron_step if self.clock.device == "cuda" else _cpu_step
         self.model, self._step = build(self.bare, self.args)
-
-    def flops(self, recipe: Recipe) -> int:
-        """Of a forward pass: two a weight and token, an expert's share of them, and attention."""
-        tokens = self.args.micro_batch_size * self.args.seq_length
-        total = weight_flops(self.bare, recipe, tokens)
-        if recipe.model.untie_embeddings_and_output_weights is False:
-            total += 2 * recipe.model.vocab_size * recipe.model.hidden_size * tokens
-        # An MTP depth uses the output layer again.
-        heads = recipe.model.vocab_size * recipe.model.hidden_size * recipe.mtp.mtp_num_layers
-        total += 2 * heads * tokens
-        attention = CoreAttentionCase.of(recipe)
-        layers = [*recipe.plan.layers, *recipe.plan.mtp_layers]
-        count = sum(layer.letter == "A" for layer in layers)
-        return int(total) + (count * attention.flops() if attention else 0)
 
 
 def weight_flops(module: torch.nn.Module, recipe: Recipe, tokens: int) -> float:
@@ -223,14 +209,17 @@ def _cpu_step(bare: torch.nn.Module, args: Namespace) -> Step:
 
 
 def _rows(
-    subject: _Subject, flops: int, optimizer: bool, say: Callable[[str], None]
+    subject: _Subject, flops: tuple[int, int], optimizer: bool, say: Callable[[str], None]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    rows = [_row(subject, "forward", flops, say), _row(subject, "forward_backward", 3 * flops, say)]
+    """flops: of a forward pass, and of one with its backward pass."""
+    forward, training = flops
+    rows = [_row(subject, "forward", forward, say)]
+    rows.append(_row(subject, "forward_backward", training, say))
     if not optimizer:
         return rows, []
     try:
         subject.with_optimizer()
-        rows.append(_row(subject, "step", 3 * flops, say))
+        rows.append(_row(subject, "step", training, say))
     except torch.OutOfMemoryError as error:
         return rows, [f"no step: out of memory: {str(error).splitlines()[0]}"]
     except Exception as error:  # the first two rows stand; the caller ends with status 1

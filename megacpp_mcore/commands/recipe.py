@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from megacpp_mcore.flops import count
 from megacpp_mcore.lowering import lower
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.fields import Target
@@ -43,7 +44,7 @@ def register(subparsers: Any) -> None:
 
     show = _add(commands, "show", _show, "the resolved recipe, with where each key goes")
     show.add_argument("--all", action="store_true", help="also the keys left to their defaults")
-    show.add_argument("--json", action="store_true", help="every key, with name and sha256")
+    show.add_argument("--json", action="store_true", help="every key, with name, sha256 and cost")
 
     _add(commands, "check", _check, "compare with Megatron's own parser and validation", many=True)
 
@@ -100,7 +101,15 @@ def _list(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.overrides)
     if args.json:
-        about = {"name": recipe.name, "sha256": recipe.sha256, "description": recipe.description}
+        cost = count(recipe)
+        about = {
+            "name": recipe.name,
+            "sha256": recipe.sha256,
+            "description": recipe.description,
+            "parameters": cost.parameters,
+            "active_parameters": cost.active,
+            "flops_per_token": {"forward": cost.forward, "training": cost.training},
+        }
         print(json.dumps({**about, "recipe": recipe.to_dict()}, indent=2))
     else:
         print("\n".join(_toml(recipe, everything=args.all)))
@@ -111,6 +120,11 @@ def _toml(recipe: Recipe, everything: bool) -> Iterator[str]:
     """The recipe as a file that loads to the same values, each key with where it goes."""
     yield f"# {recipe.name}  sha256 {recipe.sha256}"
     yield f"# {recipe.plan.megatron_pattern}"
+    cost = count(recipe)
+    yield (
+        f"# {cost.parameters:,} parameters, {cost.active:,} of them active; a token costs "
+        f"{cost.forward / 1e9:.4g} GFLOP forward, {cost.training / 1e9:.4g} with its gradients"
+    )
     if recipe.description:
         yield f"description = {json.dumps(recipe.description, ensure_ascii=False)}"
     section, tables = "", []

@@ -5,6 +5,7 @@ import copy
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,25 @@ def warm_rows(receipt: Mapping[str, Any]) -> list[int]:
     return [row for row, step in enumerate(receipt["series"]["step"]) if step not in cold]
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a token of training costs: forward and backward, as `megacpp_mcore.flops` counts it.
+
+    peak_flops: operations a second that one device could do at most, None where that is not known;
+    the model FLOPs utilisation (MFU) is against it.
+    """
+
+    flops_per_token: float
+    peak_flops: float | None = None
+
+
 class RunReceipt:
     """The receipt of a run in progress; one process (rank 0) holds it.
 
     recipe: from `recipe_entry`. topology, plan, backends, environment, lane: as in the schema
     (`lane.lane(...)`, `[asdict(decision) for decision in dispatch.decisions()]`, which is complete
-    once the model is built). goodput: the ledger of this process. Nothing is written until `write`.
+    once the model is built). goodput: the ledger of this process. work: with it the result has the
+    speed in operations. Nothing is written until `write`.
     Raises ReceiptError at once when one of them is not as the schema says.
     """
 
@@ -45,8 +59,10 @@ class RunReceipt:
         environment: dict[str, dict[str, str]],
         lane: dict[str, Any],
         goodput: Goodput,
+        work: Work | None = None,
     ) -> None:
         self.path = Path(path)
+        self._work = work
         self._goodput = goodput
         self._head = receipt_head("run", recipe, topology, backends, environment, lane, [])
         self._head["plan"] = plan
@@ -247,6 +263,21 @@ class RunReceipt:
             "final_eval_loss": evaluated[-1] if evaluated else None,
             "tokens_per_s_median": statistics.median(speeds) if speeds else None,
             "peak_memory_bytes": self._peak or None,
+            **self._speed_in_operations(statistics.median(speeds) if speeds else None),
+        }
+
+    def _speed_in_operations(self, tokens_per_s: float | None) -> dict[str, float | None]:
+        if self._work is None:
+            return {}
+        flops, peak = self._work.flops_per_token, self._work.peak_flops
+        speed = None
+        if tokens_per_s is not None:
+            speed = tokens_per_s * flops / self._head["topology"]["world_size"]
+        return {
+            "flops_per_token": flops,
+            "tflops_per_s_per_device": None if speed is None else round(speed / 1e12, 4),
+            "mfu": None if speed is None or peak is None else round(speed / peak, 6),
+            "mfu_peak_tflops": None if peak is None else peak / 1e12,
         }
 
 

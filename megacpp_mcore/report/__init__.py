@@ -164,7 +164,7 @@ def _result(receipt: Mapping[str, Any]) -> list[str]:
         if name in ("unigram_entropy", "bigram_entropy") and result["final_loss"] is not None:
             below = value - result["final_loss"]
             text += f"  final loss is {abs(below):.3f} {'below' if below >= 0 else 'above'}"
-        lines.append(f"{'result' if not lines else '':<9} {name:<21}{text}")
+        lines.append(f"{'result' if not lines else '':<9} {name:<24}{text}")
     return lines
 
 
@@ -257,6 +257,8 @@ def _compare_runs(a: Mapping[str, Any], b: Mapping[str, Any], margin: float) -> 
 
 _FIGURES = (
     ("tokens/s, warm median", lambda r: r["result"]["tokens_per_s_median"]),
+    ("TFLOP/s a device", lambda r: r["result"].get("tflops_per_s_per_device")),
+    ("MFU", lambda r: r["result"].get("mfu")),
     ("peak memory, GiB", lambda r: (r["result"]["peak_memory_bytes"] or 0) / 2**30 or None),
     ("final loss", lambda r: r["result"]["final_loss"]),
     ("final evaluation loss", lambda r: r["result"]["final_eval_loss"]),

@@ -16,11 +16,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megacpp_mcore import dispatch, receipts
+from megacpp_mcore import dispatch, flops, receipts
 from megacpp_mcore.lowering import lower
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.receipts.lane import lane
-from megacpp_mcore.receipts.run import RunReceipt
+from megacpp_mcore.receipts.run import RunReceipt, Work
 from megacpp_mcore.recipe import Recipe, patch_needs
 from megacpp_mcore.training import checkpoint, cpu_support
 from megacpp_mcore.training.data_entropy import corpus_entropy
@@ -103,6 +103,7 @@ class _Run:
             environment=environment,
             lane=lane("cpu"),
             goodput=goodput,
+            work=Work(flops.training_flops(recipe)),
         )
 
     def resume(self, latest: Path) -> None:

@@ -18,11 +18,11 @@ import torch
 from megatron.core import mpu
 from megatron.training import get_args, training
 
-from megacpp_mcore import dispatch, receipts
+from megacpp_mcore import dispatch, flops, receipts
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.receipts.lane import lane
-from megacpp_mcore.receipts.run import RunReceipt
+from megacpp_mcore.receipts.run import RunReceipt, Work
 from megacpp_mcore.training.gather_check import GatherCheck
 from megacpp_mcore.training.gpu_launch import Launch
 
@@ -93,7 +93,8 @@ class Watch:
 
     def _new_receipt(self) -> RunReceipt:
         args, recipe = get_args(), self.launch.recipe
-        plan = recipe.plan.to_dict()
+        plan, lane_here = recipe.plan.to_dict(), lane()
+        cost = flops.training_flops(recipe, mamba2=self.launch.yardstick)
         receipt = RunReceipt(
             self.path,
             recipe=receipts.recipe_entry(self.launch.name, recipe.to_dict()),
@@ -112,12 +113,15 @@ class Watch:
             },
             backends=[asdict(decision) for decision in dispatch.decisions()],
             environment=self.launch.environment,
-            lane=lane(),
+            lane=lane_here,
             goodput=self.goodput,
+            work=Work(cost, flops.PEAKS.get(lane_here["device"]["name"])),
         )
         if self.iteration and self.path.exists():
             tokens = self.iteration * args.global_batch_size * args.seq_length
             receipt.resume(receipts.read(self.path), self.iteration, tokens)
+        if args.dataloader_inter_document_masking:
+            receipt.note("FLOPs leave out the core of attention: its pairs depend on the documents")
         if args.world_size > 1:
             receipt.note(f"peak memory, parameters and times are those of rank {args.rank}")
         if self.launch.yardstick:
