@@ -38,15 +38,17 @@ def test_a_bool_is_a_switch_and_nothing_else_is():
 
 
 def test_the_schema_has_the_layers_settings_and_no_copies():
-    for section, settings in (
-        ("mamba3", Mamba3Settings), ("m2rnn", M2RNNSettings), ("recompute", RecomputeSettings),
-    ):  # fmt: skip
+    for section, settings, target in (
+        ("mamba3", Mamba3Settings, Target.PLUGIN),
+        ("m2rnn", M2RNNSettings, Target.PLUGIN),
+        ("recompute", RecomputeSettings, Target.RECOMPUTE),
+    ):
         assert issubclass(SECTIONS[section], settings)
         own = vars(SECTIONS[section]).get("__annotations__", {})
         names = {f.name for f in dataclasses.fields(settings)}
         assert SECTIONS[section] is settings or not names & set(own)
         for name in names:
-            assert KEYS[f"{section}.{name}"].lowers_to is Target.PLUGIN
+            assert KEYS[f"{section}.{name}"].lowers_to is target
 
 
 @pytest.mark.parametrize("name", ["nam56r", "nam56r-quarter", "nam56r-tiny"])
@@ -109,11 +111,7 @@ def test_the_environment_keys_above_are_all():
 
 
 def test_plugin_keys_reach_the_layers_through_the_environment(monkeypatch):
-    plugin = [
-        key
-        for key in KEYS.values()
-        if key.lowers_to is Target.PLUGIN and key.section != "recompute"
-    ]
+    plugin = [key for key in KEYS.values() if key.lowers_to is Target.PLUGIN]
     for key in plugin:
         before = load_recipe("nam56r-tiny").get(key.dotted)
         match before:

@@ -23,6 +23,7 @@ class Target(enum.Enum):
 
     PLAN = "layer plan"  # --hybrid-layer-pattern, and what Megatron derives from it
     PLUGIN = "plugin"  # read from MEGACPP_RECIPE
+    RECOMPUTE = "--recompute-modules, or plugin"  # settings.MEGATRON_RECOMPUTES says which
     ENVIRONMENT = "environment"
 
 
@@ -82,12 +83,19 @@ def to(target: Target, default: Any = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, metadata={_LOWERS_TO: target})
 
 
+_SETTINGS = {
+    Mamba3Settings: Target.PLUGIN,
+    M2RNNSettings: Target.PLUGIN,
+    RecomputeSettings: Target.RECOMPUTE,
+}
+
+
 @functools.cache
 def keys_of(section: str, cls: type) -> dict[str, Key]:
-    """The keys of one section, by name. Fields of the layers' settings go to the plugin."""
+    """The keys of one section, by name. Fields of the layers' settings have no metadata."""
     settings = {
-        field.name
-        for base in (Mamba3Settings, M2RNNSettings, RecomputeSettings)
+        field.name: target
+        for base, target in _SETTINGS.items()
         if issubclass(cls, base)
         for field in dataclasses.fields(base)
     }
@@ -95,8 +103,8 @@ def keys_of(section: str, cls: type) -> dict[str, Key]:
     keys = {}
     for field in dataclasses.fields(cls):
         lowers_to = field.metadata.get(_LOWERS_TO)
-        if lowers_to is None and field.name in settings:
-            lowers_to = Target.PLUGIN
+        if lowers_to is None:
+            lowers_to = settings.get(field.name)
         if isinstance(lowers_to, Flag) and lowers_to.given_when is None:
             is_bool = bool in _members(hints[field.name])
             lowers_to = Flag(lowers_to.name, given_when=True if is_bool else None)
