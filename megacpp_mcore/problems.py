@@ -139,9 +139,7 @@ def core_attention_of(recipe: "Recipe", device: str) -> Problem | None:
 def mla_rope(device: str, config) -> Problem:
     """heads: of one tensor-parallel rank. rotary_dim: dims of the pos_dim that RoPE turns."""
     pos_dim = config.qk_pos_emb_head_dim
-    percent = (
-        config.rotary_percent if config.rope_type == "rope" else 1.0
-    )  # YaRN's does not read it
+    percent = config.rotary_percent if config.rope_type == "rope" else 1.0  # YaRN turns all
     return Problem.of(
         device,
         _dtype(config),
@@ -150,6 +148,7 @@ def mla_rope(device: str, config) -> Problem:
         pos_dim=pos_dim,
         v_head_dim=config.v_head_dim,
         rotary_dim=2 * math.ceil(int(pos_dim * percent) / 2),
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
         context_parallel_size=config.context_parallel_size,
     )
 

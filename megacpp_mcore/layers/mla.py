@@ -34,9 +34,8 @@ class _OnTheSurface(upstream.MLASelfAttention):
 
     Takes hidden states [s, b, h], or [t, 1, h] with packed documents, as upstream's; any rank of q
     and kv, q_lora_rank None included, and Transformer Engine's linears or Megatron's own. Raises
-    MLAError for rotary_interleaved, for packed layouts other than thd, and for the backend
-    `megatron` where its gradients would be wrong; DispatchError when no backend of mla_rope can
-    serve.
+    MLAError for rotary_interleaved and for packed layouts other than thd, DispatchError when no
+    backend of mla_rope can serve.
     """
 
     def __init__(self, config, *args, **kwargs) -> None:
@@ -51,21 +50,6 @@ class _OnTheSurface(upstream.MLASelfAttention):
         decision = dispatch.decide("mla_rope", problem, plugin_settings(config).backends)
         self._rope = None if decision.observed == "megatron" else decision.load()
         self._table: RotaryTable | None = None
-        if self._rope is None:
-            self._check_upstreams_gradients()
-
-    def _check_upstreams_gradients(self) -> None:
-        """Upstream adds up k_pos's gradient over tensor-parallel ranks in one case only."""
-        size = self.tp_group.size()
-        latents = self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim
-        down = getattr(self, "linear_kv_down_proj", None)
-        is_duplicated = down is not None and down.weight.shape[0] == latents
-        if size > 1 and not (self.config.sequence_parallel and is_duplicated):
-            raise MLAError(
-                f"mla_rope backend 'megatron' with tensor_model_parallel_size {size}: Megatron "
-                "0.19.2 leaves the other ranks' heads out of the gradient of k's rotary part, but "
-                "for sequence_parallel with Transformer Engine's linears; choose another backend"
-            )
 
     def _resolve_qk_norm_config(self, submodules):
         """A spec may name Q/KV norms that the config does not want.

@@ -71,6 +71,7 @@ class MLARopeCase(Case):
         sizes = {
             "heads": self.heads, "qk_head_dim": self.plain, "pos_dim": self.pos,
             "v_head_dim": self.v, "rotary_dim": self.rotary, "context_parallel_size": 1,
+            "tensor_model_parallel_size": 1,
         }  # fmt: skip
         return Problem.of(device, str(dtype).removeprefix("torch."), **sizes)
 
