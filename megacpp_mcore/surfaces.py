@@ -34,6 +34,17 @@ def whole_rows(problem: Problem) -> str | None:
     return f"context_parallel_size {ranks}: it counts positions in the rows of one rank"
 
 
+def megatron_rope(problem: Problem) -> str | None:
+    """The `supports` of Megatron's own path between MLA's projections and its core attention."""
+    ranks = problem.size("tensor_model_parallel_size", 1)
+    if ranks == 1:
+        return None
+    return (
+        f"tensor_model_parallel_size {ranks}: Megatron 0.19.2 leaves other ranks' heads out of the "
+        "gradient of k's rotary part, but for TE's linears with sequence_parallel"
+    )
+
+
 def liger_norm(problem: Problem) -> str | None:
     """The `supports` of Liger's RMSNorm."""
     if problem.device != "cuda":
@@ -212,7 +223,7 @@ _SURFACES = (
         (
             Backend("triton", f"{_MLA_ROPE}.triton:mla_rope", mla_rope_triton),
             # Megatron's own path counts positions over the ranks of context parallelism.
-            Backend("megatron", f"{_MLA_ROPE}.unfused:mla_rope", always),
+            Backend("megatron", f"{_MLA_ROPE}.unfused:mla_rope", megatron_rope),
             Backend(REFERENCE, f"{_MLA_ROPE}:mla_rope", whole_rows),
         ),
         problems.mla_rope_of,
