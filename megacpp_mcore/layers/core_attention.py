@@ -35,11 +35,10 @@ class TorchCoreAttention(MegatronModule):
     """What the backends share: the constructor Megatron calls, layouts, masks and documents.
 
     k_channels, v_channels: dqk and dv when they are not config.kv_channels (MLA). softmax_scale:
-    1 / sqrt(dqk) when None. Raises CoreAttentionError for what dispatch would not have let through:
-    context parallelism, a mask that is not causal, a window that the backend does not have.
+    1 / sqrt(dqk) when None. Raises CoreAttentionError for what dispatch does not let through:
+    context parallelism, a mask that is not causal, a window that the kernel does not have.
     """
 
-    has_window: ClassVar[bool] = False
     takes_narrow_v = True  # in packed documents too, where Megatron's MLA pads v for TE
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None,
@@ -56,10 +55,6 @@ class TorchCoreAttention(MegatronModule):
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.dropout = dropout
         self.window = window_of(config, layer_number)
-        if self.window is not None and not self.has_window:
-            raise CoreAttentionError(
-                f"window_size {config.window_size}: {type(self).__name__} has no sliding window"
-            )
         self._check_mask(attn_mask_type)
 
     def forward(
@@ -139,6 +134,7 @@ class HeadsFirst(TorchCoreAttention):
     """One of kernels.core_attention's functions of [b, h, s, d]; documents one after the other."""
 
     kernel: ClassVar[Callable[..., Tensor]]
+    has_window: ClassVar[bool] = False
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
@@ -156,6 +152,11 @@ class HeadsFirst(TorchCoreAttention):
         return torch.cat(documents, dim=2).squeeze(0).transpose(0, 1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        if self.window is not None and not self.has_window:
+            raise CoreAttentionError(
+                f"window_size {self.config.window_size}: {type(self).__name__} has no sliding "
+                "window for this layout"
+            )
         options = {"window": self.window} if self.has_window else {}
         kernel = type(self).kernel
         return kernel(q, k, v, scale=self.softmax_scale, dropout=dropout, **options)
@@ -196,7 +197,6 @@ class PackageCoreAttention(TorchCoreAttention):
     """One of the flash-attn packages."""
 
     package: ClassVar[packages.FlashPackage]
-    has_window = True
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         if not q.numel():

@@ -94,25 +94,31 @@ def test_variants_of_the_recipe_train(environment, overrides):
     assert dead == []
 
 
-@pytest.mark.parametrize("kind", ["mla", "gqa"])
-def test_core_attention_backends_give_the_same_gradients(environment, kind):
-    """sdpa against the definition, through the whole model: fp32 rounding apart."""
-    overrides = ["model.pattern=AA", "model.depth=2", "mtp.mtp_num_layers=0", "mtp.pattern=",
+@pytest.mark.parametrize(
+    ("surface", "backends", "kind"),
+    [
+        ("core_attention", ("sdpa", "reference"), "mla"),
+        ("core_attention", ("sdpa", "reference"), "gqa"),
+        ("rope_qk", ("megatron", "reference"), "gqa"),
+    ],
+)
+def test_backends_of_attention_give_the_same_gradients(environment, surface, backends, kind):
+    """Through the whole model and an MTP depth: fp32 rounding apart."""
+    overrides = ["model.pattern=AA", "model.depth=2", "mtp.mtp_num_layers=1", "mtp.pattern=A",
                  f"attention.kind={kind}"]  # fmt: skip
     overrides += ["attention.num_query_groups=2"] if kind == "gqa" else []
     found = {}
-    for backend in ("sdpa", "reference"):
-        environment.setenv("MEGACPP_BACKENDS", f"core_attention={backend}")
+    for backend in backends:
+        environment.setenv("MEGACPP_BACKENDS", f"{surface}={backend}")
         environment.delitem(sys.modules, "megacpp_mcore.specs.nam56r", raising=False)
         torch.manual_seed(7)
         found[backend] = gradients_after_one_step(small(*overrides))
-        observed = {d.observed for d in dispatch.decisions() if d.requested == backend}
-        assert observed == {backend}
+        assert {d.observed for d in dispatch.decisions() if d.requested == backend} == {backend}
     # Sums of up to seq * hidden = 1024 terms in two orders: eps * sqrt(1024) = 32 eps, times the
     # four matmuls between a weight and the loss.
     tolerance = 4 * 32 * torch.finfo(torch.float32).eps
     for name, expected in found["reference"].items():
-        error = (found["sdpa"][name] - expected).norm() / expected.norm()
+        error = (found[backends[0]][name] - expected).norm() / expected.norm()
         assert error < tolerance, name
 
 
