@@ -145,7 +145,12 @@ _ROPE_LAYOUT = (
     "projection [s, b, groups, (heads / groups + 2) * dim] -> q [s, b, heads, dim], k, v [s, b, "
     "groups, dim], or q and k apart; packed thd; any rotated share, pairs beside or half apart"
 )
-_ROPE_TESTS = ("tests/kernels/test_rope_qk.py", "tests/layers/test_attention.py", *GPU_TESTS)
+_ROPE_TESTS = (
+    "tests/kernels/test_rope_qk.py",
+    "tests/layers/test_attention.py",
+    "tests/layers/test_attention_parallel.py",
+    *GPU_TESTS,
+)
 
 ROPE_QK = (
     Row(
