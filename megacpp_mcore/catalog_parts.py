@@ -172,6 +172,58 @@ MOE_EXPERTS = (
 HEAD = (
     Row(
         surface="linear_cross_entropy",
+        backend="chunked",
+        blocks="",
+        role="chosen",
+        keep="keep",
+        removes="the logits, but for a buffer of 256 MiB; with weights known beforehand they are "
+        "made once, 6 T h V operations",
+        layout="hidden [..., h], weight [V / tp, h], labels [...] -> losses [...], or their "
+        "weighted sum; a vocabulary over tensor-parallel ranks",
+        dtypes="bf16, fp32; softmax, losses and the sum of the weight's gradient in fp32",
+        fallback="liger",
+        tests=LOSS_TESTS,
+        receipt="examples/receipts/h200/linear_cross_entropy.json",
+        exit_when="a package on the pinned stack takes a weight a token and a split vocabulary, "
+        "and is as fast",
+    ),
+    Row(
+        surface="linear_cross_entropy",
+        backend="liger",
+        blocks="",
+        role="vendor",
+        keep="borderline",
+        removes="the logits, but for a chunk; with weights known beforehand it makes them twice",
+        layout="hidden [..., h], weight [V, h], labels [...] -> losses [...]; no logit scale",
+        dtypes="bf16, fp16, fp32; the sum of the weight's gradient in fp32, gradients of losses "
+        "rounded to the dtype",
+        fallback="megatron",
+        tests=LOSS_TESTS,
+        receipt="examples/receipts/h200/linear_cross_entropy.json",
+        exit_when="chunked serves fp16, too: nothing else is left to it",
+        skips={"graph": "Liger counts the labels on the host, which cuts the graph"},
+    ),
+    Row(
+        surface="linear_cross_entropy",
+        backend="cce",
+        blocks="",
+        role="vendor",
+        keep="borderline",
+        removes="the logits, all of them: made tile by tile in registers, twice",
+        layout="hidden [..., h], weight [V, h], labels [...] -> losses [...]; a softcap, no other "
+        "option",
+        dtypes="bf16, fp16; the sums of both gradients in the same",
+        fallback="megatron",
+        tests=LOSS_TESTS,
+        receipt="examples/receipts/h200/linear_cross_entropy.json",
+        exit_when="the few hundred MiB of chunked's buffer are never what is missing",
+        skips={
+            "graph": "Cut Cross Entropy looks for the labels that count on the host",
+            "determinism": "its sums are made in the order in which the locks are taken",
+        },
+    ),
+    Row(
+        surface="linear_cross_entropy",
         backend="reference",
         blocks="",
         role="fallback",

@@ -4,7 +4,7 @@ A new backend is one entry here and one row of `megacpp_mcore.catalog_rows`; dis
 neither. An optional package is imported by the `supports` of its own backend and nowhere else.
 """
 
-from megacpp_mcore import attention_support, problems
+from megacpp_mcore import attention_support, loss_support, problems
 from megacpp_mcore.backend import REFERENCE, Backend, Problem, Surface, always, import_reason
 
 
@@ -259,6 +259,9 @@ _SURFACES = (
     Surface(
         "linear_cross_entropy",
         (
+            Backend("chunked", f"{_LOSS}.chunked:CHUNKED", loss_support.chunked_loss),
+            Backend("liger", f"{_LOSS}.liger:LIGER", loss_support.liger_loss),
+            Backend("cce", f"{_LOSS}.cce:CCE", loss_support.cce_loss),
             Backend("megatron", f"{_LOSS}.megatron:MEGATRON", megatron_heads),
             Backend(REFERENCE, f"{_LOSS}:REFERENCE", always),
         ),

@@ -82,12 +82,14 @@ def bench_surface(
     recipe: Recipe,
     against: Sequence[str] = (),
     say: Callable[[str], None] = bench.to_stderr,
+    variant: str | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Time the backends of `surface` on one micro batch of `recipe`, forward and with backward.
 
     recipe: from `load_for_bench`. against: backends to time beside the one that dispatch chooses,
     the first of them the baseline; by default all that can serve, and the baseline is the one that
-    dispatch chooses. say: told what is being done.
+    dispatch chooses. say: told what is being done. variant: of the surface's case, see
+    `Case.variants`.
 
     Returns the bench receipt, and what went wrong with single backends, which then have no rows.
     Raises CaseError and DispatchError for unknown names, BenchError when the recipe has no such
@@ -97,6 +99,11 @@ def bench_surface(
     case = case_class(surface).of(recipe)
     if case is None:
         raise bench.BenchError(f"recipe {recipe.name} has no layer for a bench of {surface}")
+    if variant is not None:
+        if variant not in case.variants:
+            known = ", ".join(case.variants) or "none"
+            raise bench.BenchError(f"{surface} has no variant {variant!r}; its variants: {known}")
+        case = case.as_variant(variant)
     bridges.before_megatron()
     from megacpp_mcore.training.megatron_setup import quiet, single_process
 

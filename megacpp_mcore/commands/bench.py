@@ -39,6 +39,9 @@ def register(subparsers: Any) -> None:
     add("--against", metavar="BACKEND", nargs="+", default=[],
         help="time these beside the chosen one, no others; the first is the baseline. Of `layer`: "
         "SURFACE=BACKEND,... each")  # fmt: skip
+    add("--variant", metavar="NAME",
+        help="of linear_cross_entropy: weighted (a training step's sum of losses, the default) or "
+        "per_token (losses that take any gradient)")  # fmt: skip
     add("--layers", type=int, metavar="N", help="of `model`: its first N layers")
     add("--no-optimizer", action="store_true", help="of `model`: no step with the optimizer")
     add("--receipt", type=Path, metavar="FILE", help="write the bench receipt here")
@@ -62,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         from megacpp_mcore.bench.surface import bench_surface
 
-        receipt, wrong = bench_surface(args.surface, recipe, args.against)
+        receipt, wrong = bench_surface(args.surface, recipe, args.against, variant=args.variant)
     if args.receipt:
         receipts.write(args.receipt, receipt)
     print(report.show(receipt, str(args.receipt or "not written")))
@@ -96,6 +99,8 @@ def _check_options(args: argparse.Namespace) -> None:
     if is_model and args.against:
         raise BenchError("--against is for a surface; choose a model's backends with --set "
                          "backends.SURFACE=NAME or MEGACPP_BACKENDS")  # fmt: skip
+    if args.variant is not None and args.surface in ("layer", "model"):
+        raise BenchError("--variant is for a surface")
     if not is_model and (args.layers is not None or args.no_optimizer):
         raise BenchError("--layers and --no-optimizer are for `megacpp bench model`")
     if args.layers is not None and args.layers < 1:

@@ -47,7 +47,8 @@ class Case(ABC):
     inputs: tensors with a gradient. wide: tensors, outputs among them, that are float32 in a bf16
     model too. backward_flops: operations of a backward pass in units of a forward pass's; 0 for one
     that hands on the gradient as it is, and moves no bytes either. backward_reads_inputs: a backward
-    pass needs the inputs again; not where the outputs are linear in them.
+    pass needs the inputs again; not where the outputs are linear in them. variants: other forms of
+    the same problem, for `as_variant`, the first of them the one that `of` gives.
     """
 
     surface: ClassVar[str]
@@ -55,11 +56,16 @@ class Case(ABC):
     wide: ClassVar[tuple[str, ...]] = ()
     backward_flops: ClassVar[int] = 2
     backward_reads_inputs: ClassVar[bool] = True
+    variants: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     @abstractmethod
     def of(cls, recipe: "Recipe") -> Self | None:
         """One micro batch of `recipe` in one process; None when no layer has the surface."""
+
+    def as_variant(self, name: str) -> Self:
+        """The same sizes in the form `name`, one of the class's variants."""
+        raise KeyError(f"{type(self).__name__} has no variants")
 
     @classmethod
     @abstractmethod

@@ -1,37 +1,273 @@
-"""Linear and cross entropy: admission, torch's own loss, extreme logits, labels that are none."""
+"""Linear and cross entropy: admission, contracts, extreme logits, chunks, and what is refused.
+
+The chunked backend runs in Triton's interpreter here.
+"""
+
+import importlib.metadata
 
 import admission
 import pytest
 import torch
+from loss_contract import CONTRACTS, close, draw, leaves, per_token, weighted, weights
 from torch.nn import functional
 
+from megacpp_mcore import dispatch, loss_support
+from megacpp_mcore.backend import Problem
 from megacpp_mcore.kernels.linear_cross_entropy import (
+    REFERENCE,
     LinearCrossEntropyInputError,
     linear_cross_entropy,
+    walk,
+    weighted_linear_cross_entropy,
 )
+from megacpp_mcore.kernels.linear_cross_entropy.chunked import CHUNKED
+from megacpp_mcore.kernels.linear_cross_entropy.megatron import MEGATRON
+from megacpp_mcore.kernels.linear_cross_entropy.weight_gradient import WeightGradient
+from megacpp_mcore.training.megatron_setup import single_process
 
-test_admission = admission.suite("linear_cross_entropy", beyond_dispatch=("megatron",))
+test_admission = admission.suite("linear_cross_entropy", beyond_dispatch=("chunked",))
+
+HEADS = {"reference": REFERENCE, "chunked": CHUNKED, "megatron": MEGATRON}
+# Megatron's cross entropy subtracts from its softmax in place, again in every backward pass.
+BROKEN = {("megatron", "a_second_backward_pass_gives_the_same")}
+
+
+@pytest.fixture
+def chunks_of_five(monkeypatch):
+    monkeypatch.setattr(walk, "chunk_length", lambda tokens, classes: 5)
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_contract(head, contract, dtype, chunks_of_five):
+    if (head, contract) in BROKEN:
+        pytest.skip("Megatron's own gradients change with every backward pass")
+    with single_process(0):
+        CONTRACTS[contract](HEADS[head], "cpu", dtype)
+
+
+def test_the_contracts_see_ligers_old_gradients():
+    """Those of all tokens, times what comes back for the first."""
+
+    def old(**inputs):
+        losses = REFERENCE.per_token(**inputs)
+        return losses * (losses.detach() * 0 + _First.apply(losses)) / losses.detach()
+
+    broken = type(REFERENCE)(old, REFERENCE.weighted)
+    with pytest.raises(AssertionError):
+        CONTRACTS["any_gradient_for_every_token"](broken, "cpu", torch.float32)
+
+
+class _First(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.flatten()[0].expand(gradient.shape)
 
 
 def test_it_is_torchs_cross_entropy_of_the_logits():
     hidden, weight = torch.randn(7, 3, 8).double(), torch.randn(11, 8).double()
     labels = torch.randint(11, (7, 3))
-    losses = linear_cross_entropy(hidden, weight, labels)
-    logits = hidden @ weight.t()
-    expected = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    # Two sums of 11 exponentials of at most e^30, in another order.
-    torch.testing.assert_close(losses.flatten(), expected, rtol=0, atol=30 * 11 * 2**-52)
+    for smoothing in (0.0, 0.2):
+        losses = linear_cross_entropy(hidden, weight, labels, label_smoothing=smoothing)
+        logits = (hidden @ weight.t()).flatten(0, 1)
+        expected = functional.cross_entropy(
+            # torch shares the smoothing out among all classes, Megatron among the wrong ones.
+            logits, labels.flatten(), reduction="none", label_smoothing=smoothing * 11 / 10
+        )  # fmt: skip
+        # Two sums of 11 exponentials of at most e^30, in another order.
+        torch.testing.assert_close(losses.flatten(), expected, rtol=0, atol=30 * 11 * 2**-52)
 
 
-def test_large_logits_neither_overflow_nor_lose_the_loss():
+@pytest.mark.parametrize("head", ["reference", "chunked"])
+def test_large_logits_neither_overflow_nor_lose_the_loss(head):
     hidden = torch.tensor([[[1e4, -1e4]]])
     weight = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
-    losses = [linear_cross_entropy(hidden, weight, torch.tensor([[i]])).item() for i in range(3)]
+    labels = (torch.tensor([[i]]) for i in range(3))
+    losses = [HEADS[head].per_token(hidden, weight, label).item() for label in labels]
     assert losses == pytest.approx([0.6931472, 2e4 + 0.6931472, 0.6931472])
 
 
-@pytest.mark.parametrize("label", [-1, 5, -100])
-def test_a_label_outside_the_vocabulary_is_refused(label):
-    labels = torch.tensor([[label, 0]])
-    with pytest.raises(LinearCrossEntropyInputError, match=rf"labels \[{label}\] are out of range"):
-        linear_cross_entropy(torch.ones(1, 2, 2), torch.ones(5, 2), labels, ignore_index=-7)
+@pytest.mark.parametrize(("vocab", "hidden_size"), [(1, 23), (2, 1), (64, 8), (97, 23)])
+def test_chunks_of_any_sizes(vocab, hidden_size, chunks_of_five):
+    generator = torch.Generator().manual_seed(vocab)
+    for tokens in (1, 6):
+        tensors = {
+            "hidden": torch.randn(tokens, hidden_size, generator=generator),
+            "weight": torch.randn(vocab, hidden_size, generator=generator),
+            "labels": torch.randint(vocab, (tokens,), generator=generator),
+        }
+        given = torch.rand(tokens, generator=generator)
+        for dtype in (torch.float32, torch.bfloat16):
+            rounded = {n: x.to(dtype) if n != "labels" else x for n, x in tensors.items()}
+            truth = per_token(REFERENCE, rounded, torch.float64, given)
+            truth += weighted(REFERENCE, rounded, torch.float64, given, by=3.0)
+            found = per_token(CHUNKED, rounded, dtype, given)
+            found += weighted(CHUNKED, rounded, dtype, given, by=3.0)
+            size = rounded["hidden"].double() @ rounded["weight"].double().t()
+            for actual, expected in zip(found, truth, strict=True):
+                close(actual, expected, dtype, largest_logit=6 + size.abs().max().item())
+
+
+def test_what_is_not_wanted_is_not_made(monkeypatch, chunks_of_five):
+    made = []
+    monkeypatch.setattr(WeightGradient, "add", lambda self, *given: made.append("weight"))
+    monkeypatch.setattr(WeightGradient, "result", lambda self: self._result)
+    product = torch.mm
+
+    def mm(a, b, *, out):
+        made.append(
+            "logits" if b.shape[0] == a.shape[1] == tensors["hidden"].shape[-1] else "hidden"
+        )
+        return product(a, b, out=out)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    tensors = draw("cpu", torch.float32)
+    given = weights(tensors["labels"])
+    chunks = 3  # 15 tokens
+    for wants in ("", "hidden", "weight", "hidden weight"):
+        made.clear()
+        CHUNKED.weighted(**leaves(tensors, torch.float32, wants), loss_weights=given)
+        assert made.count("logits") == chunks
+        assert made.count("hidden") == chunks * ("hidden" in wants)
+        assert made.count("weight") == chunks * ("weight" in wants)
+    made.clear()
+    with torch.no_grad():
+        CHUNKED.weighted(**leaves(tensors, torch.float32), loss_weights=given)
+    assert made == ["logits"] * chunks
+
+
+class TestChunks:
+    @pytest.mark.parametrize(
+        ("tokens", "classes", "length"),
+        [
+            (16384, 65536, 2048),  # NAM56R: 256 MiB of logits
+            (8192, 131072, 2048),
+            (16384, 8192, 16384),  # an eighth of NAM56R's vocabulary
+            (16384, 262144, 1024),
+            (2049, 65536, 1152),  # two of nearly one length
+            (5, 65536, 128),
+            (0, 65536, 128),
+        ],
+    )
+    def test_length(self, tokens, classes, length):
+        assert walk.chunk_length(tokens, classes) == length
+
+    def test_a_huge_vocabulary_has_chunks_all_the_same(self):
+        assert walk.chunk_length(4096, 2**28) == walk.ALIGNMENT
+
+
+class TestWeightGradient:
+    @pytest.mark.parametrize("shape", [(6, 4), (7, 3), (1, 5), (130, 33), (2, 1)])
+    def test_it_is_rounded_once(self, shape):
+        """One and many halves of an epsilon: a sum in bf16 would stay at one."""
+        vocab, hidden = shape
+        weight = torch.zeros(shape, dtype=torch.bfloat16)
+        gradient = WeightGradient(weight, chunks=9)
+        rows = torch.arange(1.0, vocab + 1).bfloat16()
+        expected = torch.zeros(shape)
+        for size in (1.0, *[2.0**-9] * 8):
+            d_logits = (size * rows).unsqueeze(0)
+            states = torch.linspace(0.5, 1.5, hidden).bfloat16().unsqueeze(0)
+            gradient.add(d_logits, states.t())
+            expected += d_logits.float().t() @ states.float()
+        result = gradient.result()
+        assert result.dtype == torch.bfloat16 and torch.equal(result, expected.bfloat16())
+        alone = rows[:, None].float() @ states.float()
+        assert not torch.equal(result, alone.bfloat16())
+
+    def test_nothing_added_is_nothing(self):
+        assert not WeightGradient(torch.ones(3, 2).bfloat16(), chunks=0).result().any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.ones(5, 3)}, r"hidden is \(2, 1, 4\) and weight is \(5, 3\)"),
+        ({"weight": torch.ones(0, 4)}, r"V and h at least 1"),
+        (
+            {"weight": torch.ones(5, 4).bfloat16()},
+            r"hidden is torch.float32 and weight is torch.bf",
+        ),
+        (
+            {"labels": torch.zeros(2, dtype=torch.int64)},
+            r"labels is \(2,\); with hidden \(2, 1, 4\)",
+        ),
+        ({"labels": torch.zeros(2, 1)}, r"labels are torch.float32; they must be torch.int64"),
+        ({"label_smoothing": 1.0}, r"label_smoothing is 1.0; it must be in \[0, 1\)"),
+        ({"z_loss": -1.0}, r"z_loss is -1.0; it must be at least 0"),
+        ({"softcap": 0.0}, r"softcap is 0.0; it must be positive, or None"),
+        ({"logit_scale": float("nan")}, r"logit_scale is nan; it must be a finite number"),
+        ({"loss_weights": torch.ones(3, 1)}, r"loss_weights is \(3, 1\)"),
+        ({"loss_weights": torch.ones(2, 1).double()}, r"loss_weights are torch.float64"),
+        ({"loss_weights": torch.ones(2, 1, requires_grad=True)}, r"loss_weights want a gradient"),
+    ],
+)
+@pytest.mark.parametrize("head", HEADS)
+def test_what_does_not_fit_is_refused(head, change, message):
+    given = {
+        "hidden": torch.ones(2, 1, 4), "weight": torch.ones(5, 4),
+        "labels": torch.zeros(2, 1, dtype=torch.int64), "loss_weights": torch.ones(2, 1),
+    } | change  # fmt: skip
+    with pytest.raises(LinearCrossEntropyInputError, match=message):
+        HEADS[head].weighted(**given)
+    given.pop("loss_weights")
+    if "loss_weights" not in change:
+        with pytest.raises(LinearCrossEntropyInputError, match=message):
+            HEADS[head].per_token(**given)
+
+
+def test_chunked_takes_no_float16():
+    tensors = draw("cpu", torch.float16)
+    with pytest.raises(
+        LinearCrossEntropyInputError, match=r"hidden is torch.float16; .* takes tor"
+    ):
+        CHUNKED.per_token(**tensors)
+
+
+class TestDispatch:
+    @pytest.fixture(autouse=True)
+    def packages(self, monkeypatch):
+        """Every package imports; Liger in the version that a test sets."""
+        self.liger = "0.8.5"
+        monkeypatch.setattr(loss_support, "import_reason", lambda module: None)
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: self.liger)
+
+    def verdicts(self, device="cuda", dtype="bfloat16", tp=1):
+        problem = Problem.of(device, dtype, tensor_model_parallel_size=tp)
+        return dispatch.verdicts("linear_cross_entropy", problem)
+
+    def test_in_order(self):
+        served = [name for name, reason in self.verdicts().items() if reason is None]
+        assert served == ["chunked", "liger", "cce", "megatron", "reference"]
+
+    def test_a_split_vocabulary(self):
+        found = self.verdicts(tp=2)
+        assert found["chunked"] is None
+        for name in ("liger", "cce"):
+            assert found[name] == "tensor_model_parallel_size 2: it sees one rank's part"
+
+    def test_float16(self):
+        found = self.verdicts(dtype="float16")
+        assert "gradients of unlikely classes" in found["chunked"]
+        assert found["liger"] is None and found["cce"] is None
+        assert "not float32" in self.verdicts(dtype="float32")["cce"]
+
+    @pytest.mark.parametrize(
+        ("version", "right"), [("0.8.1", False), ("0.8.2", True), ("1.0", True)]
+    )
+    def test_ligers_that_are_wrong(self, version, right):
+        self.liger = version
+        assert (self.verdicts()["liger"] is None) == right
+
+    def test_without_a_gpu(self):
+        assert [n for n, reason in self.verdicts("cpu").items() if reason is None] == ["reference"]
+
+
+def test_the_public_functions_are_the_reference():
+    assert REFERENCE.per_token is linear_cross_entropy
+    assert REFERENCE.weighted is weighted_linear_cross_entropy

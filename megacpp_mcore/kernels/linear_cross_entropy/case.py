@@ -1,6 +1,6 @@
-"""The linear_cross_entropy surface's case: output layer and loss of every token."""
+"""The linear_cross_entropy surface's case: output layer and loss of every token, or their sum."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from megacpp_mcore import problems
 from megacpp_mcore.backend import Problem
 from megacpp_mcore.kernels.case import Bound, Case, Tensors
-from megacpp_mcore.kernels.linear_cross_entropy import linear_cross_entropy
+from megacpp_mcore.kernels.linear_cross_entropy import REFERENCE
 from megacpp_mcore.recipe import Recipe
 
 _LARGEST_LOGIT = 6  # of a billion standard normal ones
@@ -18,30 +18,43 @@ _LARGEST_LOGIT = 6  # of a billion standard normal ones
 
 @dataclass(frozen=True)
 class LinearCrossEntropyCase(Case):
-    """hidden (s, b, h), weight (V, h), labels (s, b) -> losses (s, b)."""
+    """hidden (s, b, h), weight (V, h), labels (s, b) -> losses (s, b).
+
+    weighted: with loss_weights (s, b) -> their sum, total (), as a training step has it. Backends
+    then make gradients in the forward pass where they can.
+    """
 
     batch: int
     seq: int
     hidden_size: int
     vocab_size: int
+    weighted: bool = False
 
     surface = "linear_cross_entropy"
     inputs = ("hidden", "weight")
-    wide = ("losses",)
+    wide = ("losses", "total", "loss_weights")
+    variants = ("weighted", "per_token")
 
     @classmethod
     def of(cls, recipe: Recipe) -> Self | None:
         problem = problems.linear_cross_entropy_of(recipe, "cpu")
         batch, seq = recipe.schedule.micro_batch_size, recipe.model.seq_length
-        return cls(batch, seq, problem.size("hidden_size"), problem.size("vocab_size"))
+        return cls(batch, seq, problem.size("hidden_size"), problem.size("vocab_size"), True)
+
+    def as_variant(self, name: str) -> Self:
+        return replace(self, weighted=name == "weighted")
 
     @classmethod
     def samples(cls) -> dict[str, Self]:
         return {
             "plain": cls(2, 16, 32, 64),
+            "plain-weighted": cls(2, 16, 32, 64, True),
             "odd": cls(3, 5, 24, 97),
+            "odd-weighted": cls(3, 5, 23, 97, True),
             "odd-one-token": cls(1, 1, 8, 3),
+            "odd-one-token-weighted": cls(1, 1, 8, 3, True),
             "empty": cls(2, 0, 16, 24),
+            "empty-weighted": cls(2, 0, 16, 24, True),
         }
 
     def problem(self, device: str, dtype: torch.dtype) -> Problem:
@@ -51,30 +64,42 @@ class LinearCrossEntropyCase(Case):
         return problems.linear_cross_entropy(device, config, self.vocab_size)
 
     def draw(self, generator: torch.Generator) -> Tensors:
-        """Logits are standard normal, so that no label has all of the probability."""
+        """Logits are standard normal, so that no label has all of the probability. A token in four
+        has weight 0."""
         tokens = (self.seq, self.batch)
         weight = self.normal(generator, self.vocab_size, self.hidden_size)
-        return {
+        tensors = {
             "hidden": self.normal(generator, *tokens, self.hidden_size),
             "weight": weight * self.hidden_size**-0.5,
             "labels": torch.randint(
                 self.vocab_size, tokens, generator=generator, device=generator.device
             ),
         }
+        if self.weighted:
+            drawn = torch.rand(tokens, generator=generator, device=generator.device)
+            tensors["loss_weights"] = (drawn - 0.25).clamp(min=0) / max(1, drawn.numel())
+        return tensors
 
-    def truth(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensors:
-        return {"losses": linear_cross_entropy(hidden, weight, labels)}
+    def truth(self, **tensors: Tensor) -> Tensors:
+        return self._outputs(REFERENCE, tensors)
 
     def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> Bound:
-        return Bound(lambda **tensors: {"losses": implementation.per_token(**tensors)})
+        return Bound(lambda **tensors: self._outputs(implementation, tensors))
+
+    def _outputs(self, head: Any, tensors: Tensors) -> Tensors:
+        if self.weighted:
+            total, _ = head.weighted(**tensors)
+            return {"total": total}
+        return {"losses": head.per_token(**tensors)}
 
     def roundings(self, name: str) -> float:
         """The logits, which the exponential multiplies by their size; and on the way back the
-        gradient of the logits and the result."""
-        return _LARGEST_LOGIT if name == "losses" else _LARGEST_LOGIT + 2
+        gradient of the logits, the result, and its product with the gradient of the total."""
+        return _LARGEST_LOGIT if name in ("losses", "total") else _LARGEST_LOGIT + 3
 
     def terms(self, name: str) -> int:
-        sums = {"losses": 0, "dhidden": self.vocab_size, "dweight": self.seq * self.batch}
+        tokens = self.seq * self.batch
+        sums = {"losses": 0, "total": tokens, "dhidden": self.vocab_size, "dweight": tokens}
         return self.hidden_size + self.vocab_size + sums[name]
 
     def flops(self) -> int:

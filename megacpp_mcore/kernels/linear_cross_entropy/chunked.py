@@ -75,7 +75,7 @@ def weighted(
     return total, losses.view(labels.shape)
 
 
-HEAD = Head(per_token, weighted)
+CHUNKED = Head(per_token, weighted)
 
 
 def _check_dtype(hidden: Tensor) -> None:

@@ -174,7 +174,7 @@ def _on(x: Tensor) -> contextlib.AbstractContextManager:
 
 @triton.jit
 def _scale(x, factor, out, size, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
-    by = tl.load(factor)
+    by = tl.load(factor) + tl.zeros([BLOCK], tl.float32)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     wanted = at < size
     if IN_PLACE:

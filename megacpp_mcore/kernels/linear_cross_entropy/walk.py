@@ -22,7 +22,8 @@ TOKENS, ALIGNMENT = 2048, 128
 def chunk_length(tokens: int, classes: int) -> int:
     """Tokens of a chunk: the chunks of a call are of nearly one length."""
     most = min(max(TOKENS, LOGITS // classes), max(ALIGNMENT, MOST_LOGITS // classes))
-    chunks = max(1, -(-tokens // most))
+    tokens = max(1, tokens)
+    chunks = -(-tokens // most)
     length = -(-tokens // chunks)
     return min(most, -(-length // ALIGNMENT) * ALIGNMENT)
 
@@ -65,7 +66,8 @@ class Walk:
 
     def make_statistics(self) -> None:
         """Without any gradient."""
-        for chunk, logits in self._logits():
+        for chunk, buffer in self._chunks():
+            logits = self._logits(chunk, buffer)
             self._softmax(logits, chunk, statistics=self.statistics[:, chunk])
         self.statistics = self._over_ranks(self.statistics)
 
@@ -78,24 +80,38 @@ class Walk:
         """
         hidden = self.hidden
         loss_gradients = loss_gradients.masked_fill(self.is_ignored, 0.0)
-        d_hidden = hidden.new_empty(hidden.shape if wants_hidden else 0)
+        d_hidden = hidden.new_empty(hidden.shape) if wants_hidden else None
         chunks = -(-hidden.shape[0] // self.length)
         d_weight = WeightGradient(self.weight, chunks) if wants_weight else None
-        logits = hidden.new_empty(0)
-        for chunk, logits in self._logits():
+        beside = _Beside(hidden.device)
+        for chunk, buffer in self._chunks():
+            beside.follow()
+            with beside:
+                hidden_t = self._transposed(chunk, d_hidden) if wants_weight else None
+            logits = self._logits(chunk, buffer)
             self._differentiate(logits, chunk, loss_gradients[chunk], lse)
-            self._products(logits, chunk, d_hidden if wants_hidden else None, d_weight)
-        # The last chunk's logits are no longer wanted: result() may write over them.
-        return d_hidden, hidden.new_empty(0) if d_weight is None else d_weight.result(logits)
+            beside.follow()
+            # The tiles of this product rarely fill the GPU a whole number of times; those of the
+            # other one take what is left over.
+            if wants_hidden:
+                torch.mm(logits, self.weight, out=d_hidden[chunk])
+            with beside:
+                if wants_weight:
+                    d_weight.add(logits, hidden_t)
+            beside.join()
+        none = hidden.new_empty(0)
+        return d_hidden if wants_hidden else none, d_weight.result() if wants_weight else none
 
-    def _logits(self) -> Iterator[tuple[slice, Tensor]]:
-        """The slice of tokens and the logits of every chunk, which may be overwritten."""
-        tokens, classes = self.hidden.shape[0], self.weight.shape[0]
-        buffer = self.hidden.new_empty(min(self.length, tokens), classes)
+    def _chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """The slice of tokens of every chunk, and room for its logits: the same each time."""
+        tokens = self.hidden.shape[0]
+        buffer = self.hidden.new_empty(min(self.length, tokens), self.weight.shape[0])
         for start in range(0, tokens, self.length):
-            chunk = slice(start, min(start + self.length, tokens))
-            rows = self.hidden[chunk]
-            yield chunk, torch.mm(rows, self.weight.t(), out=buffer[: len(rows)])
+            stop = min(start + self.length, tokens)
+            yield slice(start, stop), buffer[: stop - start]
+
+    def _logits(self, chunk: slice, buffer: Tensor) -> Tensor:
+        return torch.mm(self.hidden[chunk], self.weight.t(), out=buffer)
 
     def _differentiate(
         self, logits: Tensor, chunk: slice, loss_gradients: Tensor, lse: Tensor | None
@@ -127,32 +143,6 @@ class Walk:
         exponentials = (exponentials * (largest - whole).exp()).sum(0)
         return torch.stack([whole, exponentials, picked.sum(0), total.sum(0)])
 
-    def _products(
-        self,
-        d_logits: Tensor,
-        chunk: slice,
-        d_hidden: Tensor | None,
-        d_weight: WeightGradient | None,
-    ) -> None:
-        """The chunk's rows of hidden's gradient, and its part of the weight's, side by side.
-
-        The tiles of hidden's rarely fill the GPU a whole number of times; those of the weight's,
-        on a stream of their own, take what is left over.
-        """
-        if d_weight is None or d_hidden is None or not d_logits.is_cuda:
-            if d_hidden is not None:
-                torch.mm(d_logits, self.weight, out=d_hidden[chunk])
-            if d_weight is not None:
-                d_weight.add(d_logits, self._transposed(chunk, d_hidden))
-            return
-        hidden_t = self._transposed(chunk, d_hidden)
-        main, beside = torch.cuda.current_stream(d_logits.device), _stream(d_logits.device)
-        beside.wait_stream(main)
-        torch.mm(d_logits, self.weight, out=d_hidden[chunk])
-        with torch.cuda.stream(beside):
-            d_weight.add(d_logits, hidden_t)
-        main.wait_stream(beside)
-
     def _transposed(self, chunk: slice, d_hidden: Tensor | None) -> Tensor:
         """The chunk of hidden as (h, tokens), in memory too where d_hidden has room for it: in rows
         of chunks to come. The vendor's product is faster so by a twelfth."""
@@ -161,6 +151,34 @@ class Walk:
             return rows
         room = d_hidden[chunk.stop :].view(-1)[: rows.numel()]
         return room.view(rows.shape).copy_(rows) if room.numel() == rows.numel() else rows
+
+
+class _Beside:
+    """A second stream of a GPU beside the current one; on a CPU, the one there is.
+
+    As a context manager: what is queued inside runs on it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._main = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._stream = _stream(device) if device.type == "cuda" else None
+        self._entered = torch.cuda.stream(self._stream)  # nothing for None
+
+    def __enter__(self) -> None:
+        self._entered.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self._entered.__exit__(*exception)
+
+    def follow(self) -> None:
+        """What comes on it runs after what has been queued on the current stream."""
+        if self._stream is not None:
+            self._stream.wait_stream(self._main)
+
+    def join(self) -> None:
+        """What comes on the current stream runs after what has been queued on it."""
+        if self._stream is not None:
+            self._main.wait_stream(self._stream)
 
 
 @functools.cache
