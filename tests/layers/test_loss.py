@@ -24,7 +24,8 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.backend import always
+from megacpp_mcore.backend import REFERENCE, always
+from megacpp_mcore.kernels.linear_cross_entropy import walk
 from megacpp_mcore.layers import loss
 from megacpp_mcore.layers.loss import LossError
 from megacpp_mcore.surfaces import REGISTRY
@@ -144,6 +145,31 @@ def serving(monkeypatch):
 
     yield serve
     dispatch.forget()
+
+
+def largest_allocation(call, *arguments) -> int:
+    """The bytes of the largest piece of memory that torch takes during the call."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        call(*arguments)
+    events = profile.profiler.kineto_results.events()
+    return max(event.nbytes() for event in events if event.name() == "[memory]")
+
+
+def test_training_makes_nothing_of_the_size_of_the_logits(serving, monkeypatch):
+    vocab_size, logits = 4096, 4 * BATCH * SEQ * 4096
+    weight = 4 * vocab_size * 16
+    monkeypatch.setattr(walk, "chunk_length", lambda tokens, classes: 8)
+    overrides = [f"model.vocab_size={vocab_size}", "mtp.mtp_num_layers=2"]
+    largest = {}
+    for backend in ("chunked", REFERENCE, "megatron"):
+        serving(backend)
+        with single_process(1):
+            ours = models(*overrides).ours.float()
+            largest[backend] = largest_allocation(run, ours, step.forward_step, batches())
+            assert all(p.grad is not None for p in ours.parameters())
+    assert largest[REFERENCE] >= logits and largest["megatron"] >= logits
+    assert largest["chunked"] <= weight < logits
 
 
 def test_evaluation():
