@@ -5,12 +5,14 @@ All take Megatron's layouts, `sbhd` (q, k, v of shape [s, b, heads, dim]) and pa
 queries, and any strides whose last is 1, and return [s, b, heads * dv] or [t, heads * dv].
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable
 from typing import ClassVar
 
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -76,10 +78,11 @@ class TorchCoreAttention(MegatronModule):
         if attention_bias is not None:
             raise CoreAttentionError("attention_bias is not served by this core attention")
         dropout = self.dropout if self.training else 0.0
-        if packed_seq_params is None:
-            return self.whole(query, key, value, dropout).flatten(2)
-        bounds, longest = _documents(packed_seq_params, query)
-        return self.packed(query, key, value, bounds, longest, dropout).flatten(1)
+        with self._random_states(dropout):
+            if packed_seq_params is None:
+                return self.whole(query, key, value, dropout).flatten(2)
+            bounds, longest = _documents(packed_seq_params, query)
+            return self.packed(query, key, value, bounds, longest, dropout).flatten(1)
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         """q [s, b, h, dqk], k [s, b, g, dqk], v [s, b, g, dv], h % g == 0 -> [s, b, h, dv]."""
@@ -92,6 +95,17 @@ class TorchCoreAttention(MegatronModule):
         raise CoreAttentionError(
             f"{type(self).__name__} has no kernel for packed documents; name another core_attention"
         )
+
+    def _random_states(self, dropout: float) -> contextlib.AbstractContextManager:
+        """Other ones on every tensor-parallel rank, whose heads are others, as TE's attention has.
+
+        Megatron's own attention leaves it to the stack under sequence parallelism; HybridStack
+        does not do it.
+        """
+        tracker = get_cuda_rng_tracker()
+        if dropout and tracker.is_initialized():
+            return tracker.fork()
+        return contextlib.nullcontext()
 
     def _check_mask(self, mask: AttnMaskType) -> None:
         if mask not in (AttnMaskType.causal, AttnMaskType.padding_causal):

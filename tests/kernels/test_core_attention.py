@@ -1,5 +1,6 @@
 """Core attention: admission of every backend, masks and documents, and Megatron's module."""
 
+import contextlib
 import itertools
 import math
 import sys
@@ -167,6 +168,22 @@ def test_dropout_is_for_training_and_keeps_the_mean(cls):
     assert abs(y.mean().item() - 1) < 5 * math.sqrt(variance)
     assert y.std() > 0.1
     torch.testing.assert_close(attend.eval()(q, k, v, None), torch.ones(64, 8, 32))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_dropout_draws_from_the_ranks_own_states(monkeypatch, dropout):
+    """Those of Megatron's tracker, in training only."""
+    entered = []
+    tracker = SimpleNamespace(
+        is_initialized=lambda: True,
+        fork=lambda: contextlib.nullcontext(entered.append(True)),
+    )
+    monkeypatch.setattr("megacpp_mcore.layers.core_attention.get_cuda_rng_tracker", lambda: tracker)
+    attend = module(SDPACoreAttention, attention_dropout=dropout)
+    inputs = draw(3, 1, 4, 16), draw(3, 1, 2, 16), draw(3, 1, 2, 8)
+    attend(*inputs, None)
+    attend.eval()(*inputs, None)
+    assert entered == ([True] if dropout else [])
 
 
 @pytest.mark.parametrize(
