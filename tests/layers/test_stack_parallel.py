@@ -30,9 +30,6 @@ ONE = [
     "mamba3.mamba_num_groups=2", "mamba3.chunk_size=16", "m2rnn.k_head_dim=8",
     "m2rnn.v_head_dim=8", "m2rnn.num_heads=2", "data.data_path=null", "data.mock_data=true",
     "schedule.micro_batch_size=1", f"schedule.global_batch_size={MICRO_BATCHES}",
-    # Megatron's own does not sum over the ranks what their heads add to the gradient of k_pos,
-    # unless Transformer Engine's linears are there.
-    "backends.mla_rope=reference",
     "launch.nproc_per_node=2", "launch.environment.CUDA_DEVICE_MAX_CONNECTIONS=1",
 ]  # fmt: skip
 _TP = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
