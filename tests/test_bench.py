@@ -175,6 +175,29 @@ def test_a_surface_is_timed_and_the_receipt_is_valid(name, tmp_path):
     assert all(": " in entry["reason"] for entry in unusable)
 
 
+def test_a_variant_of_a_surfaces_case():
+    recipe = bench.load_for_bench("nam56r-tiny", SMALL)
+    for variant, weighted in ((None, True), ("weighted", True), ("per_token", False)):
+        receipt, wrong = surface.bench_surface(
+            "linear_cross_entropy", recipe, (), quiet, variant=variant
+        )
+        assert wrong == [] and receipt["problem"]["sizes"]["weighted"] is weighted
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["linear_cross_entropy", "--variant", "mean"],
+         "no variant 'mean'; its variants: weighted, per_token"),
+        (["norm", "--variant", "weighted"], "norm has no variant 'weighted'; its variants: none"),
+        (["model", "--variant", "weighted"], "--variant is for a surface"),
+    ],
+)  # fmt: skip
+def test_a_variant_that_is_none_is_refused(words, message, capsys):
+    assert cli.main(["bench", *words, "--recipe", "nam56r-tiny"]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_backends_side_by_side():
     recipe = bench.load_for_bench("nam56r-tiny", SMALL)
     receipt, wrong = surface.bench_surface("core_attention", recipe, (), quiet)
