@@ -42,6 +42,8 @@ REFUSED = [
     (["attention.qk_pos_emb_head_dim=3"], "attention.qk_pos_emb_head_dim", "even"),
     (["attention.mla_down_proj_fusion=true", "attention.q_lora_rank=null"],
      "attention.mla_down_proj_fusion", "q_lora_rank"),
+    (["attention.mla_down_proj_fusion=true", *TP2], "attention.mla_down_proj_fusion",
+     "leaves other ranks out"),
     (["model.max_position_embeddings=2048"], "model.max_position_embeddings", "seq_length = 4096"),
     (["model.squared_relu=true"], "model.squared_relu", "one activation"),
     (["model.rotary_percent=1.5"], "model.rotary_percent", "at most 1"),

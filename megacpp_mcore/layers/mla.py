@@ -164,6 +164,13 @@ class MLASelfAttention(_OnTheSurface):
 class FusedMLASelfAttention(_OnTheSurface, upstream.FusedMLASelfAttention):
     """The same with q's and kv's down projections in one product (mla_down_proj_fusion)."""
 
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        """Upstream saves the product's extra state under the names of both, and loads neither."""
+        extra = [state_dict.pop(f"{prefix}linear_{x}_down_proj._extra_state", None)
+                 for x in ("q", "kv")]  # fmt: skip
+        state_dict.setdefault(f"{prefix}linear_qkv_down_proj._extra_state", extra[0])
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
 
 def _document_bounds(packed_seq_params) -> Tensor | None:
     """Where the documents start, padding counted with the document before it."""

@@ -123,9 +123,7 @@ def test_one_down_projection_is_the_two():
     torch.manual_seed(5)
     apart, _ = pair()
     together = build(FusedMLASelfAttention, make_config())
-    weights = {k: w for k, w in apart.state_dict().items() if not k.endswith("_extra_state")}
-    missing, unexpected = together.load_state_dict(weights, strict=False)
-    assert not unexpected and all(key.endswith("_extra_state") for key in missing)
+    together.load_state_dict(apart.state_dict(), strict=True)
     hidden = torch.randn(SEQ, BATCH, HIDDEN, dtype=torch.float64)
     found, expected = run(together, hidden), run(apart, hidden)
     parts = [expected.pop(f"linear_{x}_down_proj.weight") for x in ("q", "kv")]

@@ -18,19 +18,22 @@ from megacpp_mcore import bridges
 from megacpp_mcore.errors import MegacppError
 
 HIDDEN, SEQ, HEADS, RANKS = 12, 10, 6, (8, 6)
-# batch, document bounds, sequence parallel, down projections duplicated (as TE's) or cut, q latent
+CUT, DUPLICATED, ONE = "cut", "duplicated", "one"  # down projections: over ranks, as TE's, fused
+# batch, document bounds, sequence parallel, down projections, q latent
 CASES = {
-    "plain": (2, None, False, False, True),
-    "sp": (2, None, True, False, True),
-    "documents-sp": (1, [0, 3, 10], True, False, True),
-    "no-q-latent-sp": (2, None, True, False, False),
-    "duplicated": (2, None, False, True, True),
-    "duplicated-sp": (2, None, True, True, True),
+    "plain": (2, None, False, CUT, True),
+    "sp": (2, None, True, CUT, True),
+    "documents-sp": (1, [0, 3, 10], True, CUT, True),
+    "no-q-latent-sp": (2, None, True, CUT, False),
+    "duplicated": (2, None, False, DUPLICATED, True),
+    "duplicated-sp": (2, None, True, DUPLICATED, True),
+    "one": (2, None, False, ONE, True),
+    "one-sp": (2, None, True, ONE, True),
 }
 
 
-def layer_class():
-    from megacpp_mcore.layers.mla import MLASelfAttention
+def layer_class(down):
+    from megacpp_mcore.layers.mla import FusedMLASelfAttention, MLASelfAttention
 
     class Duplicated(MLASelfAttention):
         """With the down projections of TE, which there is none of here: every rank has them whole
@@ -45,7 +48,7 @@ def layer_class():
             self.duplicates = whole
             return tuple(hidden_states @ weight.t() for weight in whole)
 
-    return MLASelfAttention, Duplicated
+    return {CUT: MLASelfAttention, DUPLICATED: Duplicated, ONE: FusedMLASelfAttention}[down]
 
 
 def build(name, tp, seed, backend="reference"):
@@ -59,7 +62,7 @@ def build(name, tp, seed, backend="reference"):
     from megacpp_mcore.layers.core_attention import ReferenceCoreAttention
     from megacpp_mcore.layers.settings import PluginSettings, attach
 
-    _, _, sequence_parallel, duplicated, q_latent = CASES[name]
+    _, _, sequence_parallel, down, q_latent = CASES[name]
     torch.manual_seed(seed)
     config = MLATransformerConfig(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=HEADS, kv_lora_rank=RANKS[1],
@@ -73,10 +76,11 @@ def build(name, tp, seed, backend="reference"):
         linear_q_proj=ColumnParallelLinear, linear_q_down_proj=ColumnParallelLinear,
         linear_q_up_proj=ColumnParallelLinear, linear_kv_down_proj=ColumnParallelLinear,
         linear_kv_up_proj=ColumnParallelLinear, core_attention=ReferenceCoreAttention,
+        linear_qkv_down_proj=ColumnParallelLinear,
     )  # fmt: skip
     groups = ProcessGroupCollection.use_mpu_process_groups()
     settings = PluginSettings(backends={"mla_rope": backend})
-    cls = layer_class()[duplicated]
+    cls = layer_class(down)
     module = cls(attach(config, settings), submodules, 1, AttnMaskType.causal, pg_collection=groups)
     return module.double()
 
@@ -123,19 +127,22 @@ def assert_close(actual, expected, what):
 def check(name, one, two, rank):
     """The layer over two ranks against what the one of one rank gave."""
     y, input_gradient, gradients, duplicates = one
-    _, _, sequence_parallel, duplicated, _ = CASES[name]
+    _, _, sequence_parallel, down, _ = CASES[name]
     cut = (lambda t: t.chunk(2)[rank]) if sequence_parallel else (lambda t: t)
     y_two, input_gradient_two, gradients_two = run(name, two, cut)
     assert_close(y_two, cut(y), f"{name}: output")
     assert_close(input_gradient_two, cut(input_gradient), f"{name}: input gradient")
     for key, gradient in gradients_two.items():
-        if duplicated and "down_proj" in key:
+        if down == DUPLICATED and "down_proj" in key:
             continue  # the test's own stand in for them
         axis = 1 if key == "linear_proj.weight" else 0
-        expected = gradients[key].chunk(2, dim=axis)[rank]
+        parts = [gradients[key]]
+        if "qkv_down" in key:
+            parts = gradients[key].split([RANKS[0], gradients[key].shape[0] - RANKS[0]])
+        expected = torch.cat([part.chunk(2, dim=axis)[rank] for part in parts], dim=axis)
         assert expected.abs().max() > 0, f"{name}: {key}"
         assert_close(gradient, expected, f"{name}: gradient of {key}")
-    if duplicated:
+    if down == DUPLICATED:
         for weight, expected in zip(two.duplicates, duplicates, strict=True):
             if sequence_parallel:  # Megatron sums replicated weights' gradients over the ranks
                 dist.all_reduce(weight.grad)

@@ -58,6 +58,15 @@ def _mla(r: Rules) -> None:
         "needs attention.q_lora_rank",
     )
     r.refuse(
+        r["attention.mla_down_proj_fusion"]
+        and r["parallel.tensor_model_parallel_size"] > 1
+        and any(layer.symbol == "+" for layer in r.recipe.plan.mtp_layers),
+        "attention.mla_down_proj_fusion",
+        "must be false with MLA in an MTP depth and "
+        f"{r.told('parallel.tensor_model_parallel_size')}: Megatron 0.19.2 puts its own module "
+        "there, whose gradient of k's rotary part leaves other ranks out",
+    )
+    r.refuse(
         r["attention.qk_pos_emb_head_dim"] % 2,
         "attention.qk_pos_emb_head_dim",
         "must be even: RoPE turns pairs",
