@@ -50,7 +50,12 @@ GPU_TESTS = ("tests/gpu/test_kernels_gpu.py",)
 ATTENTION_TESTS = ("tests/kernels/test_core_attention.py", *GPU_TESTS)
 NORM_TESTS = ("tests/kernels/test_norm.py", *GPU_TESTS)
 EXPERTS_TESTS = ("tests/kernels/test_moe_experts.py", *GPU_TESTS)
-LOSS_TESTS = ("tests/kernels/test_linear_cross_entropy.py", *GPU_TESTS)
+LOSS_TESTS = (
+    "tests/kernels/test_linear_cross_entropy.py",
+    "tests/gpu/test_linear_cross_entropy_gpu.py",
+    *GPU_TESTS,
+)
+SPLIT_LOSS_TESTS = (*LOSS_TESTS, "tests/kernels/test_linear_cross_entropy_parallel.py")
 RESIDUAL_TESTS = ("tests/kernels/test_residual.py", *GPU_TESTS)
 ADMISSION = "tests/kernels/test_scan_admission.py"
 DISPATCH_TESTS = ("tests/test_dispatch.py",)  # that it is refused where it cannot serve
