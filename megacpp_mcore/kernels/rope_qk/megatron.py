@@ -8,7 +8,6 @@ from torch import Tensor
 
 from megacpp_mcore.kernels.rope_qk.inputs import RopeQK
 
-
 # Fields of Megatron's config that its function reads. torch.compile can make no namespace itself.
 _CONFIGS = {
     (fused, interleaved): SimpleNamespace(
@@ -24,7 +23,9 @@ def _turned(
     q: Tensor, k: Tensor, angles: Tensor, cu_seqlens: Tensor | None, interleaved: bool,
     mscale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    fused = q.is_cuda and rope_utils.fused_apply_rotary_pos_emb is not None and mscale == 1
+    # TE's kernels have no mscale, and cannot be launched for no tokens.
+    fused = q.is_cuda and q.numel() > 0 and mscale == 1
+    fused = fused and rope_utils.fused_apply_rotary_pos_emb is not None
     if cu_seqlens is None:
         angles = angles[: q.shape[0]]
     table = torch.cat([angles, angles], -1)
