@@ -51,7 +51,7 @@ def cudnn_attention(problem: Problem) -> str | None:
     """The `supports` of cuDNN's attention through torch, backward pass included.
 
     Packed documents: torch 2.11 can hand cuDNN 9.19 their offsets, but the gradients that come back
-    are wrong, and every call takes some 40 ms (seen on an H200).
+    are wrong, and take some 90 ms (seen in a probe on an H200).
     """
     dqk, dv = problem.size("dqk", 0), problem.size("dv", 0)
     if reason := _beyond(problem, "dropout") or _half_on_cuda("cuDNN's attention", problem):

@@ -44,8 +44,8 @@ CORE_ATTENTION = (
         role="chosen",
         keep="keep",
         removes="the [s, s] scores of every head; dqk 128 and dv 64, and grouped queries, as they "
-        "are: 1.31 / 5.89 ms. Whole rows only: in a probe cuDNN 9.19's gradients for packed documents "
-        "were wrong, and took 90 ms",
+        "are: 1.31 / 5.89 ms. Whole rows only: in a probe cuDNN 9.19's gradients for packed "
+        "documents were wrong, and took 90 ms",
         layout=_WHOLE,
         dtypes="bf16, fp16",
         fallback="sdpa_flash",

@@ -58,7 +58,8 @@ def test_nam56r_at_full_size():
     attention, scan, m2rnn = (dict(asked[n].sizes) for n in ("core_attention", "mamba3_scan",
                                                               "m2rnn"))  # fmt: skip
     assert attention == {
-        "dqk": 128, "dv": 64, "heads": 56, "context_parallel_size": 1, "layout": "sbhd", "needs": (),
+        "dqk": 128, "dv": 64, "heads": 56, "context_parallel_size": 1, "layout": "sbhd",
+        "needs": (),
     }  # fmt: skip
     assert (scan["heads"], scan["groups"], scan["state_dim"], scan["angles"]) == (56, 8, 64, 16)
     assert m2rnn == {"heads": 44, "k_head_dim": 64, "v_head_dim": 16, "chunk_size": 64}

@@ -77,6 +77,9 @@ class TorchCoreAttention(MegatronModule):
             self._check_mask(attn_mask_type)
         if attention_bias is not None:
             raise CoreAttentionError("attention_bias is not served by this core attention")
+        if not query.numel():  # which not every kernel can be launched for
+            nothing = query.sum() + key.sum() + value.sum()
+            return nothing.expand(*query.shape[:-1], value.shape[-1]).flatten(-2)
         dropout = self.dropout if self.training else 0.0
         with self._random_states(dropout):
             if packed_seq_params is None:
@@ -161,7 +164,7 @@ class HeadsFirst(TorchCoreAttention):
             # [t, h, d] of one document -> [1, h, t, d]
             self._attend(*(x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v)), dropout)
             for start, end in itertools.pairwise(bounds.tolist())
-            if end > start or not q.shape[0]
+            if end > start
         ]
         return torch.cat(documents, dim=2).squeeze(0).transpose(0, 1)
 
@@ -213,8 +216,6 @@ class PackageCoreAttention(TorchCoreAttention):
     package: ClassVar[packages.FlashPackage]
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-        if not q.numel():
-            return sdpa(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), scale=1.0).permute(2, 0, 1, 3)
         rows = (x.transpose(0, 1) for x in (q, k, v))
         return self.package.whole(*rows, **self._options(dropout)).transpose(0, 1)
 

@@ -292,10 +292,20 @@ def test_the_flash_packages_get_what_they_take(flash_packages, cls, window):
             torch.testing.assert_close(a, b, rtol=0, atol=64 * EPS)
 
 
-@PACKAGES
-def test_a_flash_package_is_not_asked_about_no_tokens(cls):
-    y = module(cls)(draw(0, 2, 4, 16), draw(0, 2, 2, 16), draw(0, 2, 2, 8), None)
-    assert y.shape == (0, 2, 32)
+@pytest.mark.parametrize(
+    "cls", [SDPACoreAttention, CudnnCoreAttention, FlashCoreAttention, Flash4CoreAttention]
+)
+@pytest.mark.parametrize("shape", [(0, 2), (5, 0), (0,)], ids=["no-tokens", "no-rows", "no-pack"])
+def test_no_tokens_are_no_work(cls, shape):
+    """Nothing comes out and gradients are zero; no kernel, and no package, is asked."""
+    leaves = [draw(*shape, *x).requires_grad_() for x in ((4, 16), (2, 16), (2, 8))]
+    packed = None
+    if len(shape) == 1:
+        packed = PackedSeqParams("thd", torch.zeros(2, dtype=torch.int32))
+    y = module(cls)(*leaves, None, packed_seq_params=packed)
+    assert y.shape == (*shape, 32)
+    for leaf, gradient in zip(leaves, torch.autograd.grad(y.sum(), leaves), strict=True):
+        assert gradient.shape == leaf.shape
 
 
 def test_a_package_for_other_gpus_or_of_another_version_says_so(flash_packages, monkeypatch):
