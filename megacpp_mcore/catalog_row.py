@@ -47,7 +47,11 @@ TE_SKIPS = {
 }
 NOT_IN_MODEL = {"model_slice": "the model does not ask for this surface yet"}
 GPU_TESTS = ("tests/gpu/test_kernels_gpu.py",)
-ATTENTION_TESTS = ("tests/kernels/test_core_attention.py", *GPU_TESTS)
+ATTENTION_TESTS = (
+    "tests/kernels/test_core_attention.py",
+    "tests/gpu/test_attention_gpu.py",
+    *GPU_TESTS,
+)
 NORM_TESTS = ("tests/kernels/test_norm.py", *GPU_TESTS)
 EXPERTS_TESTS = ("tests/kernels/test_moe_experts.py", *GPU_TESTS)
 LOSS_TESTS = (
