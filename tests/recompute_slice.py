@@ -10,7 +10,7 @@ from megacpp_mcore.lowering import lower
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.training.megatron_setup import build_model, megatron_args, single_process
 
-_NAMES = ("MEGACPP_RECIPE", "MEGACPP_BACKENDS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+_NAMES = ("MEGACPP_RECIPE", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 Kept = tuple[dict[str, torch.Tensor], int]
 
