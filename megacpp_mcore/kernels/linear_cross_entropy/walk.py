@@ -61,7 +61,8 @@ class Walk:
         losses = logarithm + (1 - smoothing) * (largest - picked)
         if smoothing:
             losses = losses + smoothing * (largest - total / self.vocab_size)
-        losses = losses + self.options.z_loss * lse**2
+        if self.options.z_loss:
+            losses = losses + self.options.z_loss * lse**2
         return losses.masked_fill(self.is_ignored, 0.0), lse
 
     def make_statistics(self) -> None:
