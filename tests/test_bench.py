@@ -369,11 +369,12 @@ class TestLayer:
             assert (row["error"] is None) == is_baseline
             assert is_baseline or 0 < row["error"] <= row["tolerance"] < 1e-4
 
-    def test_a_backend_that_is_wrong(self, tmp_path, monkeypatch, capsys):
+    @pytest.mark.parametrize("factor", [1.01, float("nan")])
+    def test_a_backend_that_is_wrong(self, factor, tmp_path, monkeypatch, capsys):
         from megacpp_mcore.kernels.mla_rope import unfused
 
         def wrong(*args, right=unfused.mla_rope, **options):
-            return tuple(1.01 * x for x in right(*args, **options))
+            return tuple(factor * x for x in right(*args, **options))
 
         surface = REGISTRY["mla_rope"]
         entry = Backend("wrong", "megacpp_mcore.kernels.mla_rope.unfused:wrong", always)

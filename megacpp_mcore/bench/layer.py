@@ -215,7 +215,7 @@ def _compare(
         found = layer.values()
         far = {key: _distance(found[key], x) for key, x in expected.items()}
         what = max(far, key=lambda key: math.inf if math.isnan(far[key]) else far[key])
-        errors[name] = far[what]
+        errors[name] = far[what] if math.isfinite(far[what]) else None
         if not far[what] <= (allowed := _tolerance(expected["y"])):
             wrong.append(
                 f"{name}: {what} is {far[what]:.2e} from {baseline}, allowed {allowed:.2e}"

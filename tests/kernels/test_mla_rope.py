@@ -59,7 +59,8 @@ def test_a_token_against_complex_numbers(function, interleaved):
 def test_documents_are_as_if_alone(function):
     bounds = [0, 0, 3, 4, 4, 9]
     q, kv, k_pos, table = draw(9)
-    packed = function(q, kv, k_pos, table, qk_head_dim=4, cu_seqlens=torch.tensor(bounds))
+    apart = torch.tensor(bounds).repeat_interleave(2)[::2]
+    packed = function(q, kv, k_pos, table, qk_head_dim=4, cu_seqlens=apart)
     for start, end in itertools.pairwise(bounds):
         alone = [x[start:end, None] for x in (q, kv, k_pos)]
         for whole, part in zip(packed, function(*alone, table, qk_head_dim=4), strict=True):
@@ -142,6 +143,7 @@ def test_the_table_is_exact_far_out():
         (lambda a: a | {"qk_head_dim": 9}, r"kv is \(5, 2, 3, 9\).*qk_head_dim 9"),
         (lambda a: a | {"k_pos": a["k_pos"][..., 1:]}, r"k_pos is \(5, 2, 5\)"),
         (lambda a: a | {"k_pos": a["k_pos"].double()}, "one dtype"),
+        (lambda a: a | {"kv": a["kv"].to("meta")}, "on cpu, meta; they must be on one device"),
         (lambda a: a | {"rotary": each(a["rotary"], lambda x: x[1:])}, "4 positions"),
         (lambda a: a | {"rotary": each(a["rotary"], lambda x: x.bfloat16())}, "or wider"),
         (lambda a: a | {"rotary": each(a["rotary"], lambda x: x.repeat(1, 2))}, "at most 6"),

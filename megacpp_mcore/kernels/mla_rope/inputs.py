@@ -56,6 +56,11 @@ def check_inputs(
         raise MLARopeInputError(
             f"q is {q.dtype}, kv is {kv.dtype}, k_pos is {k_pos.dtype}; they must have one dtype"
         )
+    if len(devices := {x.device for x in (q, kv, k_pos, *rotary)}) > 1:
+        raise MLARopeInputError(
+            f"q, kv, k_pos, cos and sin are on {', '.join(sorted(map(str, devices)))}; they must "
+            "be on one device"
+        )
     _check_table(rotary, tokens[0], pos_dim)
     if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point()):
         raise MLARopeInputError(

@@ -37,7 +37,8 @@ def mla_rope(
     if packed:
         q, kv, k_pos = q.unsqueeze(1), kv.unsqueeze(1), k_pos.unsqueeze(1)
     cos, sin = (table.float().contiguous() for table in rotary)
-    outputs = _forward(q, kv, k_pos, cos, sin, cu_seqlens, qk_head_dim, interleaved)
+    bounds = None if cu_seqlens is None else cu_seqlens.to(q.device).contiguous()
+    outputs = _forward(q, kv, k_pos, cos, sin, bounds, qk_head_dim, interleaved)
     q, k, v = (x.squeeze(1) for x in outputs) if packed else outputs
     return q, k, v
 
