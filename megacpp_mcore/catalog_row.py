@@ -45,7 +45,6 @@ TE_SKIPS = {
     "graph": "TE keeps torch.compile out of its modules: a break before and after each, by design",
     "float32": "TE multiplies float32 in TF32; the model runs it in bf16",
 }
-NOT_IN_MODEL = {"model_slice": "the model does not ask for this surface yet"}
 GPU_TESTS = ("tests/gpu/test_kernels_gpu.py",)
 ATTENTION_TESTS = (
     "tests/kernels/test_core_attention.py",

@@ -31,6 +31,9 @@ BATCH, SEQ = 3, 12
 # Logits here are below 8 in size, which is what float32's rounding of them does to a probability;
 # the exponential, the sum, the quotient and the result add an epsilon each.
 TOLERANCE = (8 + 4) * torch.finfo(torch.float32).eps
+# Of models in float32: some 16 products lie between a head and a weight and back, each with sums of
+# up to 64 terms, of which the root of 64 roundings is left.
+FLOAT32 = 16 * 64**0.5 * torch.finfo(torch.float32).eps
 
 
 class Models(NamedTuple):

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from loss_models import SEQ, assert_same, batches, megatrons_step, models, run
+from loss_models import FLOAT32, SEQ, assert_same, batches, megatrons_step, models, run
 
 from megacpp_mcore.training.megatron_setup import single_process
 from megacpp_mcore.training.step import forward_step
@@ -20,9 +20,6 @@ ON_GPU = [
 ]  # fmt: skip
 # Transformer Engine multiplies float32 in TF32, which makes more of a difference than it should.
 EXACT = "linear=reference,norm=reference"
-# Some 16 products lie between a head and a weight and back, each with sums of up to 64 terms in
-# float32: the root of 64 roundings for each.
-TOLERANCE = 16 * 64**0.5 * torch.finfo(torch.float32).eps
 
 
 @pytest.fixture
@@ -55,7 +52,7 @@ def test_losses_log_and_gradients_are_megatrons(backends, tied):
                 model.config.calculate_per_token_loss = per_token
             expected = run(megatrons, megatrons_step, on_gpu(batches()))
             for step in (forward_step, megatrons_step):
-                assert_same(run(ours, step, on_gpu(batches())), expected, TOLERANCE)
+                assert_same(run(ours, step, on_gpu(batches())), expected, FLOAT32)
 
 
 def test_the_logits_are_in_memory_by_megatrons_heads_and_not_by_ours(backends):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from loss_models import (
     BATCH,
+    FLOAT32,
     SEQ,
     TOLERANCE,
     Outcome,
@@ -147,13 +148,13 @@ def serving(monkeypatch):
     dispatch.forget()
 
 
-def largest_allocation(call, *arguments) -> int:
-    """The bytes of the largest piece of memory that torch takes during the call."""
+def largest_allocation(call, *arguments):
+    """The bytes of the largest piece of memory that torch takes during the call; its result."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        call(*arguments)
+        result = call(*arguments)
     events = profile.profiler.kineto_results.events()
-    return max(event.nbytes() for event in events if event.name() == "[memory]")
+    return max(event.nbytes() for event in events if event.name() == "[memory]"), result
 
 
 def test_training_makes_nothing_of_the_size_of_the_logits(serving, monkeypatch):
@@ -161,13 +162,14 @@ def test_training_makes_nothing_of_the_size_of_the_logits(serving, monkeypatch):
     weight = 4 * vocab_size * 16
     monkeypatch.setattr(walk, "chunk_length", lambda tokens, classes: 8)
     overrides = [f"model.vocab_size={vocab_size}", "mtp.mtp_num_layers=2"]
-    largest = {}
+    largest, found = {}, {}
     for backend in ("chunked", REFERENCE, "megatron"):
         serving(backend)
         with single_process(1):
             ours = models(*overrides).ours.float()
-            largest[backend] = largest_allocation(run, ours, step.forward_step, batches())
-            assert all(p.grad is not None for p in ours.parameters())
+            arguments = (ours, step.forward_step, batches())
+            largest[backend], found[backend] = largest_allocation(run, *arguments)
+        assert_same(found[backend], found["chunked"], FLOAT32)
     assert largest[REFERENCE] >= logits and largest["megatron"] >= logits
     assert largest["chunked"] <= weight < logits
 
