@@ -248,7 +248,9 @@ class FakeLoop:
 
     def __init__(self, training, steps: int) -> None:
         self.training, self.first, self.steps = training, 0, steps
-        self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.5, "default_config": True}])
+        self.optimizer = SimpleNamespace(
+            param_groups=[{"lr": 0.5, "default_config": True, "params": []}]
+        )
 
     def setup_model_and_optimizer(self, model_type):
         dispatch.decide("residual", dispatch.Problem.of("cpu", "any"))

@@ -28,7 +28,8 @@ def register(subparsers: Any) -> None:
         help="stop after N steps in all; the schedule stays the recipe's")  # fmt: skip
     add("--out", metavar="DIR", help="folder of the run (default: runs/RECIPE)")
     add("--resume", action="store_true",
-        help="go on from the newest complete checkpoint in DIR, or begin")  # fmt: skip
+        help="go on from the newest complete checkpoint in DIR (with --gpus: in the recipe's "
+        "checkpoint.load), or begin")  # fmt: skip
     add("--overwrite", action="store_true", help="replace the run that DIR holds")
     parser.set_defaults(run=run)
 
@@ -46,12 +47,15 @@ def run(args: argparse.Namespace) -> int:
     if args.gpus is not None:
         from megacpp_mcore.training import gpu_run
 
-        if args.steps is not None or args.overwrite or args.resume:
+        if args.steps is not None or args.overwrite:
             raise MegacppError(
-                "--steps, --resume and --overwrite are the CPU lane's: with --gpus set "
+                "--steps and --overwrite are the CPU lane's: with --gpus set "
                 "schedule.train_iters=N, and give every run folders of its own"
             )
-        return gpu_run.run(args.recipe, args.overrides, args.gpus, args.out, args.yardstick)
+        return gpu_run.run(
+            args.recipe, args.overrides, args.gpus, args.out,
+            yardstick=args.yardstick, resume=args.resume,
+        )  # fmt: skip
     if args.yardstick:
         raise MegacppError("--yardstick needs --gpus N: Megatron's own blocks run on GPUs only")
     recipe = load_recipe(args.recipe, args.overrides)

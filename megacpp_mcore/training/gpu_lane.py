@@ -1,18 +1,22 @@
 """A run on GPUs: Megatron's own `pretrain` with our model, batches, loss, data and receipt."""
 
 import contextlib
+import os
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megacpp_mcore import bridges
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.recipe import patch_needs
+from megacpp_mcore.training import gpu_resume
 from megacpp_mcore.training.gpu_launch import Launch, LaunchError, check_agreement
+from megacpp_mcore.training.gpu_packages import check_backends, check_packages
 from megacpp_mcore.training.run_folder import RunFolderError
 
 # Megatron arguments that no recipe has, whose work this entry does not do.
@@ -28,23 +32,35 @@ def train(launch: Launch) -> None:
     """Train as one rank; ends when Megatron's loop does.
 
     Raises LaunchError without CUDA, for Megatron words of another recipe, and for arguments that
-    this entry does not serve; MissingPatchError, DataError, RunFolderError before any model is
-    built. Whatever ends the loop early leaves a receipt that says so.
+    this entry does not serve; MissingPackageError, MissingPatchError, DispatchError, DataError,
+    ResumeError, RunFolderError before any model is built. Whatever ends the loop early leaves a
+    receipt that says so, and the reason with torchrun.
     """
+    try:
+        _train(launch)
+    except Exception as error:
+        get_error_handler().record_exception(error)
+        raise
+
+
+def _train(launch: Launch) -> None:
     goodput = Goodput()
     if not torch.cuda.is_available():
         raise LaunchError(
             f"torch sees no CUDA device, recipe {launch.recipe.name} is for GPUs; on this machine "
             "run `megacpp train nam56r-tiny`"
         )
+    check_packages(launch.recipe, yardstick=launch.yardstick)
     patch_needs.check(launch.recipe)
+    check_backends(launch.recipe)
     bridges.before_megatron()
     bridges.dataset_helper()
     from megacpp_mcore.training.gpu_data import check_data
 
     check_data(launch.recipe)
     args = megatron_args(launch)
-    _check_folder(launch, args)
+    if os.environ["RANK"] == "0":  # before any other rank can read the folder: they wait for it
+        _check_folder(launch, args)
     _pretrain(launch, args, goodput)
 
 
@@ -81,11 +97,11 @@ def config_container(args: Any, yardstick: bool = False) -> Any:
 
 
 def _check_folder(launch: Launch, args: Any) -> None:
-    """Refuse to begin where another run's receipt lies."""
-    from megatron.training.checkpointing import get_checkpoint_tracker_filename
-
+    """See that a run goes on from a complete checkpoint, or refuse where another's receipt lies."""
+    if args.load and args.ckpt_format == "torch_dist" and (said := gpu_resume.settle(args.load)):
+        print(f"megacpp: {said}", file=sys.stderr, flush=True)
     receipt = launch.out / "receipt.json"
-    resumes = bool(args.load) and Path(get_checkpoint_tracker_filename(args.load)).is_file()
+    resumes = bool(args.load) and (Path(args.load) / gpu_resume.TRACKER).is_file()
     if receipt.exists() and not resumes:
         raise RunFolderError(
             f"{launch.out} has the receipt of a run, and there is no checkpoint in {args.load} to "
@@ -122,6 +138,8 @@ def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
 
 def _record_end(watch: Any, error: BaseException) -> None:
     """The receipt of a loop that did not run to its end; nothing hides the error itself."""
+    if isinstance(error, torch.OutOfMemoryError):
+        print(watch.memory_report(), file=sys.stderr, flush=True)
     reason = f"after step {watch.iteration}: {type(error).__name__}: {error}"
     asked_for = isinstance(error, KeyboardInterrupt) or (
         isinstance(error, SystemExit) and not error.code  # exit_duration_in_mins, a signal

@@ -1,29 +1,32 @@
-"""`megacpp train --gpus N`: torchrun on this machine with `megacpp_mcore.pretrain`."""
+"""`megacpp train --gpus N`: the ranks of one machine, each with `megacpp_mcore.pretrain`."""
 
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megacpp_mcore import receipts
 from megacpp_mcore.lowering import lower
-from megacpp_mcore.recipe import Recipe, load_recipe
+from megacpp_mcore.recipe import Recipe, load_recipe, patch_needs
+from megacpp_mcore.training import gpu_resume
 from megacpp_mcore.training.gpu_launch import OUT, YARDSTICK, LaunchError, recipe_words
-
-_TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's, in a folder that holds a checkpoint
+from megacpp_mcore.training.gpu_packages import check_backends, check_packages
+from megacpp_mcore.training.gpu_ranks import run_ranks
 
 
 def run(
-    name_or_path: str, overrides: Sequence[str], gpus: int, out: str | None,
-    yardstick: bool = False,
+    name_or_path: str, overrides: Sequence[str], gpus: int, out: str | None, *,
+    yardstick: bool = False, resume: bool = False,
 ) -> int:  # fmt: skip
-    """Train a recipe on `gpus` GPUs of this machine. Returns torchrun's exit status.
+    """Train a recipe on `gpus` GPUs of this machine. Returns the first failed rank's exit status.
 
     yardstick: Megatron's own blocks in place of ours, with the same sizes, data, words and loop.
-    Megatron has none like M and R; its Mamba-2 stands in both places.
+    Megatron has none like M and R; its Mamba-2 stands in both places. resume: go on from the last
+    complete checkpoint in checkpoint.load, or begin.
 
     Raises LaunchError when the machine has fewer GPUs, the recipe is for several machines, or the
-    folder it loads from holds a checkpoint already; RecipeError as `load_recipe`.
+    folder it loads from holds a checkpoint and resume is not asked for; RecipeError as
+    `load_recipe`; MissingPackageError, MissingPatchError, DispatchError and DataError before any
+    rank is started.
     """
     if gpus < 1:
         raise LaunchError(f"--gpus {gpus}: at least 1 is needed")
@@ -31,24 +34,17 @@ def run(
     recipe = load_recipe(name_or_path, overrides)
     if yardstick:
         recipe = load_recipe(name_or_path, [*overrides, *_without_r(recipe)])
-        out = out or f"runs/{recipe.name}-yardstick"
-    _check(recipe, gpus)
-    words = recipe_words(recipe) + ([OUT, out] if out else []) + ([YARDSTICK] if yardstick else [])
-    words += lower(recipe).argv
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone",
-        "--nproc-per-node", str(gpus), "-m", "megacpp_mcore.pretrain", *words,
-    ]  # fmt: skip
-    # Ctrl-C reaches torchrun too, which ends its ranks and then itself.
-    saved = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        return subprocess.Popen(command, preexec_fn=_heed_interrupts).wait()
-    finally:
-        signal.signal(signal.SIGINT, saved)
-
-
-def _heed_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    folder = Path(out or f"runs/{recipe.name}{'-yardstick' * yardstick}")
+    _check(recipe, gpus, resume)
+    check_packages(recipe, yardstick=yardstick)
+    patch_needs.check(recipe)
+    check_backends(recipe)
+    words = [*recipe_words(recipe), OUT, str(folder), *([YARDSTICK] if yardstick else [])]
+    ended = run_ranks("megacpp_mcore.pretrain", words + lower(recipe).argv, gpus)
+    if ended.reason is not None:
+        _mark(folder / "receipt.json", ended.reason)
+        print(f"megacpp: {ended.reason}. {_what_now(recipe)}", file=sys.stderr)
+    return ended.status
 
 
 def _without_r(recipe: Recipe) -> list[str]:
@@ -56,7 +52,23 @@ def _without_r(recipe: Recipe) -> list[str]:
     return [f"{key}={pattern.upper().replace('R', 'M')}" for key, pattern in patterns.items()]
 
 
-def _check(recipe: Recipe, gpus: int) -> None:
+def _mark(path: Path, reason: str) -> None:
+    """The receipt of a rank that could not write its own end, which SIGKILL leaves no time for."""
+    if not path.exists():
+        return
+    receipt = receipts.read(path)
+    if receipt["result"]["status"] == "running":
+        receipt["result"] |= {"status": "failed", "reason": reason}
+        receipts.write(path, receipt)
+
+
+def _what_now(recipe: Recipe) -> str:
+    if checkpoint := gpu_resume.newest(recipe.checkpoint.load):
+        return f"The last complete checkpoint is {checkpoint}: go on from it with --resume"
+    return "There is no complete checkpoint to go on from"
+
+
+def _check(recipe: Recipe, gpus: int, resume: bool) -> None:
     if recipe.launch.device != "cuda":
         raise LaunchError(
             f'recipe {recipe.name} has launch.device = "{recipe.launch.device}": train it without '
@@ -73,8 +85,10 @@ def _check(recipe: Recipe, gpus: int) -> None:
     if found < gpus:
         raise LaunchError(f"--gpus {gpus}: torch sees {found} CUDA devices on this machine")
     load = recipe.checkpoint.load
-    if load and (Path(load) / _TRACKER).is_file():
+    if resume and not load:
+        raise LaunchError("--resume: the recipe names no checkpoint.load to go on from")
+    if not resume and load and (Path(load) / gpu_resume.TRACKER).is_file():
         raise LaunchError(
-            f"{load} holds a checkpoint, which Megatron would go on from: set checkpoint.load and "
-            "checkpoint.save to another folder"
+            f"{load} holds a checkpoint, which Megatron would go on from: say --resume to go on, "
+            "or set checkpoint.load and checkpoint.save to another folder"
         )

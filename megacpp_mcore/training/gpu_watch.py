@@ -23,6 +23,7 @@ from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.receipts.run import RunReceipt, Work
+from megacpp_mcore.training import gpu_memory
 from megacpp_mcore.training.gather_check import GatherCheck
 from megacpp_mcore.training.gpu_launch import Launch
 
@@ -46,6 +47,7 @@ class Watch:
         self._gathers: GatherCheck | None = None
         self._evaluated: dict[str, Any] | None = None
         self._results: dict[str, float | int] = {}
+        self._memory: gpu_memory.MemoryWatch | None = None
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -85,6 +87,7 @@ class Watch:
         self.iteration = get_args().iteration
         if get_args().overlap_param_gather:
             self._gathers = GatherCheck(built[0])
+        self._memory = gpu_memory.MemoryWatch(built[0], built[1])
         if _keeps_the_receipt():
             self.receipt = self._new_receipt()
             parameters = sum(p.numel() for chunk in built[0] for p in chunk.parameters())
@@ -148,6 +151,8 @@ class Watch:
             self._gathers.finish()
             self._gathers = None
         milliseconds = (time.perf_counter() - started) * 1000
+        if cold and self._memory:
+            self._memory.stop()
         losses, norm = done[0], done[5]
         self.iteration = given["iteration"] + 1
         if self.receipt is None:
@@ -166,6 +171,7 @@ class Watch:
         )
         if cold:
             self._results["first_step_ms"] = round(milliseconds, 3)
+            self._results |= self._memory_results()
             self.write("running")
         return done
 
@@ -191,6 +197,26 @@ class Watch:
         done = call()
         self._evaluated = done[0]
         return done
+
+    def _memory_results(self) -> dict[str, int]:
+        """What stays allocated from step to step, on the rank that keeps the receipt."""
+        if self._memory is None:
+            return {}
+        found = self._memory.measure()
+        return {
+            "parameter_bytes": found.parameters,
+            "gradient_bytes": found.gradients,
+            "optimizer_bytes": found.optimizer,
+            "kept_by_micro_batch_bytes": sum(found.kept.values()),
+        }
+
+    def memory_report(self) -> str:
+        """The largest consumers of this rank's GPU memory, for an out-of-memory error."""
+        if self._memory is None:
+            return "megacpp: out of GPU memory while the model or its optimizer was built"
+        stats = dict(torch.cuda.memory_stats())
+        stats["total"] = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        return gpu_memory.report(self._memory.measure(), stats, torch.distributed.get_rank())
 
     def write(self, status: str, reason: str | None = None) -> dict[str, Any] | None:
         """Write the receipt as it stands, on the rank that keeps it."""

@@ -1,0 +1,76 @@
+"""Which checkpoint a run goes on from: the last complete one.
+
+Megatron writes DIR/iter_N, and when all of it is there DIR/latest_checkpointed_iteration.txt, not
+atomically. A run that is killed meanwhile leaves a folder that no tracker names, or a tracker that
+is empty; with the latter Megatron ends itself, with status 0. A folder is complete when it has both
+files that are written last: `.metadata`, of the shards, and `metadata.json`.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from megacpp_mcore.errors import MegacppError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class ResumeError(MegacppError):
+    """A folder of checkpoints with nothing in it to go on from."""
+
+
+def complete(folder: Path) -> list[int]:
+    """Iterations of the complete checkpoints in `folder` (ckpt_format torch_dist), in order."""
+    found = []
+    for path in folder.glob("iter_*"):
+        number = re.fullmatch(r"iter_(\d{7,})", path.name)
+        if number and all((path / name).is_file() for name in (".metadata", "metadata.json")):
+            found.append(int(number[1]))
+    return sorted(found)
+
+
+def newest(folder: str | None) -> Path | None:
+    """The complete checkpoint that a run would go on from, or None."""
+    if folder is None:
+        return None
+    named = _tracked(Path(folder) / TRACKER)
+    found = complete(Path(folder))
+    if not found:
+        return None
+    return Path(folder) / f"iter_{named if named in found else found[-1]:07d}"
+
+
+def settle(folder: str) -> str | None:
+    """Let the tracker in `folder` name a complete checkpoint; what was done, or None.
+
+    A tracker that names a complete one stays, also where there are newer ones: somebody may have
+    set it back. Raises ResumeError when there is a tracker and nothing complete.
+    """
+    tracker = Path(folder) / TRACKER
+    found = complete(Path(folder))
+    named = _tracked(tracker) if tracker.is_file() else None
+    if named == "release" or named in found or (not found and not tracker.is_file()):
+        return None
+    said = f"named {named}" if isinstance(named, int) else "was empty or no number"
+    if not tracker.is_file():
+        said = "was missing"
+    if not found:
+        raise ResumeError(
+            f"{tracker} {said}, and no checkpoint in {folder} is complete: move the folder away "
+            "to begin anew"
+        )
+    temporary = tracker.with_name(f".{TRACKER}.tmp")
+    temporary.write_text(str(found[-1]))
+    os.replace(temporary, tracker)
+    return f"{tracker} {said}: going on from the last complete checkpoint, step {found[-1]}"
+
+
+def _tracked(tracker: Path) -> int | str | None:
+    """The iteration that the tracker names, "release", or None for anything else."""
+    try:
+        text = tracker.read_text().strip()
+    except OSError:
+        return None
+    if text == "release":
+        return text
+    return int(text) if re.fullmatch(r"\d+", text) else None

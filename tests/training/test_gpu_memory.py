@@ -1,0 +1,94 @@
+"""What an out-of-memory error's report says, on a model whose sizes are known."""
+
+from types import SimpleNamespace
+
+import torch
+
+from megacpp_mcore.training.gpu_memory import MemoryWatch, report
+
+GIB = 2**30
+
+
+class Mixer(torch.nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(size))
+
+
+class Layer(torch.nn.Module):
+    """keeps: bytes its forward pass holds on to."""
+
+    def __init__(self, number: int, size: int, keeps: int, meter: list[int]) -> None:
+        super().__init__()
+        self.layer_number, self.mixer = number, Mixer(size)
+        self.keeps, self.meter = keeps, meter
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.meter[0] += self.keeps
+        return x
+
+
+class Model(torch.nn.Module):
+    def __init__(self, meter: list[int]) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(10, 4)
+        self.layers = torch.nn.ModuleList(Layer(n, 100, 3 * GIB, meter) for n in (1, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_every_consumer_is_measured_once():
+    meter = [0]
+    model = Model(meter)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters)
+    watch = MemoryWatch([model], optimizer, allocated=lambda: meter[0])
+    for _ in range(3):  # only the first micro batch counts
+        model(torch.zeros(1))
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    parameters[0].main_grad = torch.zeros(1000)
+    optimizer.step()
+    found = watch.measure()
+    numbers = 10 * 4 + 2 * 100
+    assert found.parameters == 4 * numbers
+    assert found.modules == {"Mixer": 4 * 200, "embedding": 4 * 40}
+    assert found.gradients == 4 * (numbers + 1000)
+    assert found.optimizer == 4 * (2 * numbers + len(parameters))  # two moments, and the steps
+    assert found.layers == {"Mixer": 2} and found.kept == {"Mixer": 6 * GIB}
+    assert watch.measure() == found  # measuring adds nothing up
+
+
+def test_the_report_names_the_largest_first():
+    meter = [0]
+    model = Model(meter)
+    watch = MemoryWatch([model], torch.optim.SGD(model.parameters()), allocated=lambda: meter[0])
+    model(torch.zeros(1))
+    found = watch.measure()
+    found.parameters, found.gradients, found.optimizer = 10 * GIB, 20 * GIB, 60 * GIB
+    stats = {"allocated_bytes.all.current": 130 * GIB, "allocated_bytes.all.peak": 135 * GIB,
+             "reserved_bytes.all.current": 138 * GIB, "total": 140 * GIB}  # fmt: skip
+    lines = report(found, stats, rank=3).splitlines()
+    assert lines[0] == (
+        "GPU memory of rank 3: 140.00 GiB on the device, 130.00 GiB in use, 135.00 GiB at most, "
+        "8.00 GiB held by torch and free"
+    )
+    names = ("optimizer states", "other", "gradients", "parameters")
+    assert all(name in line for name, line in zip(names, lines[1:5], strict=True))
+    assert "40.00 GiB  other" in lines[2]
+    assert "Mixer 2 x 3.00 GiB" in lines[5]
+
+
+def test_a_chain_of_megatrons_optimizers():
+    class One:
+        def __init__(self, inner):
+            self.optimizer = inner
+
+    model = Model([0])
+    main = [torch.nn.Parameter(p.detach().double()) for p in model.parameters()]
+    chain = SimpleNamespace(chained_optimizers=[One(None), One(torch.optim.SGD(main))])
+    watch = MemoryWatch([model], chain, allocated=lambda: 0)
+    assert watch.measure().optimizer == 8 * (10 * 4 + 2 * 100)

@@ -1,0 +1,56 @@
+"""What is not installed is said before anything is built, all of it at once."""
+
+import importlib.util
+from importlib.machinery import ModuleSpec
+
+import pytest
+
+from megacpp_mcore.dispatch import DispatchError
+from megacpp_mcore.recipe import load_recipe
+from megacpp_mcore.training.gpu_packages import (
+    MissingPackageError,
+    check_backends,
+    check_packages,
+)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """installed(*modules): only these can be found."""
+
+    def only(*modules: str) -> None:
+        found = {name: ModuleSpec(name, None) for name in modules}
+        monkeypatch.setattr(importlib.util, "find_spec", found.get)
+
+    return only
+
+
+def test_every_missing_package_is_named_with_what_asks_for_it(installed):
+    installed()
+    tokenizer = ["data.tokenizer_type=TikTokenizer", "data.tokenizer_model=words.json"]
+    recipe = load_recipe("nam56r", ["precision.fp8=hybrid", *tokenizer])
+    with pytest.raises(MissingPackageError) as caught:
+        check_packages(recipe)
+    said = str(caught.value)
+    assert "transformer-engine[pytorch] (model.transformer_impl" in said
+    assert "moe.moe_router_fusion, precision.fp8)" in said
+    assert "tiktoken (data.tokenizer_type)" in said
+    assert "mamba-ssm" not in said  # our own blocks have another backend
+
+
+def test_a_whole_stack_is_no_error_and_the_yardstick_needs_more(installed):
+    recipe = load_recipe("nam56r", ["model.pattern=AEMEAEMEAEMM"])
+    installed("transformer_engine")
+    check_packages(recipe)
+    with pytest.raises(MissingPackageError, match=r"mamba-ssm \(Megatron's Mamba-2\); causal-conv"):
+        check_packages(recipe, yardstick=True)
+    installed("transformer_engine", "mamba_ssm", "causal_conv1d")
+    check_packages(recipe, yardstick=True)
+
+
+def test_a_named_backend_that_cannot_serve_is_refused(monkeypatch):
+    recipe = load_recipe("nam56r-tiny")
+    check_backends(recipe)
+    monkeypatch.setenv("MEGACPP_BACKENDS", "m2rnn=cuda")
+    with pytest.raises(DispatchError, match="m2rnn"):
+        check_backends(recipe)

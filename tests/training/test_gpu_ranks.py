@@ -1,0 +1,91 @@
+"""Ranks that die: the others end, soon, and one sentence says what happened first."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megacpp_mcore.training.gpu_ranks import Ended, run_ranks
+
+# A training loop in miniature: gloo's all-reduce, and a rank that ends in its midst.
+RANK = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+dist.init_process_group("gloo")
+how = sys.argv[1]
+for step in range(1000):
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:  # the peer is gone
+        get_error_handler().record_exception(error)
+        raise
+    if step == 3 and dist.get_rank() == 1:
+        if how == "killed":
+            open(sys.argv[2], "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "hangs":
+            open(sys.argv[2], "w").write(str(os.getpid()))
+            time.sleep(300)
+        if how == "raises":
+            try:
+                raise RuntimeError("loss is NaN")
+            except RuntimeError as error:
+                get_error_handler().record_exception(error)
+                raise
+    if how == "ends" and step == 3:
+        break
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch) -> str:
+    (tmp_path / "a_rank_in_miniature.py").write_text(RANK)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    return "a_rank_in_miniature"
+
+
+def test_ranks_that_end_well(module):
+    assert run_ranks(module, ["ends"], 2) == Ended(0)
+
+
+def test_a_killed_rank_ends_the_others_within_a_minute(module, tmp_path):
+    note = tmp_path / "killed"
+    ended = run_ranks(module, ["killed", str(note)], 2)
+    assert time.time() - note.stat().st_mtime < 60
+    assert ended.status == 128 + signal.SIGKILL
+    assert ended.reason.startswith("rank 1 of 2 was killed by SIGKILL")
+
+
+def test_a_rank_that_raises_is_named_with_its_error(module):
+    ended = run_ranks(module, ["raises"], 2)
+    assert ended == Ended(1, "rank 1 of 2 failed: RuntimeError: loss is NaN")
+
+
+def test_the_launcher_takes_its_ranks_with_it(module, tmp_path):
+    """SIGTERM, as a cluster sends it: no rank is left behind."""
+    note = tmp_path / "pid"
+    code = (
+        "from megacpp_mcore.training.gpu_ranks import run_ranks; import sys; "
+        f"e = run_ranks({module!r}, ['hangs', {str(note)!r}], 2); print(e.reason); "
+        "sys.exit(e.status)"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 200
+    while not note.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGTERM)
+    said, _ = launcher.communicate(timeout=100)
+    assert launcher.returncode == 128 + signal.SIGTERM and "SIGTERM ended" in said
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(note.read_text()), 0)
