@@ -56,8 +56,8 @@ class MLARopeCase(Case):
     def samples(cls) -> dict[str, Self]:
         return {
             # A token is a program: few, or the interpreter takes minutes.
-            "plain": cls(2, 3, 4, 16, 16, 16, 16),
-            "plain-documents": cls(2, 4, 2, 16, 16, 8, 16, documents=3),
+            "plain": cls(2, 2, 4, 16, 16, 16, 16),
+            "plain-documents": cls(2, 3, 2, 16, 16, 8, 16, documents=2),
             "odd-yarn-partial": cls(3, 3, 7, 12, 14, 10, 6, mscale=1.3),
             "odd-halves": cls(1, 5, 17, 3, 10, 5, 10, interleaved=False),
             "odd-nam56r": cls(1, 2, 56, 64, 64, 64, 64),

@@ -56,8 +56,9 @@ def positions(tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> T
     index = torch.arange(tokens, device=device)
     if cu_seqlens is None:
         return index
-    document = torch.searchsorted(cu_seqlens.to(device), index, right=True) - 1
-    return index - cu_seqlens.to(device)[document.clamp(min=0)]
+    bounds = cu_seqlens.to(device).contiguous()
+    document = torch.searchsorted(bounds, index, right=True) - 1
+    return index - bounds[document.clamp(min=0)]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
