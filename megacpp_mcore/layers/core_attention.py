@@ -129,8 +129,9 @@ def _documents(packed_seq_params, query: Tensor) -> tuple[Tensor, int]:
 
     With padding between documents the padded offsets are the ones where documents start; causal
     attention keeps what stands behind a document's tokens from them. Tokens behind the last offset
-    become a document of their own, so that no kernel leaves their values as the allocator had them;
-    how many they are is known without waiting for the GPU only where total_tokens says it.
+    become a document of their own, so that no kernel leaves their values as the allocator had them.
+    How many they are is known without waiting for the GPU only where total_tokens says it, and
+    max_seqlen_q may leave padding out: where either is open, the whole pack is the longest.
     """
     if packed_seq_params.qkv_format != "thd" or packed_seq_params.cu_seqlens_q is None:
         given = "missing" if packed_seq_params.cu_seqlens_q is None else "given"
@@ -138,11 +139,11 @@ def _documents(packed_seq_params, query: Tensor) -> tuple[Tensor, int]:
             f"packed_seq_params has qkv_format {packed_seq_params.qkv_format!r} and cu_seqlens_q "
             f"{given}; 'thd' with cu_seqlens_q is needed"
         )
-    padded = packed_seq_params.cu_seqlens_q_padded
-    bounds = packed_seq_params.cu_seqlens_q if padded is None else padded
-    bounds = bounds.to(torch.int32)
+    offsets, padded = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded
+    bounds = (offsets if padded is None else padded).to(torch.int32)
     tokens, longest = query.shape[0], packed_seq_params.max_seqlen_q
-    if packed_seq_params.total_tokens == tokens and longest is not None:
+    as_they_are = padded is None or padded is offsets
+    if as_they_are and packed_seq_params.total_tokens == tokens and longest is not None:
         return bounds, int(longest)
     return torch.cat([bounds, bounds.new_full((1,), tokens)]), tokens
 

@@ -155,6 +155,37 @@ def test_another_documents_tokens_change_nothing(cls):
         assert not torch.equal(a[4:8], b[4:8])
 
 
+@pytest.mark.parametrize(
+    ("changes", "bounds", "longest"),
+    [
+        ({}, [0, 3, 8], 5),
+        ({"total_tokens": None}, [0, 3, 8, 8], 8),
+        ({"max_seqlen_q": None}, [0, 3, 8, 8], 8),
+        ({"cu_seqlens_q": [0, 3, 7], "total_tokens": 7}, [0, 3, 7, 8], 8),
+        ({"cu_seqlens_q_padded": [0, 4, 8]}, [0, 4, 8, 8], 8),
+    ],
+)
+def test_what_a_kernel_is_told_of_the_documents(monkeypatch, changes, bounds, longest):
+    """The longest is max_seqlen_q only where that and the end of the last document are sure."""
+    told = []
+
+    def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **options):
+        told.append((cu_q.tolist(), max_q))
+        return q
+
+    monkeypatch.setattr(varlen.varlen, "varlen_attn", varlen_attn)
+    fields = {"cu_seqlens_q": [0, 3, 8], "max_seqlen_q": 5, "total_tokens": 8} | changes
+    tensors = {
+        name: torch.tensor(value) if isinstance(value, list) else value
+        for name, value in fields.items()
+    }
+    packed = PackedSeqParams("thd", **tensors)
+    module(FlashCoreAttention)(
+        draw(8, 4, 16), draw(8, 2, 16), draw(8, 2, 8), None, packed_seq_params=packed
+    )
+    assert told == [(bounds, longest)]
+
+
 @pytest.mark.parametrize("cls", [SDPACoreAttention, ReferenceCoreAttention])
 def test_dropout_is_for_training_and_keeps_the_mean(cls):
     """Equal values: what is left of the weights sums to 1 on the mean over many draws."""

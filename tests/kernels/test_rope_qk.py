@@ -141,6 +141,15 @@ def test_both_forms_are_one_function(rope):
 
 
 @ALL
+@pytest.mark.parametrize("used", [0, 1, 2])
+def test_one_output_alone_gives_the_whole_gradient(rope, used):
+    leaf, angles = draw(4, 1).requires_grad_(), angles_of(4, 6)
+    (gradient,) = torch.autograd.grad(rope.projected(leaf, angles, heads=6)[used].sum(), leaf)
+    parts = [x.abs().sum() > 0 for x in cut(gradient, 6)]
+    assert gradient.isfinite().all() and parts == [i == used for i in range(3)]
+
+
+@ALL
 def test_inputs_are_left_alone(rope):
     qkv, angles = draw(5, 2), angles_of(5, 6)
     given = qkv.clone(), angles.clone()

@@ -75,8 +75,8 @@ def check_projection(
     groups, width = qkv.shape[-2:]
     if not groups or heads % groups or width % (heads // groups + 2):
         raise RopeQKInputError(
-            f"qkv is {tuple(qkv.shape)}; with {heads} heads its axes before the last two must be "
-            "followed by groups, of which heads is a multiple, and (heads / groups + 2) * dim"
+            f"qkv is {tuple(qkv.shape)}; with {heads} heads its last two axes must be groups, of "
+            "which heads is a multiple, and (heads / groups + 2) * dim"
         )
     ratio = heads // groups
     _check_angles(qkv, angles, width // (ratio + 2), cu_seqlens)
