@@ -73,6 +73,23 @@ def test_tensor_parallel_ranks_ask_for_their_own_heads():
     recipe = load_recipe("nam56r", changes)
     assert REGISTRY["mamba3_scan"].problem(recipe, "cuda").size("heads") == 14
     assert REGISTRY["m2rnn"].problem(recipe, "cuda").size("heads") == 11
+    mla = REGISTRY["mla_rope"].problem(recipe, "cuda")
+    assert mla.size("heads") == 14
+    verdicts = {b.name: b.supports(mla) for b in REGISTRY["mla_rope"].backends}
+    assert "tensor_model_parallel_size 4: Megatron" in verdicts["megatron"]
+    assert verdicts["reference"] is None
+
+
+def test_the_dims_that_mla_turns():
+    def rotary(*overrides):
+        return (
+            REGISTRY["mla_rope"].problem(load_recipe("nam56r", overrides), "cpu").size("rotary_dim")
+        )
+
+    assert rotary() == 64
+    # As Megatron's table has them: a frequency for every other one of 64 * 0.3 = 19 dims.
+    assert rotary("model.rotary_percent=0.3") == 20
+    assert rotary("model.rotary_percent=0.3", "attention.rope_type=yarn") == 64  # reads no share
 
 
 def test_grouped_queries_take_the_models_head_dim():

@@ -31,6 +31,7 @@ VARIANTS = {
         "original_max_position_embeddings": 4,
     },
     "partial": {"rotary_percent": 0.5},
+    "partial-odd": {"rotary_percent": 0.4},  # 3 of 8 dims, for which Megatron turns 4
     "recompute": {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
     "recompute-core": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
 }  # fmt: skip
