@@ -10,13 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megacpp_mcore import bridges, dispatch, receipts
+from megacpp_mcore import bridges, dispatch, flops, receipts
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.lowering import lower
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.training import gpu_run
 from megacpp_mcore.training.gpu_launch import Launch, LaunchError, launch, recipe_words
+from megacpp_mcore.training.gpu_ranks import Ended
 from megacpp_mcore.training.megatron_setup import single_process
 
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost",
@@ -324,6 +325,11 @@ def test_the_receipt_is_gathered_inside_the_loop(watched, tmp_path):
     assert applied["NOTE"] == applied["OTHER"] == "recipe" and set(CACHES) <= applied.keys()
     assert receipt["topology"]["world_size"] == 1
     assert {"surface", "requested", "observed", "reason"} <= receipt["backends"][0].keys()
+    result = receipt["result"]
+    assert result["cold_start_s"] * 1000 > result["first_step_ms"] > 0
+    assert result["flops_per_token"] == flops.training_flops(watch.launch.recipe)
+    assert result["tflops_per_s_per_device"] > 0 and result["mfu"] is None  # no known peak
+    assert result["parameter_bytes"] == 4 * (2 * 3 + 3)
     seconds = receipt["goodput"]["seconds"]
     assert all(seconds[part] > 0 for part in ("compile", "step", "data", "checkpoint"))
 
@@ -338,6 +344,22 @@ def test_a_loop_that_breaks_leaves_a_receipt_that_says_so(watched, tmp_path):
     result = receipts.read(tmp_path / "out" / "receipt.json")["result"]
     assert result["status"] == "failed" and result["steps"] == 2
     assert result["reason"] == "after step 2: RuntimeError: out of memory"
+
+
+def test_out_of_memory_names_the_largest_consumers(watched, monkeypatch, capsys):
+    from megacpp_mcore.training.gpu_lane import _record_end
+
+    watch, loop = watched
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"allocated_bytes.all.current": 2**30})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 2**31))
+    _record_end(watch, torch.OutOfMemoryError("CUDA out of memory"))
+    assert "while the model or its optimizer was built" in capsys.readouterr().err
+    with watch.installed():
+        loop.run()
+    _record_end(watch, torch.OutOfMemoryError("CUDA out of memory"))
+    said = capsys.readouterr().err
+    assert "GPU memory of rank 0: 2.00 GiB on the device, 1.00 GiB in use" in said
+    assert "optimizer states" in said and "activations" in said
 
 
 def test_a_run_that_megatron_resumes_goes_on_in_its_receipt(watched, tmp_path):
@@ -392,3 +414,54 @@ def test_train_on_gpus_refuses_what_it_cannot_do(gpu_recipe, small_recipe, overr
         refused("torch sees 0 CUDA devices")
     with pytest.raises(LaunchError, match="without --gpus"):
         gpu_run.run(str(small_recipe), [], 1, None)
+
+
+@pytest.fixture
+def on_a_machine_with_gpus(monkeypatch):
+    """gpu_run as on two GPUs, whose ranks end as told: (what they were started with, end)."""
+    started, ends = [], [Ended(0)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(gpu_run, "check_backends", lambda recipe: None)  # asks for the GPU's name
+
+    def ranks(module, words, count):
+        started.append((module, words, count))
+        return ends[-1]
+
+    monkeypatch.setattr(gpu_run, "run_ranks", ranks)
+    return started, ends
+
+
+def test_train_on_gpus_starts_ranks_with_the_recipes_words(
+    on_a_machine_with_gpus, small_recipe, overrides, tmp_path
+):
+    started, _ = on_a_machine_with_gpus
+    out = str(tmp_path / "out")
+    assert gpu_run.run(str(small_recipe), overrides, 2, out) == 0
+    [(module, argv, count)] = started
+    assert (module, count) == ("megacpp_mcore.pretrain", 2)
+    recipe = load_recipe(str(small_recipe), [*overrides, "launch.nproc_per_node=2"])
+    assert argv == [*recipe_words(recipe), "--megacpp-out", out, *lower(recipe).argv]
+
+
+def test_a_run_that_dies_says_what_happened_and_how_to_go_on(
+    on_a_machine_with_gpus, small_recipe, overrides, watched, tmp_path, capsys
+):
+    _, ends = on_a_machine_with_gpus
+    watch, loop = watched
+    with watch.installed():
+        loop.run()  # the receipt stays at "running", as a rank leaves it that is killed
+    saved = tmp_path / "saved"
+    where = [*overrides, f"checkpoint.load={saved}"]
+    ends.append(Ended(137, "rank 1 of 2 was killed by SIGKILL"))
+    assert gpu_run.run(str(small_recipe), where, 2, str(tmp_path / "out")) == 137
+    assert "SIGKILL. There is no complete checkpoint to go on from" in capsys.readouterr().err
+    result = receipts.read(tmp_path / "out" / "receipt.json")["result"]
+    assert (result["status"], result["reason"]) == ("failed", "rank 1 of 2 was killed by SIGKILL")
+    (saved / "iter_0000003").mkdir(parents=True)
+    for name in (".metadata", "metadata.json"):
+        (saved / "iter_0000003" / name).touch()
+    (saved / "latest_checkpointed_iteration.txt").write_text("3")
+    with pytest.raises(LaunchError, match="say --resume"):
+        gpu_run.run(str(small_recipe), where, 2, None)
+    assert gpu_run.run(str(small_recipe), where, 2, str(tmp_path / "out"), resume=True) == 137
+    assert f"complete checkpoint is {saved}/iter_0000003" in capsys.readouterr().err

@@ -88,13 +88,15 @@ class MemoryWatch:
         return found
 
 
-def report(memory: Memory, stats: Mapping[str, int], rank: int) -> str:
+def report(memory: Memory, stats: Mapping[str, int], total: int, rank: int) -> str:
     """The largest consumers, one line each, the largest first.
 
-    stats: of `torch.cuda.memory_stats`, with "total" for the device's memory.
+    stats: of `torch.cuda.memory_stats`. total: bytes of the device.
     """
-    used, reserved = stats["allocated_bytes.all.current"], stats["reserved_bytes.all.current"]
-    peak = stats["allocated_bytes.all.peak"]
+    used, reserved, peak = (
+        stats.get(f"{name}_bytes.all.{when}", 0)
+        for name, when in (("allocated", "current"), ("reserved", "current"), ("allocated", "peak"))
+    )
     kept = sum(memory.kept.values())
     other = used - memory.parameters - memory.gradients - memory.optimizer
     rows = [
@@ -104,7 +106,7 @@ def report(memory: Memory, stats: Mapping[str, int], rank: int) -> str:
         (other, "other: activations, logits, temporaries", ""),
     ]
     lines = [
-        f"GPU memory of rank {rank}: {_gib(stats['total'])} on the device, {_gib(used)} in use, "
+        f"GPU memory of rank {rank}: {_gib(total)} on the device, {_gib(used)} in use, "
         f"{_gib(peak)} at most, {_gib(reserved - used)} held by torch and free"
     ]
     for size, name, more in sorted(rows, reverse=True):

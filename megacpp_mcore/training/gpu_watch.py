@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+import psutil
 import torch
 from megatron.core import mpu
 from megatron.training import get_args, training
@@ -171,6 +172,8 @@ class Watch:
         )
         if cold:
             self._results["first_step_ms"] = round(milliseconds, 3)
+            started = psutil.Process().create_time()
+            self._results["cold_start_s"] = round(time.time() - started, 3)
             self._results |= self._memory_results()
             self.write("running")
         return done
@@ -214,9 +217,8 @@ class Watch:
         """The largest consumers of this rank's GPU memory, for an out-of-memory error."""
         if self._memory is None:
             return "megacpp: out of GPU memory while the model or its optimizer was built"
-        stats = dict(torch.cuda.memory_stats())
-        stats["total"] = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        return gpu_memory.report(self._memory.measure(), stats, torch.distributed.get_rank())
+        stats, (_, total) = torch.cuda.memory_stats(), torch.cuda.mem_get_info()
+        return gpu_memory.report(self._memory.measure(), stats, total, get_args().rank)
 
     def write(self, status: str, reason: str | None = None) -> dict[str, Any] | None:
         """Write the receipt as it stands, on the rank that keeps it."""

@@ -70,8 +70,8 @@ def test_the_report_names_the_largest_first():
     found = watch.measure()
     found.parameters, found.gradients, found.optimizer = 10 * GIB, 20 * GIB, 60 * GIB
     stats = {"allocated_bytes.all.current": 130 * GIB, "allocated_bytes.all.peak": 135 * GIB,
-             "reserved_bytes.all.current": 138 * GIB, "total": 140 * GIB}  # fmt: skip
-    lines = report(found, stats, rank=3).splitlines()
+             "reserved_bytes.all.current": 138 * GIB}  # fmt: skip
+    lines = report(found, stats, total=140 * GIB, rank=3).splitlines()
     assert lines[0] == (
         "GPU memory of rank 3: 140.00 GiB on the device, 130.00 GiB in use, 135.00 GiB at most, "
         "8.00 GiB held by torch and free"
