@@ -149,6 +149,25 @@ MAMBA3_SCAN = (
 _M2RNN_TESTS = ("tests/gpu/test_m2rnn_gpu.py", "tests/kernels/test_m2rnn_build.py")
 _M2RNN_LAYOUT = "q, k (B, S, 1 or H, K), v (B, S, H, V) -> (B, S, H, V), state (B, H, K, V); V 16"
 
+COMPILED = (
+    Row(
+        surface="mixer_prep",
+        backend="inductor",
+        blocks="MR",
+        role="deferred",
+        keep="not carried",
+        removes="reads and writes between the projections and the scan: M's norms, dt and decay "
+        "(kernel time 288.3 -> 288.6 ms a forward and backward pass of nam56r-quarter), with R's "
+        "convolution and gated norm as well 285.9",
+        receipt="examples/receipts/h200/model-nam56r-quarter-precision.json",
+        not_carried="torch.compile of these regions, without a graph break, makes no step faster "
+        "beyond the spread: 325.9 -> 322.1 ms with M's (99 % interval of the ratio 0.90 .. 1.04), "
+        "a forward and backward pass 272.6 -> 270.3 with R's too; the first step takes 2 to 4 s "
+        "longer",
+        exit_when="more of a block than its elementwise parts can be compiled around the kernels",
+    ),
+)
+
 M2RNN = (
     Row(
         surface="m2rnn",
