@@ -132,8 +132,8 @@ class HeadLosses:
     ) -> list[_Depth]:
         """Depth by depth, labels and mask one token further, within documents where packed."""
         found = []
+        how = {"cp_group": self.cp_group, "packed_seq_params": packed_seq_params}
         for _ in range(self.config.mtp_num_layers):
-            how = {"cp_group": self.cp_group, "packed_seq_params": packed_seq_params}
             labels, _ = roll_tensor(labels, **how)
             mask, tokens = roll_tensor(mask, **how)
             found.append(_Depth(labels, mask, tokens))
