@@ -421,7 +421,6 @@ def on_a_machine_with_gpus(monkeypatch):
     """gpu_run as on two GPUs, whose ranks end as told: (what they were started with, end)."""
     started, ends = [], [Ended(0)]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(gpu_run, "check_backends", lambda recipe: None)  # asks for the GPU's name
 
     def ranks(module, words, count):
         started.append((module, words, count))

@@ -9,7 +9,7 @@ from megacpp_mcore.lowering import lower
 from megacpp_mcore.recipe import Recipe, load_recipe, patch_needs
 from megacpp_mcore.training import gpu_resume
 from megacpp_mcore.training.gpu_launch import OUT, YARDSTICK, LaunchError, recipe_words
-from megacpp_mcore.training.gpu_packages import check_backends, check_packages
+from megacpp_mcore.training.gpu_packages import check_packages
 from megacpp_mcore.training.gpu_ranks import run_ranks
 
 
@@ -25,8 +25,8 @@ def run(
 
     Raises LaunchError when the machine has fewer GPUs, the recipe is for several machines, or the
     folder it loads from holds a checkpoint and resume is not asked for; RecipeError as
-    `load_recipe`; MissingPackageError, MissingPatchError, DispatchError and DataError before any
-    rank is started.
+    `load_recipe`; MissingPackageError and MissingPatchError before any rank is started. What takes
+    an import of the packages to know, the ranks check themselves before they build anything.
     """
     if gpus < 1:
         raise LaunchError(f"--gpus {gpus}: at least 1 is needed")
@@ -38,7 +38,6 @@ def run(
     _check(recipe, gpus, resume)
     check_packages(recipe, yardstick=yardstick)
     patch_needs.check(recipe)
-    check_backends(recipe)
     words = [*recipe_words(recipe), OUT, str(folder), *([YARDSTICK] if yardstick else [])]
     ended = run_ranks("megacpp_mcore.pretrain", words + lower(recipe).argv, gpus)
     if ended.reason is not None:
