@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -67,7 +66,7 @@ class RecurrentMixer(MegatronModule):
 
     def _again(self, part: str, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)`, made again in the backward pass where `recompute` is `part`."""
-        if self.recompute != part or not torch.is_grad_enabled():
+        if self.recompute != part:
             return function(*args)
         return recomputed(self.config, self.tp_group, function, *args)
 

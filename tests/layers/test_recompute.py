@@ -59,14 +59,14 @@ def test_what_megatron_makes_again_around_our_layers(module, plain, monkeypatch)
     check(train_once(small(), modules=[module]), plain)
 
 
-def test_without_a_gradient_nothing_is_made_again(monkeypatch):
+@pytest.mark.parametrize("override", OURS)
+def test_without_a_gradient_nothing_is_made_again(override, monkeypatch):
     """Evaluation runs a block once, as if nothing had been asked."""
-    from megacpp_mcore.layers import mixer
+    from megacpp_mcore.layers import recompute
 
-    def never(*args):
+    def never(*args, **more):
         raise AssertionError("recomputed without a gradient")
 
-    monkeypatch.setattr(mixer, "recomputed", never)
-    for override in ("recompute.mamba3=mixer", "recompute.m2rnn=core"):
-        with torch.no_grad(), pytest.raises(RuntimeError, match="does not require grad"):
-            train_once(small(override))  # forward is through when backward() finds no graph
+    monkeypatch.setattr(recompute, "checkpoint", never)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="does not require grad"):
+        train_once(small(override))  # forward is through when backward() finds no graph
