@@ -56,7 +56,9 @@ class RecomputeSettings:
     What is not in MEGATRON_RECOMPUTES our own layers do.
     """
 
-    attention: tuple[Literal["core_attn", "up_proj"], ...] = ()  # up_proj: MLA's, with RoPE
+    # core_attn: the fused kernels keep no scores, so that nothing is saved beside them. up_proj:
+    # MLA's, with RoPE
+    attention: tuple[Literal["core_attn", "up_proj"], ...] = ()
     # act: the experts' activation. experts: the routed experts, without their communication.
     # layer: router, communication and all experts
     moe: tuple[Literal["act", "experts", "shared_experts", "layer"], ...] = ()

@@ -158,6 +158,8 @@ REFUSED = [
     (["recompute.m2rnn=mixer", "model.pattern=AEM"], "recompute.m2rnn", "no R"),
     (["recompute.moe=experts", "launch.cuda_graph_impl=local"], "recompute.moe", "captured"),
     (["launch.device=cpu", "recompute.moe=layer"], "recompute.moe", "random states"),
+    (["model.transformer_impl=local", "recompute.layernorm=true"], "recompute.layernorm",
+     "transformer_engine"),
     (["launch.device=cpu", "recompute.layernorm=true"], "recompute.layernorm", "random states"),
     (["parallel.distribute_saved_activations=true"], "parallel.distribute_saved_activations",
      "full recompute"),

@@ -14,6 +14,11 @@ def check(r: Rules) -> None:
             _key(r, field.name)
     _attention(r)
     _moe(r)
+    r.refuse(
+        r["recompute.layernorm"] and r["model.transformer_impl"] != "transformer_engine",
+        "recompute.layernorm",
+        'needs model.transformer_impl = "transformer_engine": Megatron 0.19.2 asks it about FP8',
+    )
 
 
 def _key(r: Rules, block: str) -> None:
