@@ -1,0 +1,140 @@
+"""Every file in examples/ is run, as far as a machine without a GPU goes."""
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megacpp_mcore import receipts
+from megacpp_mcore.flops import count
+from megacpp_mcore.lowering import lower
+from megacpp_mcore.recipe import Recipe, load_recipe
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SCRIPTS = sorted(path for path in EXAMPLES.iterdir() if path.suffix in (".sh", ".sbatch"))
+
+# `megacpp train` and Slurm's commands write down their words instead of starting anything.
+TRAIN = """#!/bin/sh
+if [ "$1" = train ] || [ "$1" = doctor ] || [ "$1" = report ]; then
+  printf '%s\\n' "$@" -- >> "$CALLS"
+  exit 0
+fi
+exec {python} -m megacpp_mcore.cli "$@"
+"""
+NOTE = """#!/bin/sh
+printf '%s\\n' {name} "$@" -- >> "$CALLS"
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, corpus: Path):
+    """run(script, *words): the commands that the script would have started, as lists of words."""
+    tools, calls = tmp_path / "bin", tmp_path / "calls"
+    tools.mkdir()
+    files = {"megacpp": TRAIN.format(python=sys.executable), "srun": NOTE.format(name="srun"),
+             "scontrol": "#!/bin/sh\necho first\necho second\n"}  # fmt: skip
+    for name, text in files.items():
+        path = tools / name
+        path.write_text(text)
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+    def call(script: str, *words: str, **environment: str) -> list[list[str]]:
+        path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+        done = subprocess.run(
+            ["bash", str(EXAMPLES / script), *words], capture_output=True, text=True,
+            env=os.environ | {"PATH": path, "CALLS": str(calls)} | environment, cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        ended = calls.read_text().split("\n--\n")
+        return [one.split("\n") for one in ended if one]
+
+    return call
+
+
+def trained(words: list[str]) -> Recipe:
+    """The recipe that `megacpp train ...` would load."""
+    overrides = [words[at + 1] for at, word in enumerate(words) if word == "--set"]
+    gpus = words[words.index("--gpus") + 1]
+    return load_recipe(words[1], [*overrides, f"launch.nproc_per_node={gpus}"])
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_parse_and_say_how_they_are_called(script):
+    assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
+    assert re.search(rf"examples/{script.name} [A-Z]", script.read_text())
+
+
+def test_one_node(run, corpus):
+    [_, words] = run("one_node.sh", "4", str(corpus), "out")
+    recipe = trained(words)
+    assert "--resume" in words and words[words.index("--out") + 1] == "out"
+    assert recipe.parallel.expert_model_parallel_size == recipe.data_parallel_size == 4
+    assert recipe.checkpoint.load == recipe.checkpoint.save == "out/checkpoints"
+    assert lower(recipe).argv
+
+
+def test_slurm(run, corpus):
+    [words] = run("slurm.sbatch", str(corpus), "/shared/out", SLURM_JOB_NUM_NODES="2",
+                  SLURM_JOB_NODELIST="n[1-2]", SLURM_JOB_ID="7")  # fmt: skip
+    assert words[:3] == ["srun", "--kill-on-bad-exit=1", "torchrun"]
+    assert words[words.index("--rdzv-endpoint") + 1] == "first:29500"
+    module = words.index("megacpp_mcore.pretrain")
+    own = words[module + 1 :]
+    recipe = load_recipe(
+        own[own.index("--megacpp-recipe") + 1],
+        [own[at + 1] for at, word in enumerate(own) if word == "--megacpp-set"],
+    )
+    assert recipe.world_size == 16 and recipe.schedule.global_batch_size == 128
+    assert own[-len(lower(recipe).argv) :] == lower(recipe).argv
+
+
+def test_bring_your_data(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for number in range(40):
+        (source / f"{number}.cpp").write_text(f"int f{number}(int x) {{ return x; }}\n" * 40)
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "megacpp").write_text(f'#!/bin/sh\nexec {sys.executable} -m megacpp_mcore.cli "$@"\n')
+    (tools / "megacpp").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run(
+        ["bash", str(EXAMPLES / "bring_your_data.sh"), str(source), "*.cpp", "out", "1"],
+        cwd=tmp_path, env=environment, check=True, capture_output=True,
+    )  # fmt: skip
+    receipt = receipts.read(tmp_path / "out" / "train" / "receipt.json")
+    assert receipt["result"]["status"] == "complete" and receipt["result"]["steps"] == 1
+
+
+def test_full_size_is_the_same_run_twice(run, tmp_path):
+    shutil.copy(EXAMPLES / "nam56r-1gpu.toml", tmp_path)
+    ours, yardstick, compared = run("full_size.sh", "1", "data/cpp", "out")
+    assert [word for word in yardstick if word != "--yardstick"][:-1] == ours[:-1]
+    assert compared[:2] == ["report", "compare"]
+    recipe = trained(ours)
+    assert recipe.plan.depth == 52 and recipe.model.vocab_size == 65_536
+    # What the recipe's comment says of its memory.
+    assert count(recipe).parameters * 18 / 2**30 == pytest.approx(85.3, abs=0.05)
+
+
+def test_full_size_on_four(run):
+    recipe = trained(run("full_size.sh", "4", "data/cpp", "out", "30")[0])
+    assert recipe.parallel.expert_model_parallel_size == 4
+    assert recipe.schedule.global_batch_size == 16 and recipe.schedule.train_iters == 30
+
+
+def test_a_block_of_your_own_learns(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "own_block.py"), "--steps", "12"],
+        capture_output=True, text=True, cwd=tmp_path,
+        env={k: v for k, v in os.environ.items() if k not in ("MEGACPP_RECIPE", "RANK")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert losses[-1] < losses[0] - 0.5
+    assert "X is decoder.layers.3.self_attention" in done.stdout
