@@ -1,0 +1,86 @@
+"""Whole runs of `megacpp train --gpus` on this machine: cold and second start, yardstick, a kill.
+
+At NAM56R's full width, one layer of each letter and an MTP depth.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from megacpp_mcore import receipts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+SETS = [
+    "model.pattern=AEMR", "model.depth=4", "schedule.micro_batch_size=1",
+    "schedule.lr_warmup_iters=1", "schedule.eval_iters=0", "schedule.log_interval=1",
+    "data.null_tokenizer_eod_id=256", "data.num_workers=0", "checkpoint.save=null",
+    "checkpoint.load=null", "checkpoint.save_interval=null",
+]  # fmt: skip
+
+
+def command(corpus: Path, out: Path, gpus: int, steps: int, *more: str) -> list[str]:
+    sets = [
+        *SETS, f'data.data_path=["{corpus}"]', f"data.data_cache_path={out}/data",
+        f"schedule.train_iters={steps}", f"schedule.global_batch_size={gpus}",
+        f"parallel.expert_model_parallel_size={gpus}",
+    ]  # fmt: skip
+    words = [sys.executable, "-m", "megacpp_mcore.cli", "train", "nam56r", "--gpus", str(gpus)]
+    words += ["--out", str(out), *more]
+    return words + [word for text in sets for word in ("--set", text)]
+
+
+def result(out: Path) -> dict:
+    return receipts.read(out / "receipt.json")["result"]
+
+
+def test_the_second_start_of_a_run_compiles_nothing(corpus, tmp_path):
+    out, found = tmp_path / "run", []
+    for number in range(2):
+        subprocess.run(command(corpus, out, 1, 3), check=True)
+        found.append(result(out))
+        (out / "receipt.json").rename(tmp_path / f"{number}.json")
+    first, second = found
+    assert second["cold_start_s"] < 30, found
+    assert second["first_step_ms"] < first["first_step_ms"]
+    assert first["tflops_per_s_per_device"] > 0 and first["optimizer_bytes"] > 0
+
+
+def test_the_yardstick_trains(corpus, tmp_path):
+    subprocess.run(command(corpus, tmp_path / "run", 1, 3, "--yardstick"), check=True)
+    receipt = receipts.read(tmp_path / "run" / "receipt.json")
+    assert receipt["recipe"]["name"] == "nam56r-yardstick"
+    assert receipt["plan"]["megatron_pattern"] == "+EMM/+E"
+    assert {b["surface"] for b in receipt["backends"]} == {"core_attention"}
+    assert receipt["result"]["status"] == "complete"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_killed_rank_ends_the_run_within_a_minute(corpus, tmp_path):
+    out = tmp_path / "run"
+    with open(tmp_path / "err", "w") as err:
+        run = subprocess.Popen(command(corpus, out, 2, 100_000), stderr=err)
+        deadline = time.monotonic() + 300
+        while not (out / "receipt.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.5)  # the receipt is there after the first step
+        ranks = [
+            child for child in psutil.Process(run.pid).children()
+            if "megacpp_mcore.pretrain" in child.cmdline()
+        ]  # fmt: skip
+        assert len(ranks) == 2
+        time.sleep(1)
+        started = time.monotonic()
+        os.kill(ranks[1].pid, signal.SIGKILL)
+        assert run.wait(timeout=90) == 128 + signal.SIGKILL
+    assert time.monotonic() - started < 60
+    assert not any(rank.is_running() for rank in ranks)
+    said = (tmp_path / "err").read_text()
+    assert said.count("was killed by SIGKILL") == 1
+    assert result(out)["status"] == "failed" and "SIGKILL" in result(out)["reason"]
