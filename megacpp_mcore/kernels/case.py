@@ -46,9 +46,9 @@ class Case(ABC):
 
     inputs: tensors with a gradient. wide: tensors, outputs among them, that are float32 in a bf16
     model too. backward_flops: operations of a backward pass in units of a forward pass's; 0 for one
-    that hands on the gradient as it is, and moves no bytes either. backward_reads_inputs: a backward
-    pass needs the inputs again; not where the outputs are linear in them. variants: other forms of
-    the same problem, for `as_variant`, the first of them the one that `of` gives.
+    that hands on the gradient as it is, and moves no bytes either. backward_reads_inputs: it needs
+    the inputs again; not where the outputs are linear in them. variants: other forms of the same
+    problem, for `as_variant`, the first of them the one that `of` gives.
     """
 
     surface: ClassVar[str]
