@@ -1,0 +1,125 @@
+"""The losses of a run over several ranks are those of one; its checkpoints go on at another layout.
+
+With Megatron's own data-parallel wrapper, distributed optimizer, schedules and checkpoints, over
+gloo. All runs begin at one checkpoint, and read the same samples in the same order.
+"""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from gloo_ranks import Run, launch
+
+STEPS, SAVED = 20, 10
+MODEL = (
+    "model.pattern=AEMRE", "model.depth=5", "model.hidden_size=32", "model.ffn_hidden_size=64",
+    "model.num_attention_heads=4", "model.seq_length=32",
+    "model.make_vocab_size_divisible_by=160",  # times TP, to 320: padding has a part in every loss
+    "attention.q_lora_rank=8", "attention.kv_lora_rank=8", "attention.qk_head_dim=8",
+    "attention.qk_pos_emb_head_dim=8", "attention.v_head_dim=8",
+    "moe.moe_ffn_hidden_size=32", "moe.moe_shared_expert_intermediate_size=32",
+    "mamba3.mamba_num_heads=4", "mamba3.mamba_head_dim=8", "mamba3.mamba_state_dim=8",
+    "mamba3.mamba_num_groups=2", "mamba3.chunk_size=16", "m2rnn.k_head_dim=8",
+    "m2rnn.v_head_dim=8", "m2rnn.num_heads=2", "mtp.pattern=E",
+    "data.data_path=null", "data.mock_data=true",
+    "schedule.micro_batch_size=1", "schedule.global_batch_size=4",
+    "launch.environment.CUDA_DEVICE_MAX_CONNECTIONS=1",
+    "parallel.use_distributed_optimizer=true", "parallel.overlap_grad_reduce=true",
+    "parallel.overlap_param_gather=true",
+    "parallel.ddp_bucket_size=1000",  # many buckets, or there is nothing to overlap
+)  # fmt: skip
+TP2 = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
+PP2 = ("parallel.pipeline_model_parallel_size=2",)
+
+
+def ep(ranks: int) -> tuple[str, ...]:
+    return (f"parallel.expert_model_parallel_size={ranks}",)
+
+
+# ranks, overrides
+LAYOUTS = {
+    "dp2": (2, ()),
+    "dp4": (4, ()),
+    "tp2": (2, TP2),
+    "ep2": (2, ep(2)),
+    "ep4": (4, ep(4)),
+    "tp2-ep2": (4, (*TP2, *ep(2))),
+    "pp2": (2, (*PP2, "model.pattern=AEM|RE")),
+    "pp2-vpp2": (2, (*PP2, "model.pattern=AE|M|R|E")),
+}
+# from the checkpoint of one layout to another
+RESUMED = [("dp2", "tp2"), ("ep2", "ep4")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def train(folder: Path):
+    """train(name, ranks, overrides, start=...): a run from the first weights, or from the
+    checkpoint that `start` has saved; every run saves one."""
+
+    def run(name: str, ranks: int = 1, overrides=(), start: str | None = None, **how) -> dict:
+        words = (*MODEL, *overrides, f"launch.nproc_per_node={ranks}")
+        how |= {"save": (str(folder / f"{name}.saved"), SAVED)} if start is None else {}
+        how |= {"first_step": 1 if start is None else SAVED + 1, "weights_alone": start is None}
+        load = folder / f"{start or 'seed'}.saved"
+        return launch(Run(name, ranks, words, last_step=STEPS, load=str(load), **how), folder)
+
+    seed = Run("seed", 1, (*MODEL, "launch.nproc_per_node=1"), save=(str(folder / "seed.saved"), 1))
+    launch(seed, folder)
+    return run
+
+
+@pytest.fixture(scope="module")
+def one(train) -> dict:
+    found = train("one")
+    assert found["losses"][-1] < 0.8 * found["losses"][0]  # it learns
+    return found
+
+
+def assert_same(found: dict, expected: dict, eps: float, what: str) -> None:
+    """A rounding is wrong by half an epsilon at most, and each step adds those of 64 operations or
+    so in a row to the weights: after n steps the root of 64 n as much, as they are independent."""
+    for key in ("losses", "norms"):
+        first = len(expected[key]) - len(found[key])
+        pairs = enumerate(zip(found[key], expected[key][first:], strict=True), first + 1)
+        for step, (value, reference) in pairs:
+            bound = eps / 2 * math.sqrt(64 * step)
+            off = abs(value / reference - 1)
+            assert off <= bound, f"{what}: {key} of step {step} off by {off:.1e} > {bound:.1e}"
+
+
+FP32 = torch.finfo(torch.float32).eps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_has_the_losses_of_one_rank(name, train, one):
+    assert_same(train(name, *LAYOUTS[name]), one, FP32, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved", "layout"), RESUMED)
+def test_a_checkpoint_goes_on_at_another_layout(saved, layout, train, one, folder):
+    if not (folder / f"{saved}.saved").exists():
+        train(saved, *LAYOUTS[saved])
+    found = train(f"{saved}-to-{layout}", *LAYOUTS[layout], start=saved)
+    assert len(found["losses"]) == STEPS - SAVED
+    assert_same(found, one, FP32, f"{saved} to {layout}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["fully_reshardable", "dp_reshardable"])
+def test_bf16_with_float32_parameters_goes_on(sharding, train):
+    """M and R keep parameters in float32: Megatron 0.19.2 alone can neither save nor load that.
+    dp_reshardable is its default."""
+    name, how = f"bf16-{sharding}", {"bf16": True, "sharding": sharding}
+    two = train(name, 2, **how)
+    again = train(f"{name}-again", 2, start=name, **how)
+    assert again["losses"] == two["losses"][SAVED:] and again["norms"] == two["norms"][SAVED:]
+    one = train(f"{name}-one", start=name, **how)
+    assert_same(one, two, torch.finfo(torch.bfloat16).eps, "bf16, DP 2 to 1")
