@@ -210,7 +210,9 @@ def test_the_model_the_batches_and_the_loss(gpu_recipe):
 def test_a_loss_that_is_not_finite_ends_the_run(gpu_recipe):
     from megacpp_mcore.training.gpu_batch import checked_loss
 
-    with megatron(launch(words(gpu_recipe))):
+    with megatron(launch(words(gpu_recipe))) as args:
+        # As well as gradients, which Megatron's data parallelism checks by the same argument.
+        assert args.check_for_nan_in_loss_and_grad and args.rerun_mode == "validate_results"
         mask = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
         total, tokens, _ = checked_loss(mask, torch.tensor(9.0))
         assert (total, tokens) == (9.0, 2)
@@ -230,6 +232,29 @@ def test_data_of_another_vocabulary_is_refused_before_the_model(small_recipe, ov
     refused("no embedding", "model.vocab_size=200", "data.null_tokenizer_eod_id=199")
     refused("end with token 256", "model.vocab_size=300", "data.null_tokenizer_eod_id=null")
     refused("no dataset at /absent", 'data.data_path=["1", "/absent"]')
+
+
+def test_a_run_goes_on_from_a_complete_checkpoint_or_begins_in_a_free_folder(
+    gpu_recipe, tmp_path, capsys
+):
+    from megacpp_mcore.training.gpu_lane import _check_folder
+    from megacpp_mcore.training.run_folder import RunFolderError
+
+    launched = launch(["--megacpp-out", str(tmp_path / "out"), *words(gpu_recipe)])
+    args = SimpleNamespace(load=str(tmp_path / "saved"), ckpt_format="torch_dist")
+    _check_folder(launched, args)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "receipt.json").touch()
+    with pytest.raises(RunFolderError, match="has the receipt of a run"):
+        _check_folder(launched, args)
+    (tmp_path / "saved" / "iter_0000004").mkdir(parents=True)
+    for name in (".metadata", "metadata.json"):
+        (tmp_path / "saved" / "iter_0000004" / name).touch()
+    tracker = tmp_path / "saved" / "latest_checkpointed_iteration.txt"
+    tracker.touch()  # cut off as it was written
+    _check_folder(launched, args)
+    assert "going on from the last complete checkpoint, step 4" in capsys.readouterr().err
+    assert tracker.read_text() == "4"
 
 
 def test_a_stack_that_is_not_ours_is_refused(gpu_recipe):

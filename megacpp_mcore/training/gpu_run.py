@@ -12,6 +12,8 @@ from megacpp_mcore.training.gpu_launch import OUT, YARDSTICK, LaunchError, recip
 from megacpp_mcore.training.gpu_packages import check_packages
 from megacpp_mcore.training.gpu_ranks import run_ranks
 
+_REFUSED = 2  # the status of a rank that has said why it does not begin
+
 
 def run(
     name_or_path: str, overrides: Sequence[str], gpus: int, out: str | None, *,
@@ -40,9 +42,9 @@ def run(
     patch_needs.check(recipe)
     words = [*recipe_words(recipe), OUT, str(folder), *([YARDSTICK] if yardstick else [])]
     ended = run_ranks("megacpp_mcore.pretrain", words + lower(recipe).argv, gpus)
-    if ended.reason is not None:
-        _mark(folder / "receipt.json", ended.reason)
+    if ended.reason is not None and ended.status != _REFUSED:
         print(f"megacpp: {ended.reason}. {_what_now(recipe)}", file=sys.stderr)
+        _mark(folder / "receipt.json", ended.reason)
     return ended.status
 
 

@@ -86,7 +86,7 @@ class Watch:
     def _setup(self, call: Callable, given: dict[str, Any]) -> Any:
         built = call()
         self.iteration = get_args().iteration
-        if get_args().overlap_param_gather:
+        if get_args().overlap_param_gather and not self.launch.yardstick:
             self._gathers = GatherCheck(built[0])
         self._memory = gpu_memory.MemoryWatch(built[0], built[1])
         if _keeps_the_receipt():
