@@ -9,9 +9,9 @@ a kernel does it. What is recomputed, padded or thrown away is no work of the mo
   its factors. DSA's indexer is the exception: its inputs are detached, and without its loss it has
   no gradient at all. (What that loss compares with, the attention's own scores, is not counted.)
 - Causal attention counts the pairs that its mask leaves: (S + 1) / 2 keys a query in a row of S
-  tokens, half of what Megatron's figure for GPT models has, and as Megatron's hybrid figure.
-  Each pair and head is two products, scores over dqk and values over dv; 2 (dqk + dv). DSA: its
-  indexer scores all those pairs, its attention sees at most topk keys, in the space of the latents.
+  tokens. (Megatron has S / 2, too; a figure of all S^2 pairs would be twice as high.) Each pair and
+  head is two products, scores over dqk and values over dv: 2 (dqk + dv). DSA: its indexer scores
+  all those pairs, its attention sees at most topk keys, in the space of the latents.
 - A recurrence counts the products on its state: write and read. Mamba-3 and Mamba-2: 4 H N P R
   (k v^T and S q; the trapezoid's second k v^T folds into the first). M2RNN: H K V (2 V + 4) (h W,
   k v^T and q h). Gated DeltaNet: 6 H dk dv (S k, its correction and S q).
