@@ -205,11 +205,12 @@ _SURFACES = (
             Backend(
                 "sdpa_flash", f"{_ATTENTION}:FlashCoreAttention", attention_support.flash_attention
             ),
-            # Behind what has been measured: they serve whoever names them, or what needs them.
+            Backend("sdpa", f"{_ATTENTION}:SDPACoreAttention", attention_support.torch_attention),
+            # Not run on a GPU by us. Behind sdpa, which takes all that they take: they serve
+            # whoever names them.
             Backend("flash_4", f"{_ATTENTION}:Flash4CoreAttention", attention_support.flash_4),
             Backend("flash_3", f"{_ATTENTION}:Flash3CoreAttention", attention_support.flash_3),
             Backend("flash_2", f"{_ATTENTION}:Flash2CoreAttention", attention_support.flash_2),
-            Backend("sdpa", f"{_ATTENTION}:SDPACoreAttention", attention_support.torch_attention),
             Backend(
                 REFERENCE,
                 f"{_ATTENTION}:ReferenceCoreAttention",
@@ -260,9 +261,10 @@ _SURFACES = (
         "linear_cross_entropy",
         (
             Backend("chunked", f"{_LOSS}.chunked:CHUNKED", loss_support.chunked_loss),
+            Backend("megatron", f"{_LOSS}.megatron:MEGATRON", megatron_heads),
+            # Behind one that takes all that they take: they serve whoever names them.
             Backend("liger", f"{_LOSS}.liger:LIGER", loss_support.liger_loss),
             Backend("cce", f"{_LOSS}.cce:CCE", loss_support.cce_loss),
-            Backend("megatron", f"{_LOSS}.megatron:MEGATRON", megatron_heads),
             Backend(REFERENCE, f"{_LOSS}:REFERENCE", always),
         ),
         problems.linear_cross_entropy_of,

@@ -18,7 +18,6 @@ from megacpp_mcore.kernels.linear_cross_entropy.reference import smoothing_of
 STATISTICS = 4
 _BLOCK, _WARPS = 16384, 16  # columns at a time, and who takes them: the fastest on an H200
 _SCALE_BLOCK = 8192
-_TILE = 64
 
 
 def softmax_rows(
@@ -147,29 +146,6 @@ def _rows(
             HAS_SOFTCAP,
         )  # fmt: skip
         tl.store(logits + label, g.to(logits.dtype.element_ty), mask=label >= 0)
-
-
-def transposed(x: Tensor, out: Tensor) -> Tensor:
-    """x (n, m), rows contiguous, into out (m, n), rows contiguous, several times as fast as torch
-    copies it."""
-    n, m = x.shape
-    if x.numel():
-        with _on(x):
-            _transpose[(triton.cdiv(n, _TILE), triton.cdiv(m, _TILE))](
-                x, x.stride(0), out, out.stride(0), n, m, TILE=_TILE
-            )
-    return out
-
-
-@triton.jit
-def _transpose(x, x_stride, out, out_stride, n, m, TILE: tl.constexpr):
-    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    inside = (rows < n)[:, None] & (columns < m)[None, :]
-    at = rows.to(tl.int64)[:, None] * x_stride + columns[None, :]
-    tile = tl.trans(tl.load(x + at, mask=inside))
-    at = columns.to(tl.int64)[:, None] * out_stride + rows[None, :]
-    tl.store(out + at, tile, mask=tl.trans(inside))
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:

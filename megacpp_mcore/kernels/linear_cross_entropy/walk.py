@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from megacpp_mcore.kernels.linear_cross_entropy.inputs import Options, check_labels, rank_of
 from megacpp_mcore.kernels.linear_cross_entropy.reference import smoothing_of
-from megacpp_mcore.kernels.linear_cross_entropy.triton import STATISTICS, softmax_rows, transposed
+from megacpp_mcore.kernels.linear_cross_entropy.triton import STATISTICS, softmax_rows
 from megacpp_mcore.kernels.linear_cross_entropy.weight_gradient import WeightGradient
 
 # Logits in the buffer. The weight's gradient is read and written in float32 once a chunk, so that
@@ -147,12 +147,11 @@ class Walk:
     def _transposed(self, chunk: slice, d_hidden: Tensor | None) -> Tensor:
         """The chunk of hidden as (h, tokens), in memory too where d_hidden has room for it: in rows
         of chunks to come. The vendor's product is faster so by a twelfth."""
-        rows = self.hidden[chunk]
-        if d_hidden is not None:
-            room = d_hidden[chunk.stop :].view(-1)[: rows.numel()]
-            if room.numel() == rows.numel():
-                return transposed(rows, room.view(rows.shape[1], rows.shape[0]))
-        return rows.t()
+        rows = self.hidden[chunk].t()
+        if d_hidden is None:
+            return rows
+        room = d_hidden[chunk.stop :].view(-1)[: rows.numel()]
+        return room.view(rows.shape).copy_(rows) if room.numel() == rows.numel() else rows
 
 
 class _Beside:
