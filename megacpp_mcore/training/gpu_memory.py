@@ -175,6 +175,10 @@ def _size(tensors: Iterable[Tensor], seen: set[tuple[Any, int]]) -> int:
     """Bytes of the tensors' storages on their device, each storage once. seen: those counted."""
     total = 0
     for tensor in tensors:
+        # Transformer Engine's quantised tensors are wrappers, without a storage of their own.
+        tensor = getattr(tensor, "_data", tensor)
+        if tensor is None:
+            continue
         storage = tensor.untyped_storage()
         key = (tensor.device, storage.data_ptr())
         if storage.nbytes() and key not in seen and tensor.device.type != "meta":

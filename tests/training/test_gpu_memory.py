@@ -82,6 +82,13 @@ def test_the_report_names_the_largest_first():
     assert "Mixer 2 x 3.00 GiB" in lines[5]
 
 
+def test_a_quantised_parameter_is_what_it_wraps():
+    model = Model([0])
+    model.layers[0].mixer.weight._data = torch.zeros(100, dtype=torch.uint8)
+    watch = MemoryWatch([model], torch.optim.SGD(model.parameters()), allocated=lambda: 0)
+    assert watch.measure().parameters == 4 * (10 * 4 + 100) + 100
+
+
 def test_a_chain_of_megatrons_optimizers():
     class One:
         def __init__(self, inner):
