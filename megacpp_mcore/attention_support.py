@@ -65,9 +65,7 @@ def cudnn_attention(problem: Problem) -> str | None:
 
 def flash_attention(problem: Problem) -> str | None:
     """The `supports` of torch's FlashAttention-2 with v padded to dqk, its varlen form for thd."""
-    packed = problem.size("layout") == "thd"
-    # SDPA has no window and varlen no dropout.
-    served = ("window",) if packed else ("dropout",)
+    served = () if problem.size("layout") == "thd" else ("dropout",)  # varlen has none
     if reason := _beyond(problem, *served) or _half_on_cuda("flash attention", problem):
         return reason
     return _padded_v(problem, 256)
@@ -75,7 +73,7 @@ def flash_attention(problem: Problem) -> str | None:
 
 def flash_2(problem: Problem) -> str | None:
     """The `supports` of the package flash-attn 2, v padded to dqk."""
-    served = ("dropout", "window", "deterministic_mode")
+    served = ("dropout", "deterministic_mode")
     if reason := _package(problem, "flash-attn 2", served, ("flash_attn",), capability=(8, 0)):
         return reason
     return _padded_v(problem, 256)
@@ -83,7 +81,7 @@ def flash_2(problem: Problem) -> str | None:
 
 def flash_3(problem: Problem) -> str | None:
     """The `supports` of FlashAttention-3, v padded to dqk: its narrow v starts above dqk 128."""
-    served = ("window", "deterministic_mode")
+    served = ("deterministic_mode",)
     if reason := _package(problem, "FlashAttention-3", served, _FLASH_3, (9, 0), (9, 0)):
         return reason
     return _padded_v(problem, 256)
@@ -91,8 +89,7 @@ def flash_3(problem: Problem) -> str | None:
 
 def flash_4(problem: Problem) -> str | None:
     """The `supports` of FlashAttention-4 (CuTe DSL), which takes dv as it is."""
-    served = ("window", "deterministic_mode")
-    modules = ("flash_attn.cute",)
+    served, modules = ("deterministic_mode",), ("flash_attn.cute",)
     if reason := _package(problem, "FlashAttention-4", served, modules, (9, 0), (11, 9)):
         return reason
     if reason := _flash_4_version():

@@ -15,8 +15,8 @@ from megacpp_mcore.catalog_row import (
 _WHOLE = "q, k [s, b, heads, dqk], v [s, b, heads, dv] -> [s, b, heads * dv]; grouped queries"
 _BOTH = f"{_WHOLE}; thd packed, all in one launch"
 _NOT_PINNED = (
-    "not in the pinned stack, and not run on a GPU by us: tested with a stand-in that has its "
-    "signature. Once a receipt shows it ahead, it moves to where it belongs in the order"
+    "not in the pinned stack, and has not run on a GPU: tested on a CPU with a stand-in of its "
+    "signature. It serves only whoever names it, until a receipt shows it ahead"
 )
 
 CORE_ATTENTION = (
@@ -73,7 +73,7 @@ CORE_ATTENTION = (
         surface="core_attention",
         backend="flash_4",
         blocks="A",
-        role="vendor",
+        role="experimental",
         keep="borderline",
         removes="the zeros that v is padded with in packed documents, besides what sdpa_flash does",
         layout=_BOTH,
@@ -87,7 +87,7 @@ CORE_ATTENTION = (
         surface="core_attention",
         backend="flash_3",
         blocks="A",
-        role="vendor",
+        role="experimental",
         keep="borderline",
         removes="the same as sdpa_flash, with Hopper's asynchronous matrix products",
         layout=_BOTH,
@@ -101,7 +101,7 @@ CORE_ATTENTION = (
         surface="core_attention",
         backend="flash_2",
         blocks="A",
-        role="vendor",
+        role="experimental",
         keep="borderline",
         removes="nothing that sdpa_flash, the same kernel, does not; but it has dropout in packed "
         "documents, and a deterministic backward pass",

@@ -41,6 +41,7 @@ class TorchCoreAttention(MegatronModule):
     context parallelism, a mask that is not causal, a window that the kernel does not have.
     """
 
+    has_window: ClassVar[bool] = False
     takes_narrow_v = True  # in packed documents too, where Megatron's MLA pads v for TE
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None,
@@ -57,6 +58,10 @@ class TorchCoreAttention(MegatronModule):
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.dropout = dropout
         self.window = window_of(config, layer_number)
+        if self.window is not None and not self.has_window:
+            raise CoreAttentionError(
+                f"window_size {config.window_size}: {type(self).__name__} has no sliding window"
+            )
         self._check_mask(attn_mask_type)
 
     def forward(
@@ -152,7 +157,6 @@ class HeadsFirst(TorchCoreAttention):
     """One of kernels.core_attention's functions of [b, h, s, d]; documents one after the other."""
 
     kernel: ClassVar[Callable[..., Tensor]]
-    has_window: ClassVar[bool] = False
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
@@ -170,11 +174,6 @@ class HeadsFirst(TorchCoreAttention):
         return torch.cat(documents, dim=2).squeeze(0).transpose(0, 1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-        if self.window is not None and not self.has_window:
-            raise CoreAttentionError(
-                f"window_size {self.config.window_size}: {type(self).__name__} has no sliding "
-                "window for this layout"
-            )
         options = {"window": self.window} if self.has_window else {}
         kernel = type(self).kernel
         return kernel(q, k, v, scale=self.softmax_scale, dropout=dropout, **options)
@@ -208,7 +207,7 @@ class FlashCoreAttention(HeadsFirst):
     def packed(
         self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, dropout: float
     ) -> Tensor:
-        return sdpa_varlen(q, k, v, bounds, longest, scale=self.softmax_scale, window=self.window)
+        return sdpa_varlen(q, k, v, bounds, longest, scale=self.softmax_scale)
 
 
 class PackageCoreAttention(TorchCoreAttention):
@@ -218,15 +217,15 @@ class PackageCoreAttention(TorchCoreAttention):
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         rows = (x.transpose(0, 1) for x in (q, k, v))
-        return self.package.whole(*rows, **self._options(dropout)).transpose(0, 1)
+        y = self.package.whole(*rows, scale=self.softmax_scale, dropout=dropout)
+        return y.transpose(0, 1)
 
     def packed(
         self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, dropout: float
     ) -> Tensor:
-        return self.package.packed(q, k, v, bounds, longest, **self._options(dropout))
-
-    def _options(self, dropout: float) -> dict:
-        return {"scale": self.softmax_scale, "dropout": dropout, "window": self.window}
+        return self.package.packed(
+            q, k, v, bounds, longest, scale=self.softmax_scale, dropout=dropout
+        )
 
 
 class Flash2CoreAttention(PackageCoreAttention):

@@ -30,15 +30,12 @@ from megacpp_mcore.layers.core_attention import (
 from megacpp_mcore.training.megatron_setup import single_process
 
 
-def stand_in(q, k, v, bounds, window):
+def stand_in(q, k, v, bounds):
     """What a kernel of packed documents does, by the definition, and what it insists on."""
     assert q.shape[-1] == k.shape[-1] == v.shape[-1] and bounds.dtype == torch.int32
     assert all(x.stride(-1) == 1 for x in (q, k, v))
-    before = None if window[0] in (-1, None) else window[0]
     parts = [
-        attention(
-            *(x[start:end].transpose(0, 1)[None] for x in (q, k, v)), scale=1.0, window=before
-        )
+        attention(*(x[start:end].transpose(0, 1)[None] for x in (q, k, v)), scale=1.0)
         for start, end in itertools.pairwise(bounds.tolist())
     ]
     return torch.cat(parts, dim=2)[0].transpose(0, 1)
@@ -50,7 +47,8 @@ def varlen_on_a_cpu(monkeypatch):
 
     def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size):
         assert cu_q is cu_k and max_q == max_k >= (cu_q[1:] - cu_q[:-1]).max()
-        return stand_in(q * scale, k, v, cu_q, window_size)
+        assert window_size == (-1, 0)  # causal
+        return stand_in(q * scale, k, v, cu_q)
 
     monkeypatch.setattr(varlen.varlen, "varlen_attn", varlen_attn)
 
@@ -231,7 +229,7 @@ def test_dropout_draws_from_the_ranks_own_states(monkeypatch, dropout):
         ({"layout": "thd"}, "sdpa_cudnn", "layout thd: cuDNN 9.19's gradients"),
         ({"layout": "thd", "needs": ("dropout",)}, "sdpa_flash", "dropout: it has none"),
         ({"layout": "sbhd", "needs": ("dropout",)}, "sdpa_flash", None),
-        ({"layout": "thd", "needs": ("window",)}, "sdpa_flash", None),
+        ({"layout": "thd", "needs": ("window",)}, "sdpa_flash", "window: it has none"),
         ({"layout": "sbhd", "needs": ("window",)}, "sdpa_flash", "window: it has none"),
         ({"needs": ("window",)}, "sdpa", "window: it has none"),
         ({"needs": ("window", "dropout")}, "reference", None),
@@ -256,17 +254,17 @@ def test_what_the_kernels_say_they_can_serve(problem, backend, reason):
 def flash_packages(monkeypatch):
     """The three packages, with the signatures of their functions and by the definition."""
 
-    def whole(q, k, v, *, softmax_scale, causal, window_size, deterministic):
+    def whole(q, k, v, *, softmax_scale, causal, deterministic):
         assert causal and not deterministic
         rows = range(q.shape[0] + 1)
         bounds = torch.tensor([q.shape[1] * i for i in rows], dtype=torch.int32)
         flat = (x.flatten(0, 1) for x in (q * softmax_scale, k, v))
-        return stand_in(*flat, bounds, window_size).unflatten(0, q.shape[:2])
+        return stand_in(*flat, bounds).unflatten(0, q.shape[:2])
 
     def packed(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-               softmax_scale, causal, window_size, deterministic):  # fmt: skip
+               softmax_scale, causal, deterministic):  # fmt: skip
         assert causal and cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k
-        return stand_in(q * softmax_scale, k, v, cu_seqlens_q, window_size)
+        return stand_in(q * softmax_scale, k, v, cu_seqlens_q)
 
     def second(function):
         def call(*qkv, dropout_p, **options):
@@ -276,14 +274,12 @@ def flash_packages(monkeypatch):
         return call
 
     def fourth(function):
-        """It takes v as it is, has no -1, and returns the sums of exponentials beside y."""
+        """It takes v as it is, and returns the sums of exponentials beside y."""
 
-        def call(q, k, v, window_size, **options):
-            assert v.shape[-1] < q.shape[-1] and -1 not in window_size
+        def call(q, k, v, **options):
+            assert v.shape[-1] < q.shape[-1]
             wide = torch.nn.functional.pad(v, (0, q.shape[-1] - v.shape[-1]))
-            return function(q, k, wide, window_size=window_size, **options)[
-                ..., : v.shape[-1]
-            ], None
+            return function(q, k, wide, **options)[..., : v.shape[-1]], None
 
         return call
 
@@ -301,10 +297,9 @@ PACKAGES = pytest.mark.parametrize(
 
 
 @PACKAGES
-@pytest.mark.parametrize("window", [None, (2, 0)])
-def test_the_flash_packages_get_what_they_take(flash_packages, cls, window):
-    """Layouts, v's padding, windows and bounds, against the definition's module."""
-    ours, exact = (module(c, window_size=window) for c in (cls, ReferenceCoreAttention))
+def test_the_flash_packages_get_what_they_take(flash_packages, cls):
+    """Layouts, v's padding and bounds, against the definition's module."""
+    ours, exact = (module(c) for c in (cls, ReferenceCoreAttention))
     whole = [draw(5, 2, 4, 16), draw(5, 2, 2, 16), draw(5, 2, 2, 8)]
     packed = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=torch.tensor([0, 4, 10], dtype=torch.int32),
@@ -337,6 +332,29 @@ def test_no_tokens_are_no_work(cls, shape):
     assert y.shape == (*shape, 32)
     for leaf, gradient in zip(leaves, torch.autograd.grad(y.sum(), leaves), strict=True):
         assert gradient.shape == leaf.shape
+
+
+def test_what_no_gpu_has_run_serves_by_name_only(flash_packages, monkeypatch):
+    """Whatever is asked, the one that auto takes is another."""
+    from megacpp_mcore import attention_support
+
+    monkeypatch.setattr(
+        attention_support, "import_reason", lambda name: None if name[:5] == "flash" else "absent"
+    )
+    monkeypatch.setattr(attention_support, "_flash_4_version", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for layout, needs, dims in itertools.product(
+        ("sbhd", "thd"), ((), ("dropout",), ("deterministic_mode",), ("dropout", "window")),
+        ((128, 64), (64, 64), (192, 128), (256, 256), (320, 64)),
+    ):  # fmt: skip
+        problem = Problem.of(
+            "cuda", "bfloat16", dqk=dims[0], dv=dims[1], layout=layout, needs=needs
+        )
+        assert not dispatch.choose("core_attention", problem).observed.startswith("flash_")
+    served = dispatch.verdicts("core_attention", Problem.of("cuda", "bfloat16", dqk=64, dv=64))
+    assert all(served[f"flash_{version}"] is None for version in (2, 3, 4))
+    dispatch.forget()  # what was answered here
 
 
 def test_a_package_for_other_gpus_or_of_another_version_says_so(flash_packages, monkeypatch):

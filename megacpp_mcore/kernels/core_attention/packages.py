@@ -20,28 +20,24 @@ from megacpp_mcore.kernels.core_attention.varlen import padded_v, readable
 class FlashPackage:
     """How one of the packages is called. module: where its two functions are.
 
-    pads_v: it needs dv == dqk. drops: it has dropout. open_end: its word for "no window".
+    pads_v: it needs dv == dqk. drops: it has dropout.
     """
 
     module: Callable[[], str]
     pads_v: bool
     drops: bool
-    open_end: int | None
 
-    def whole(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float,
-        window: int | None,
-    ) -> Tensor:  # fmt: skip
+    def whole(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float) -> Tensor:
         """Rows of one sequence each."""
         call = self._function("flash_attn_func")
-        return self._run(call, q, k, v, **self._options(scale, dropout, window))
+        return self._run(call, q, k, v, **self._options(scale, dropout))
 
     def packed(
         self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, *, scale: float,
-        dropout: float, window: int | None,
+        dropout: float,
     ) -> Tensor:  # fmt: skip
         """Documents one behind the other."""
-        options = self._options(scale, dropout, window) | {
+        options = self._options(scale, dropout) | {
             "cu_seqlens_q": bounds, "cu_seqlens_k": bounds,
             "max_seqlen_q": longest, "max_seqlen_k": longest,
         }  # fmt: skip
@@ -50,11 +46,10 @@ class FlashPackage:
     def _function(self, name: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(self.module()), name)
 
-    def _options(self, scale: float, dropout: float, window: int | None) -> dict[str, Any]:
+    def _options(self, scale: float, dropout: float) -> dict[str, Any]:
         return {
             "softmax_scale": scale,
             "causal": True,
-            "window_size": (self.open_end, self.open_end) if window is None else (window, 0),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             **({"dropout_p": dropout} if self.drops else {}),
         }
@@ -67,6 +62,6 @@ class FlashPackage:
         return (padded_v(attend) if self.pads_v else attend)(*(readable(x) for x in qkv))
 
 
-FLASH_2 = FlashPackage(lambda: "flash_attn", pads_v=True, drops=True, open_end=-1)
-FLASH_3 = FlashPackage(flash_3_module, pads_v=True, drops=False, open_end=-1)
-FLASH_4 = FlashPackage(lambda: "flash_attn.cute", pads_v=False, drops=False, open_end=None)
+FLASH_2 = FlashPackage(lambda: "flash_attn", pads_v=True, drops=True)
+FLASH_3 = FlashPackage(flash_3_module, pads_v=True, drops=False)
+FLASH_4 = FlashPackage(lambda: "flash_attn.cute", pads_v=False, drops=False)

@@ -11,17 +11,17 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import varlen
 
+_CAUSAL = (-1, 0)  # varlen_attn's word for it: all tokens before, none behind
+
 
 def sdpa_varlen(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, *, scale: float,
-    window: int | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, *, scale: float
+) -> Tensor:
     """torch's FlashAttention-2, one launch for all documents."""
-    seen = (-1 if window is None else window, 0)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return varlen.varlen_attn(
-            q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=seen
+            q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=_CAUSAL
         )
 
     return padded_v(attend)(*(readable(x) for x in (q, k, v)))
