@@ -4,7 +4,7 @@ A new backend is one entry here and one row of `megacpp_mcore.catalog_rows`; dis
 neither. An optional package is imported by the `supports` of its own backend and nowhere else.
 """
 
-from megacpp_mcore import attention_support, problems
+from megacpp_mcore import attention_support, loss_support, problems
 from megacpp_mcore.backend import REFERENCE, Backend, Problem, Surface, always, import_reason
 
 
@@ -32,6 +32,17 @@ def whole_rows(problem: Problem) -> str | None:
     if ranks == 1:
         return None
     return f"context_parallel_size {ranks}: it counts positions in the rows of one rank"
+
+
+def megatron_rope(problem: Problem) -> str | None:
+    """The `supports` of Megatron's own path between MLA's projections and its core attention."""
+    ranks = problem.size("tensor_model_parallel_size", 1)
+    if ranks == 1:
+        return None
+    return (
+        f"tensor_model_parallel_size {ranks}: Megatron 0.19.2 leaves other ranks' heads out of the "
+        "gradient of k's rotary part, but for TE's linears with sequence_parallel"
+    )
 
 
 def liger_norm(problem: Problem) -> str | None:
@@ -194,11 +205,12 @@ _SURFACES = (
             Backend(
                 "sdpa_flash", f"{_ATTENTION}:FlashCoreAttention", attention_support.flash_attention
             ),
-            # Behind what has been measured: they serve whoever names them, or what needs them.
+            Backend("sdpa", f"{_ATTENTION}:SDPACoreAttention", attention_support.torch_attention),
+            # Not run on a GPU by us. Behind sdpa, which takes all that they take: they serve
+            # whoever names them.
             Backend("flash_4", f"{_ATTENTION}:Flash4CoreAttention", attention_support.flash_4),
             Backend("flash_3", f"{_ATTENTION}:Flash3CoreAttention", attention_support.flash_3),
             Backend("flash_2", f"{_ATTENTION}:Flash2CoreAttention", attention_support.flash_2),
-            Backend("sdpa", f"{_ATTENTION}:SDPACoreAttention", attention_support.torch_attention),
             Backend(
                 REFERENCE,
                 f"{_ATTENTION}:ReferenceCoreAttention",
@@ -212,7 +224,7 @@ _SURFACES = (
         (
             Backend("triton", f"{_MLA_ROPE}.triton:mla_rope", mla_rope_triton),
             # Megatron's own path counts positions over the ranks of context parallelism.
-            Backend("megatron", f"{_MLA_ROPE}.unfused:mla_rope", always),
+            Backend("megatron", f"{_MLA_ROPE}.unfused:mla_rope", megatron_rope),
             Backend(REFERENCE, f"{_MLA_ROPE}:mla_rope", whole_rows),
         ),
         problems.mla_rope_of,
@@ -248,7 +260,11 @@ _SURFACES = (
     Surface(
         "linear_cross_entropy",
         (
+            Backend("chunked", f"{_LOSS}.chunked:CHUNKED", loss_support.chunked_loss),
             Backend("megatron", f"{_LOSS}.megatron:MEGATRON", megatron_heads),
+            # Behind one that takes all that they take: they serve whoever names them.
+            Backend("liger", f"{_LOSS}.liger:LIGER", loss_support.liger_loss),
+            Backend("cce", f"{_LOSS}.cce:CCE", loss_support.cce_loss),
             Backend(REFERENCE, f"{_LOSS}:REFERENCE", always),
         ),
         problems.linear_cross_entropy_of,
