@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megacpp_mcore.bench.model import weight_flops
 from megacpp_mcore.flops import count
 from megacpp_mcore.kernels import parity
 from megacpp_mcore.kernels.core_attention.case import CoreAttentionCase
@@ -213,6 +214,16 @@ def test_causal_attention_counts_the_pairs_of_its_mask():
     )
     case = CoreAttentionCase.of(recipe)
     assert (part.forward - without.forward) * case.batch * case.seq == case.flops()
+
+
+def test_weights_of_grouped_experts_are_counted_in_a_bench():
+    """Transformer Engine's grouped linear has a weight0, weight1, ... and no `weight`."""
+    recipe = recipe_of("E")
+    experts = torch.nn.Module()
+    for number in range(4):
+        experts.register_parameter(f"weight{number}", torch.nn.Parameter(torch.zeros(24, 32)))
+    layer = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"experts": experts})})
+    assert weight_flops(layer, recipe, 10) == 2 * 10 * recipe.moe.moe_router_topk * 24 * 32
 
 
 def test_nam56r():

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import resource
 import sys
 import traceback
@@ -117,11 +118,14 @@ class _Subject:
 
 
 def weight_flops(module: torch.nn.Module, recipe: Recipe, tokens: int) -> float:
-    """Two a weight and token, an expert's share of them."""
+    """Two a weight and token, an expert's share of them.
+
+    Transformer Engine calls the experts' weights weight0, weight1 and so on.
+    """
     share = recipe.moe.moe_router_topk / (recipe.moe.num_experts or 1)
     total = 0.0
     for name, parameter in module.named_parameters():
-        if parameter.dim() < 2 or not name.endswith("weight") or "embedding" in name:
+        if parameter.dim() < 2 or not re.search(r"weight\d*$", name) or "embedding" in name:
             continue
         used = share if ".experts." in name else 1
         total += 2 * parameter.numel() * tokens * used
