@@ -8,12 +8,15 @@ exact: products of the recurrence with both factors in two parts of 11 bits (2^-
 absolute products), tanh as 1 - 2 / (1 + e^2x) (absolute error 2^-21). dW's factors are in two parts
 with float32 inputs and rounded to 11 bits otherwise.
 
-fast, for 16-bit inputs: products of factors of 11 bits (h and W in fp16; the backward's a, and h in
-dW, cut to 11 bits and scaled by what that takes off on average), the hardware's tanh (relative
-error 2^-10.9), y from the state in fp16, dq from it in the inputs' dtype. A step adds at most
-(1 - f) (2^-10.9 + 2^-11 sum |h W|) to the state's error, and what it finds there fades with f as
-the state itself does: below the 2^-9 that rounding y to bf16 costs. Where W makes states diverge,
-errors grow with the steps instead, gradients' most, so `auto` takes the exact kernels.
+fast, for 16-bit inputs and K = 64: of h W the diagonal of W is multiplied in float32, the rest with
+both factors rounded to 11 bits, tanh as above: a step adds at most
+(1 - f) (2^-21 + 2^-11 sum |h W|), off the diagonal, to the state's error, and what it finds there
+fades with f as the state itself does. Backwards a state is made again from the last checkpoint, the
+gradient of tanh's argument a is multiplied with W^T at 11 bits, and what is summed up (h for y, dq
+and dW, a for dk, dv and dW) is rounded to the inputs' dtype first, as the operands of any 16-bit
+matrix product are. Eight steps are summed up at a time: a NaN of one shows in y and in q's, k's and
+v's gradients of all eight. Where W makes states diverge, errors grow with the steps: `auto` takes
+the exact kernels.
 """
 
 import ctypes
@@ -203,7 +206,7 @@ class _Sizes:
         self.batch, self.tokens, self.heads, _ = v.shape
         self.q_heads, self.k_heads, self.k_dim = q.shape[2], k.shape[2], q.shape[3]
         self.exact, self.chunk = exact, chunk_size
-        self.groups = self.k_dim // EXACT_ROWS if exact else 1  # blocks that share a head's rows
+        self.groups = self.k_dim // EXACT_ROWS  # blocks that share a head's rows
         self.clamp = 0.0 if grad_clamp is None else grad_clamp
         if bounds is None:
             self.chains = self.batch
@@ -216,11 +219,13 @@ class _Sizes:
     def state(self, rows: int) -> tuple[int, int, int, int]:
         return rows, self.heads, self.k_dim, V_HEAD_DIM
 
-    def parts(self, like: Tensor, *width: int) -> Tensor | None:
-        """Room for one part of each group's; the fast kernels have no parts of y, dv and df."""
-        if not self.exact:
-            return None
+    def parts(self, like: Tensor, *width: int) -> Tensor:
+        """Room for one part of each group's."""
         return like.new_empty(self.groups, self.batch, self.tokens, self.heads, *width)
+
+    def key_parts(self, like: Tensor) -> Tensor:
+        """Room for one part of each head's of q's or k's gradient."""
+        return like.new_empty(self.batch, self.tokens, self.heads, self.k_dim)
 
 
 def _first_chunks(bounds: Tensor | None, chunk_size: int) -> Tensor | None:
@@ -260,13 +265,15 @@ def _forward(
     """y, the final state, and the state before each chunk (chunks, H, K, V)."""
     sizes = _Sizes(q, k, v, bounds, chunk_size, grad_clamp, exact)
     y, final_state, checkpoints = _outputs(v, f, sizes)
+    if not exact:
+        sizes.groups = 1  # its blocks have whole heads
     _launch(
         "m2rnn_forward", sizes, v.dtype, v.device,
         q=_readable(q), k=_readable(k), v=_readable(v), W=W.contiguous(), f=f,
         initial=_whole(initial), bounds=bounds,
         first_chunk=_first_chunks(bounds, chunk_size), checkpoints=checkpoints,
         final_state=final_state, y=y,
-        y_parts=sizes.parts(f, V_HEAD_DIM),
+        y_parts=sizes.parts(f, V_HEAD_DIM) if exact else None,
     )  # fmt: skip
     return y, final_state, checkpoints
 
@@ -305,8 +312,7 @@ def _backward(
         bounds=bounds, first_chunk=_first_chunks(bounds, chunk_size), checkpoints=checkpoints,
         dy=_whole(dy), d_final=_whole(d_final),
         dq=dq, dk=dk, dv=dv, dW=dW, df=df, d_initial=d_initial,
-        dq_parts=f.new_empty(sizes.batch, sizes.tokens, sizes.heads, sizes.k_dim),
-        dk_parts=f.new_empty(sizes.batch, sizes.tokens, sizes.heads, sizes.k_dim),
+        dq_parts=sizes.key_parts(f if exact else v), dk_parts=sizes.key_parts(f if exact else v),
         dv_parts=sizes.parts(f, V_HEAD_DIM), df_parts=sizes.parts(f),
         dW_parts=f.new_empty(sizes.chains * sizes.groups, *W.shape),
     )  # fmt: skip

@@ -58,7 +58,7 @@ template <bool kExact>
 __device__ void add_weight_gradient(float (&dW)[2][4], const BackwardShared& shared) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, warp_row = threadIdx.x / 32 * 8;
   const int first = slot_of(warp_row + t, g / 2) + g % 2 * 2;
-  float sum[2][4] = {};  // a tensor core cuts its sums, too: few terms, then an addition that rounds
+  float sum[2][4] = {};  // a tensor core cuts its sums, too: few terms, then a rounded addition
 #pragma unroll 4
   for (int s = 0; s < kSteps; ++s) {
     const float2 h0 = *reinterpret_cast<const float2*>(&shared.h[s][first]);
@@ -145,8 +145,8 @@ __device__ void undo_stage(BackwardShared& shared, const Problem& p, const Place
     const float own_dq = sum_of_own_step(dq), own_dk = sum_of_own_step(dk);
     if (t0 + s < at.length) {
       const int64_t out = (at.token(p, t0 + s) * p.heads + at.head) * p.k_dim + at.row0 + row;
-      p.dq_parts[out] = own_dq;
-      p.dk_parts[out] = own_dk;
+      static_cast<float*>(p.dq_parts)[out] = own_dq;
+      static_cast<float*>(p.dk_parts)[out] = own_dk;
     }
     float own_df = sum_of_own_step(df);
 #pragma unroll

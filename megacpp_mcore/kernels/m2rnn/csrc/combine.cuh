@@ -6,30 +6,31 @@
 namespace m2rnn {
 
 // to[i] = sum_j from[i + j * stride], four values a thread.
-template <typename T>
-__device__ void add_up(void* to, int64_t to_unit, const float* from, int64_t from_unit, int parts,
+template <typename To, typename From>
+__device__ void add_up(void* to, int64_t to_unit, const void* from, int64_t from_unit, int parts,
                        int64_t stride_units) {
-  const float4* part = reinterpret_cast<const float4*>(from) + from_unit;
-  float4 sum = __ldg(part);
+  const From* type = nullptr;
+  const auto* part = reinterpret_cast<const typename Unit<From>::Raw*>(from) + from_unit;
+  float4 sum = widen(__ldg(part), type);
 #pragma unroll 4
   for (int j = 1; j < parts; ++j) {
-    const float4 x = __ldg(part + j * stride_units);
+    const float4 x = widen(__ldg(part + j * stride_units), type);
     sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
   }
-  const T* type = nullptr;
-  reinterpret_cast<typename Unit<T>::Raw*>(to)[to_unit] = narrow(sum, type);
+  const To* to_type = nullptr;
+  reinterpret_cast<typename Unit<To>::Raw*>(to)[to_unit] = narrow(sum, to_type);
 }
 
 // dq or dk: over the heads when they share one, else as it is.
-template <typename T>
-__device__ void add_heads(const Problem& p, void* to, const float* parts, int own_heads,
+template <typename To, typename From>
+__device__ void add_heads(const Problem& p, void* to, const void* parts, int own_heads,
                           int64_t unit) {
   const int units = p.k_dim / 4;
   if (own_heads == 1) {
     const int64_t token = unit / units;
-    add_up<T>(to, unit, parts, token * p.heads * units + unit % units, p.heads, units);
+    add_up<To, From>(to, unit, parts, token * p.heads * units + unit % units, p.heads, units);
   } else {
-    add_up<T>(to, unit, parts, unit, 1, 0);
+    add_up<To, From>(to, unit, parts, unit, 1, 0);
   }
 }
 
@@ -37,7 +38,7 @@ template <typename T>
 __global__ void combine_forward(const __grid_constant__ Problem p) {
   const int64_t units = static_cast<int64_t>(p.batch) * p.tokens * p.heads * (kColumns / 4);
   const int64_t unit = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (unit < units) add_up<T>(p.y, unit, p.y_parts, unit, p.groups, units);
+  if (unit < units) add_up<T, float>(p.y, unit, p.y_parts, unit, p.groups, units);
 }
 
 struct CombineSizes {
@@ -45,21 +46,22 @@ struct CombineSizes {
 };
 
 __host__ __device__ inline CombineSizes combine_sizes(const Problem& p) {
-  const int64_t tokens = static_cast<int64_t>(p.batch) * p.tokens;
-  const int64_t values = p.exact ? tokens * p.heads : 0;  // the fast kernel writes them whole
+  const int64_t tokens = static_cast<int64_t>(p.batch) * p.tokens, values = tokens * p.heads;
   return {tokens * p.q_heads * (p.k_dim / 4), tokens * p.k_heads * (p.k_dim / 4),
           values * (kColumns / 4), values,
           static_cast<int64_t>(p.heads) * kColumns * kColumns / 4};
 }
 
-template <typename T>
+// Part: what the parts of dq and dk are in.
+template <typename T, typename Part>
 __global__ void combine_backward(const __grid_constant__ Problem p) {
   const CombineSizes n = combine_sizes(p);
   int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < n.dq) return add_heads<T>(p, p.dq, p.dq_parts, p.q_heads, i);
-  if ((i -= n.dq) < n.dk) return add_heads<T>(p, p.dk, p.dk_parts, p.k_heads, i);
-  if ((i -= n.dk) < n.dv) return add_up<T>(p.dv, i, p.dv_parts, i, p.groups, n.dv);
-  if ((i -= n.dv) < n.dW) return add_up<float>(p.dW, i, p.dW_parts, i, p.chains * p.groups, n.dW);
+  if (i < n.dq) return add_heads<T, Part>(p, p.dq, p.dq_parts, p.q_heads, i);
+  if ((i -= n.dq) < n.dk) return add_heads<T, Part>(p, p.dk, p.dk_parts, p.k_heads, i);
+  if ((i -= n.dk) < n.dv) return add_up<T, float>(p.dv, i, p.dv_parts, i, p.groups, n.dv);
+  if ((i -= n.dv) < n.dW)
+    return add_up<float, float>(p.dW, i, p.dW_parts, i, p.chains * p.groups, n.dW);
   if ((i -= n.dW) < n.df) {
     float sum = 0.f;
     for (int j = 0; j < p.groups; ++j) sum += p.df_parts[i + j * n.df];

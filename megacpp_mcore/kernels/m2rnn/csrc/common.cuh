@@ -39,7 +39,7 @@ struct Problem {
   const float* d_final;          // (chains, H, K, V), or null
   void *dq, *dk, *dv;            // as q, k, v, contiguous
   float *dW, *df, *d_initial;    // (H, V, V), (B, S, H), (chains, H, K, V)
-  float *dq_parts, *dk_parts;    // (B, S, H, K)
+  void *dq_parts, *dk_parts;     // (B, S, H, K), float or, fast, as q
   float *dv_parts, *df_parts;    // (groups, B, S, H, V), (groups, B, S, H), or null: fast
   float* dW_parts;               // (chains * groups, H, V, V)
   int64_t q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head;

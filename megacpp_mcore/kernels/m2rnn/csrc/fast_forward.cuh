@@ -1,115 +1,123 @@
-// Forward for 16-bit inputs and K = 64: a block has a whole head, so y is whole, too. Four warps run
-// the recurrence, eight steps between two barriers; four more read the inputs ahead of them and sum
-// y behind them.
+// Forward for 16-bit inputs and K = 64: a block has a whole head, so y is whole, too. Four warps
+// run the recurrence, a tile each; four more sum y, a unit behind them.
 #pragma once
 
 #include "fast.cuh"
 
 namespace m2rnn {
 
-template <typename T>
+constexpr int kForwardRows = 64;
+constexpr int kForwardTiles = kForwardRows / kTileRows;
+constexpr int kForwardThreads = 2 * kForwardTiles * 32;
+
 struct FastForwardShared {
-  FastInputs<T> in[2];
-  uint4 h[2][kHalf][kThreads];  // packed, behind each step
+  alignas(16) char h[2][kUnit][kForwardTiles][kTileBytes];  // behind each step
+  WarpInputs in[kForwardTiles];
 };
 
 template <typename T>
-__device__ void forward_recurrence(FastForwardShared<T>& shared, const Problem& p,
-                                   const Place& at) {
-  const int64_t state = static_cast<int64_t>(at.head) * kTileFloats + fast_state_offset();
-  const FastWeight w(p.W + at.head * kColumns * kColumns);
-  const int row = own_row(), column = own_column();
-  Tile h = {}, z;
+__device__ void forward_recurrence(FastForwardShared& shared, const Problem& p, const Place& at) {
+  const int warp = threadIdx.x / 32, own = own_offset();
+  const int64_t state = static_cast<int64_t>(at.head) * kForwardRows * kColumns +
+                        tile_state_offset(warp * kTileRows);
+  const TileWeight w(p.W + at.head * kColumns * kColumns);
+  WarpInputs& in = shared.in[warp];
+  WarpStage<T> next(p, at, k_of<T>(p, at), warp * kTileRows, v_of<T>(p, at), 0);
+  next.load();
+  Tile h = {}, r;
+  Packed packed;
   if (p.initial) load_state(h, p.initial + at.chain * state_size(p) + state);
-  uint32_t packed[4];
   pack_tile<__half>(packed, h);
-  __syncthreads();
-  const int halves = Place::ceil_div(at.length, kHalf), halves_a_chunk = 2 * p.stages;
-  for (int half = 0; half < halves; ++half) {
-    const FastInputs<T>& in = shared.in[half / 2 % 2];
-    if (half % halves_a_chunk == 0)
-      store_state(p.checkpoints + (at.first_chunk + half / halves_a_chunk) * state_size(p) + state,
-                  h);
-    const int s0 = half % 2 * kHalf;
-    Given given;
-    float2 decay[kHalf];
-    given.load(in, s0, row, column);
-    load_decay(decay, &in.decay[s0]);
+  const int units = Place::ceil_div(at.length, kUnit), units_a_chunk = 2 * p.stages;
+  int in_chunk = 0;
+  float* checkpoint = p.checkpoints + at.first_chunk * state_size(p) + state;
+  for (int unit = 0; unit < units; ++unit) {
+    next.store(in, kTwoLog2E);
+    next.move(1);
+    next.load();
+    if (in_chunk == 0) {
+      store_state(checkpoint, h);
+      checkpoint += state_size(p);
+    }
+    if (++in_chunk == units_a_chunk) in_chunk = 0;
+    Outer given;
+    given.load(in, 0);
 #pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-      const Given now = given;
-      if (i + 1 < kHalf) given.load(in, s0 + i + 1, row, column);
-      fast_step(h, z, packed, w, now, decay[i]);
-      shared.h[half % 2][i][threadIdx.x] = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+    for (int i = 0; i < kUnit; ++i) {
+      const Outer now = given;
+      given.load(in, (i + 1) % kUnit);
+      tile_step(h, r, packed, w, now);
+      Packed out;
+      pack_tile<T>(out, h);
+      store_tile(shared.h[unit % 2][i][warp], own, out);
     }
     __syncthreads();
   }
   store_state(p.final_state + at.chain * state_size(p) + state, h);
 }
 
-// y of a half's steps: 16 threads a step, each four columns of one warp's rows.
+// y = q^T h of a unit's steps, columns by steps: q of a step is in that step's column of the
+// right operand, and zeros in the others. A warp has two steps.
 template <typename T>
-__device__ void write_y(const uint4 (*h)[kThreads], const float (*q)[kFastRows], const Problem& p,
-                        const Place& at, int t0) {
-  const int i = threadIdx.x % kThreads / 16, warp = threadIdx.x / 4 % 4, quad = threadIdx.x % 4;
-  float y[4] = {};
+__device__ void forward_sums(FastForwardShared& shared, const Problem& p, const Place& at) {
+  constexpr int kStepBytes = kForwardTiles * kTileBytes;
+  const int warp = threadIdx.x / 32 % kForwardTiles, g = lane_g(), t = lane_t();
+  const bool has_step = g / 2 == warp;
+  const Source<T> source = q_of<T>(p, at);
+  const T* from = source.x + g * source.token + 2 * t;
+  const int64_t token = static_cast<int64_t>(p.heads) * kColumns;
+  T* to = static_cast<T*>(p.y) + at.token(p, 2 * warp) * token + at.head * kColumns + g;
+  uint32_t h_at = shared_address(shared.h) + 2 * warp * kStepBytes + columns_offset();
+  uint32_t q[kForwardTiles][2], next[kForwardTiles][2];
+  const auto load = [&](int left) {
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const int g = j ^ (warp & 1);  // two warps' rows at once: the one's even, the other's odd
-    const uint4 rows = h[i][warp * 32 + g * 4 + quad];
-    const float2 weight = *reinterpret_cast<const float2*>(&q[i][warp * 16 + 2 * g]);
-    const float4 low = widen(make_uint2(rows.x, rows.z), static_cast<const __half*>(nullptr));
-    const float4 high = widen(make_uint2(rows.y, rows.w), static_cast<const __half*>(nullptr));
-    y[0] = fmaf(weight.x, low.x, fmaf(weight.y, high.x, y[0]));
-    y[1] = fmaf(weight.x, low.y, fmaf(weight.y, high.y, y[1]));
-    y[2] = fmaf(weight.x, low.z, fmaf(weight.y, high.z, y[2]));
-    y[3] = fmaf(weight.x, low.w, fmaf(weight.y, high.w, y[3]));
-  }
+    for (int tile = 0; tile < kForwardTiles; ++tile)
+      load_pairs(next[tile], from + tile * kTileRows, has_step && g < left);
+  };
+  int left = at.length;
+  load(left);
+  for (int flip = kUnit * kStepBytes; left > 0; left -= kUnit, flip = -flip) {
 #pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    y[e] += __shfl_xor_sync(0xffffffffu, y[e], 4);
-    y[e] += __shfl_xor_sync(0xffffffffu, y[e], 8);
-  }
-  if (warp == 0 && t0 + i < at.length) {
-    const int64_t out = (at.token(p, t0 + i) * p.heads + at.head) * kColumns + 4 * quad;
-    *reinterpret_cast<uint2*>(static_cast<T*>(p.y) + out) =
-        make_uint2(pack<T>(y[0], y[1]), pack<T>(y[2], y[3]));
+    for (int tile = 0; tile < kForwardTiles; ++tile) {
+      q[tile][0] = next[tile][0];
+      q[tile][1] = next[tile][1];
+    }
+    __syncthreads();
+    from += kUnit * source.token;
+    load(left - kUnit);
+    float y[2][4] = {};
+#pragma unroll
+    for (int tile = 0; tile < kForwardTiles; ++tile)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        Packed h;
+        load_columns(h, h_at + j * kStepBytes + tile * kTileBytes);
+        const bool own = g % 2 == j;  // of those that have a step
+        mma16<T>(y[j], h, own ? q[tile][0] : 0, own ? q[tile][1] : 0);
+      }
+    if (t == warp) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        if (2 * warp + j >= left) continue;
+        to[j * token] = static_cast<T>(y[j][j]);
+        to[j * token + 8] = static_cast<T>(y[j][2 + j]);
+      }
+    }
+    to += kUnit * token;
+    h_at += flip;
   }
 }
 
 template <typename T>
-__device__ void forward_surroundings(FastForwardShared<T>& shared, const Problem& p,
-                                     const Place& at) {
-  FastStage<T> next;
-  next.load(p, at, 0);
-  next.store(shared.in[0]);
-  next.load(p, at, kSteps);
-  __syncthreads();
-  const int halves = Place::ceil_div(at.length, kHalf);
-  for (int half = 0; half <= halves; ++half) {
-    if (half % 2 == 1) {
-      // The inputs there were last read, for y, before the last barrier.
-      next.store(shared.in[(half / 2 + 1) % 2]);
-      next.load(p, at, (half / 2 + 2) * kSteps);
-    }
-    if (half > 0) {
-      const int behind = half - 1;
-      write_y<T>(shared.h[behind % 2], &shared.in[behind / 2 % 2].q[behind % 2 * kHalf], p, at,
-                 behind * kHalf);
-    }
-    if (half < halves) __syncthreads();
-  }
-}
-
-template <typename T>
-__global__ void __launch_bounds__(2 * kThreads, 2) fast_forward(const __grid_constant__ Problem p) {
+__global__ void __launch_bounds__(kForwardThreads, 2)
+fast_forward(const __grid_constant__ Problem p) {
   extern __shared__ __align__(16) char memory[];
-  auto& shared = *reinterpret_cast<FastForwardShared<T>*>(memory);
-  const Place at(p, kFastRows);
-  if (threadIdx.x < kThreads)
-    forward_recurrence(shared, p, at);
+  auto& shared = *reinterpret_cast<FastForwardShared*>(memory);
+  const Place at(p, kForwardRows);
+  if (threadIdx.x < kForwardThreads / 2)
+    forward_recurrence<T>(shared, p, at);
   else
-    forward_surroundings(shared, p, at);
+    forward_sums<T>(shared, p, at);
 }
 
 }  // namespace m2rnn

@@ -31,7 +31,8 @@ cudaError_t launch(Kernel kernel, const Problem& p, int threads, size_t shared,
 template <typename T>
 cudaError_t run_forward(const Problem& p, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2)
-    if (!p.exact) return launch(fast_forward<T>, p, 2 * kThreads, sizeof(FastForwardShared<T>), stream);
+    if (!p.exact)
+      return launch(fast_forward<T>, p, kForwardThreads, sizeof(FastForwardShared), stream);
   cudaError_t error = launch(forward<T>, p, kThreads, sizeof(ForwardShared), stream);
   if (error != cudaSuccess) return error;
   const int64_t units = static_cast<int64_t>(p.batch) * p.tokens * p.heads * (kColumns / 4);
@@ -43,7 +44,8 @@ template <typename T, bool kClamp>
 cudaError_t launch_backward(const Problem& p, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2)
     if (!p.exact)
-      return launch(fast_backward<T, kClamp>, p, kThreads, sizeof(FastBackwardShared<T>), stream);
+      return launch(fast_backward<T, kClamp>, p, kBackwardThreads, sizeof(FastBackwardShared),
+                    stream);
   return launch(backward<T, kClamp>, p, kThreads, sizeof(BackwardShared), stream);
 }
 
@@ -54,7 +56,10 @@ cudaError_t run_backward(const Problem& p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const CombineSizes n = combine_sizes(p);
   const unsigned grid = combine_blocks(n.dq + n.dk + n.dv + n.dW + n.df);
-  combine_backward<T><<<grid, kCombineThreads, 0, stream>>>(p);
+  if (p.exact)
+    combine_backward<T, float><<<grid, kCombineThreads, 0, stream>>>(p);
+  else
+    combine_backward<T, T><<<grid, kCombineThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -1,0 +1,172 @@
+"""M2RNN's CUDA kernels, run on the CPU, against the formulas in float64, forward and backward.
+
+What they compute is tested here, shape by shape, and that no warp's result depends on which warp is
+faster; tests/gpu/test_m2rnn_gpu.py has what only a GPU can show.
+"""
+
+import contextlib
+import ctypes
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import cuda_on_cpu
+import pytest
+import torch
+
+from megacpp_mcore.kernels.m2rnn import build, cuda
+from megacpp_mcore.kernels.m2rnn import m2rnn as reference
+
+pytestmark = pytest.mark.skipif(
+    cuda_on_cpu.reason() is not None, reason=f"kernels cannot run here: {cuda_on_cpu.reason()}"
+)
+
+V = 16
+# As in tests/gpu/test_m2rnn_gpu.py: what a step is off by, and how long it lasts.
+STEP_ERROR = {"fast": 2**-11 + 2**-11, "exact": 2**-20 + 2**-21}
+LASTING = 64
+KERNELS = pytest.mark.parametrize(
+    "precision, dtype",
+    [("exact", torch.float32), ("exact", torch.bfloat16), ("fast", torch.bfloat16)],
+    ids=str,
+)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    source = Path(build.__file__).parent / "csrc" / "m2rnn.cu"
+    library = cuda_on_cpu.library(source, tmp_path_factory.mktemp("m2rnn"))
+    library.m2rnn_error.restype = ctypes.c_char_p
+    library.m2rnn_problem_size.restype = ctypes.c_int64
+    assert library.m2rnn_problem_size() == ctypes.sizeof(cuda._Problem)
+    for entry in (library.m2rnn_forward, library.m2rnn_backward):
+        entry.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+    return library
+
+
+@pytest.fixture
+def on_cpu(kernels, monkeypatch):
+    """`run` reaches the kernels through cuda.py, whose tensors are on the CPU now."""
+    monkeypatch.setattr(cuda, "_kernels", lambda device: kernels)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    stream = SimpleNamespace(cuda_stream=None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *args: stream)
+    empty = torch.Tensor.new_empty
+
+    def poisoned(tensor, *args, **kwargs):
+        made = empty(tensor, *args, **kwargs)
+        return made.fill_(math.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    return kernels
+
+
+def draw(batch, seq, heads, k_dim=64, q_heads=1, k_heads=1, dtype=torch.bfloat16, states=None):
+    generator = torch.Generator().manual_seed(seq)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    W = normal(heads, V, V)
+    return [
+        normal(batch, seq, q_heads, k_dim).to(dtype),
+        normal(batch, seq, k_heads, k_dim).to(dtype),
+        normal(batch, seq, heads, V).to(dtype),
+        (W / W.abs().sum(-2, keepdim=True) / 2).float(),
+        (0.95 * torch.sigmoid(2 * normal(batch, seq, heads))).float(),
+        torch.tanh(normal(states or batch, heads, k_dim, V)).float(),
+    ]
+
+
+def directions(v, state):
+    generator = torch.Generator().manual_seed(1)
+    # Eighths: exact in every dtype.
+    return [
+        (torch.randint(-16, 17, x.shape, generator=generator) / 8).to(x.dtype) for x in (v, state)
+    ]
+
+
+def run(precision, inputs, bounds=None, chunk_size=64, grad_clamp=None):
+    """The outputs, and the gradients by the operators' own functions, which autograd would call."""
+    q, k, v, W, f, initial = inputs
+    options = (chunk_size, grad_clamp, precision == "exact")
+    y, final, checkpoints = cuda._forward._init_fn(q, k, v, W, f, initial, bounds, *options)
+    dy, d_final = directions(y, final)
+    gradients = cuda._backward._init_fn(dy, d_final, q, k, v, W, f, bounds, checkpoints, *options)
+    return [y, final, *gradients]
+
+
+def expected(inputs, bounds=None, grad_clamp=None):
+    leaves = [x.double().requires_grad_() for x in inputs]
+    outputs = reference(
+        *leaves[:5], initial_state=leaves[5], cu_seqlens=bounds, grad_clamp=grad_clamp
+    )
+    along = [x.double() for x in directions(inputs[2], inputs[5])]
+    return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, leaves, along))
+
+
+NAMES = ("y", "final_state", "dq", "dk", "dv", "dW", "df", "dinitial_state")
+
+
+def assert_close(actual, truth, precision):
+    dtype = actual[NAMES.index("dq")].dtype
+    for name, got, want in zip(NAMES, actual, truth, strict=True):
+        assert got.shape == want.shape and torch.isfinite(got).all(), name
+        rounding = 2 * torch.finfo(got.dtype).eps
+        if precision == "fast":  # what is summed up is in the inputs' dtype
+            rounding = max(rounding, 2 * torch.finfo(dtype).eps)
+        elif name == "dW" and dtype != torch.float32:
+            rounding = 2**-11
+        bound = rounding + LASTING * STEP_ERROR[precision]
+        error = (got.double() - want).norm() / want.norm()
+        assert error <= bound, f"{name}: {error:.2e} > {bound:.2e}"
+
+
+@pytest.mark.parametrize("seq", [1, 8, 9, 17, 65])
+@KERNELS
+def test_matches_float64(on_cpu, precision, dtype, seq):
+    inputs = draw(1, seq, 2, dtype=dtype)
+    assert_close(run(precision, inputs), expected(inputs), precision)
+
+
+@pytest.mark.parametrize("heads", [(1, 3), (3, 1)], ids=str)
+@pytest.mark.parametrize("precision", STEP_ERROR)
+def test_heads_of_q_and_k(on_cpu, precision, heads):
+    inputs = draw(2, 20, 3, q_heads=heads[0], k_heads=heads[1], dtype=torch.float16)
+    assert_close(run(precision, inputs, chunk_size=16), expected(inputs), precision)
+
+
+@pytest.mark.parametrize("k_dim", [32, 96])
+def test_exact_takes_other_widths(on_cpu, k_dim):
+    inputs = draw(1, 19, 2, k_dim=k_dim, dtype=torch.float32)
+    assert_close(run("exact", inputs), expected(inputs), "exact")
+
+
+@pytest.mark.parametrize("chunk_size", [16, 48])
+@KERNELS
+def test_documents_and_the_clamp(on_cpu, precision, dtype, chunk_size):
+    bounds = torch.tensor([0, 1, 1, 60, 76, 90], dtype=torch.int32)
+    inputs = draw(1, 90, 1, dtype=dtype, states=5)
+    actual = run(precision, inputs, bounds, chunk_size, grad_clamp=0.05)
+    assert_close(actual, expected(inputs, bounds, grad_clamp=0.05), precision)
+
+
+@KERNELS
+def test_same_bits_whichever_warp_is_faster(on_cpu, precision, dtype):
+    """A barrier that is missing lets a warp read what another has not written, or has written over;
+    the drawn order of the threads is another one under every seed."""
+    inputs = draw(1, 70, 2, dtype=dtype)
+    results = []
+    for seed in range(4):
+        on_cpu.cpu_seed(seed)
+        results.append(run(precision, inputs, chunk_size=16))
+    for other in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+
+
+def test_a_launch_that_fails_says_why(on_cpu, monkeypatch):
+    inputs = draw(1, 9, 1)
+    inputs[2] = torch.zeros(9 * V + 2, dtype=torch.bfloat16)[2:].view(1, 9, 1, V)  # not 8-aligned
+    monkeypatch.setattr(cuda, "_readable", lambda x: x)
+    with pytest.raises(RuntimeError, match="m2rnn_forward: a load that is not aligned, in b"):
+        run("fast", inputs)
