@@ -11,16 +11,16 @@ import pytest
 import torch
 from gloo_ranks import Run, launch
 
-STEPS, SAVED = 20, 10
+STEPS, SAVED = 10, 5
 MODEL = (
     "model.pattern=AEMRE", "model.depth=5", "model.hidden_size=32", "model.ffn_hidden_size=64",
-    "model.num_attention_heads=4", "model.seq_length=32",
+    "model.num_attention_heads=4", "model.seq_length=16",
     "model.make_vocab_size_divisible_by=160",  # times TP, to 320: padding has a part in every loss
     "attention.q_lora_rank=8", "attention.kv_lora_rank=8", "attention.qk_head_dim=8",
     "attention.qk_pos_emb_head_dim=8", "attention.v_head_dim=8",
     "moe.moe_ffn_hidden_size=32", "moe.moe_shared_expert_intermediate_size=32",
     "mamba3.mamba_num_heads=4", "mamba3.mamba_head_dim=8", "mamba3.mamba_state_dim=8",
-    "mamba3.mamba_num_groups=2", "mamba3.chunk_size=16", "m2rnn.k_head_dim=8",
+    "mamba3.mamba_num_groups=2", "mamba3.chunk_size=8", "m2rnn.k_head_dim=8",
     "m2rnn.v_head_dim=8", "m2rnn.num_heads=2", "mtp.pattern=E",
     "data.data_path=null", "data.mock_data=true",
     "schedule.micro_batch_size=1", "schedule.global_batch_size=4",
@@ -59,12 +59,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def train(folder: Path):
-    """train(name, ranks, overrides, start=...): a run from the first weights, or from the
-    checkpoint that `start` has saved; every run saves one."""
+    """train(name, ranks, overrides): a run from the first weights; with start=NAME from the
+    checkpoint of that run, which it wrote with saves=True."""
 
-    def run(name: str, ranks: int = 1, overrides=(), start: str | None = None, **how) -> dict:
+    def run(name, ranks=1, overrides=(), start=None, saves=False, **how) -> dict:
         words = (*MODEL, *overrides, f"launch.nproc_per_node={ranks}")
-        how |= {"save": (str(folder / f"{name}.saved"), SAVED)} if start is None else {}
+        how |= {"save": (str(folder / f"{name}.saved"), SAVED)} if saves else {}
         how |= {"first_step": 1 if start is None else SAVED + 1, "weights_alone": start is None}
         load = folder / f"{start or 'seed'}.saved"
         return launch(Run(name, ranks, words, last_step=STEPS, load=str(load), **how), folder)
@@ -77,7 +77,7 @@ def train(folder: Path):
 @pytest.fixture(scope="module")
 def one(train) -> dict:
     found = train("one")
-    assert found["losses"][-1] < 0.8 * found["losses"][0]  # it learns
+    assert found["losses"][-1] < 0.9 * found["losses"][0]  # it learns
     return found
 
 
@@ -99,14 +99,15 @@ FP32 = torch.finfo(torch.float32).eps
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_has_the_losses_of_one_rank(name, train, one):
-    assert_same(train(name, *LAYOUTS[name]), one, FP32, name)
+    saves = name in dict(RESUMED)
+    assert_same(train(name, *LAYOUTS[name], saves=saves), one, FP32, name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("saved", "layout"), RESUMED)
 def test_a_checkpoint_goes_on_at_another_layout(saved, layout, train, one, folder):
     if not (folder / f"{saved}.saved").exists():
-        train(saved, *LAYOUTS[saved])
+        train(saved, *LAYOUTS[saved], saves=True)
     found = train(f"{saved}-to-{layout}", *LAYOUTS[layout], start=saved)
     assert len(found["losses"]) == STEPS - SAVED
     assert_same(found, one, FP32, f"{saved} to {layout}")
@@ -118,7 +119,7 @@ def test_bf16_with_float32_parameters_goes_on(sharding, train):
     """M and R keep parameters in float32: Megatron 0.19.2 alone can neither save nor load that.
     dp_reshardable is its default."""
     name, how = f"bf16-{sharding}", {"bf16": True, "sharding": sharding}
-    two = train(name, 2, **how)
+    two = train(name, 2, saves=True, **how)
     again = train(f"{name}-again", 2, start=name, **how)
     assert again["losses"] == two["losses"][SAVED:] and again["norms"] == two["norms"][SAVED:]
     one = train(f"{name}-one", start=name, **how)
