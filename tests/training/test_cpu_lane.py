@@ -186,7 +186,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_writing(small, tmp_pat
 
 def test_a_write_that_fails_half_way_leaves_no_checkpoint_and_says_so(small_recipe, tmp_path):
     out = tmp_path / "run"
-    limit = 200_000  # bytes a file may have: receipts fit, a checkpoint's shard does not
+    limit = 800_000  # bytes a file may have: index and receipt fit, a shard of 1.2 MB does not
     done = subprocess.run(
         command(small_recipe, out, "--steps", "1"), capture_output=True, text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
