@@ -25,12 +25,14 @@ def worker(rank, ranks, folder):
     walk.chunk_length = lambda tokens, classes: 7
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=120),
     )  # fmt: skip
     group = dist.new_group(list(range(ranks)))
-    for head in (REFERENCE, CHUNKED):
-        for dtype in (torch.float32, torch.bfloat16):
-            loss_ranks.check(head, group, "cpu", dtype)
+    checked = [(REFERENCE, torch.float32), (CHUNKED, torch.bfloat16)]
+    if ranks == 2:
+        checked += [(REFERENCE, torch.bfloat16), (CHUNKED, torch.float32)]
+    for head, dtype in checked:
+        loss_ranks.check(head, group, "cpu", dtype)
     dist.destroy_process_group()
 
 
