@@ -7,7 +7,8 @@ is logged of them and what they add to the gradient are Megatron's (`HybridModel
 `process_mtp_loss`, `VocabParallelCrossEntropy`).
 
 A stack spec has no say in this, only the model's builder (`training/gpu_model.py`): a model that
-Megatron-LM's own pretrain_hybrid.py builds with our `--spec` keeps Megatron's heads.
+Megatron-LM's own pretrain_hybrid.py builds with our `--spec` keeps Megatron's heads, and is refused
+where others are asked for.
 """
 
 from dataclasses import dataclass
@@ -194,6 +195,27 @@ class HeadLosses:
 def _wide(weights: Tensor, hidden: Tensor) -> Tensor:
     """Loss weights in the losses' dtype: float32, or float64 for float64."""
     return weights.to(torch.promote_types(hidden.dtype, torch.float32)).contiguous()
+
+
+_CHOSEN_BY_MODEL = "megacpp_heads_chosen_by_model"
+
+
+def chosen_by_model(config: Any) -> None:
+    """Say that the model of `config` asks `head_losses` for its heads."""
+    setattr(config, _CHOSEN_BY_MODEL, True)
+
+
+def check_asked_for(config: Any) -> None:
+    """Raise LossError where heads are named that a model of Megatron's own class would not have."""
+    requests = {**plugin_settings(config).backends, **dispatch.forced_backends()}
+    asked = requests.get(SURFACE, dispatch.AUTO)
+    if asked in (dispatch.AUTO, MEGATRON) or getattr(config, _CHOSEN_BY_MODEL, False):
+        return
+    raise LossError(
+        f'{SURFACE} = "{asked}" is asked for, and this is Megatron\'s own HybridModel, whose heads no '
+        f'stack spec can change. Name "{MEGATRON}" or nothing, or train with `megacpp train` or '
+        "`python -m megacpp_mcore.pretrain`, whose model has them"
+    )
 
 
 def head_losses(model: Any) -> HeadLosses | None:

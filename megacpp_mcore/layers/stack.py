@@ -45,6 +45,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megacpp_mcore import bridges, dispatch, optimizer_bridges, problems
+from megacpp_mcore.layers import loss
 from megacpp_mcore.layers.attention import SelfAttention
 from megacpp_mcore.layers.dispatched import (
     DispatchedCoreAttention,
@@ -74,6 +75,7 @@ class MegacppStack(HybridStack):
         optimizer_bridges.install()
         # Fails here, with the reason, rather than in some layer.
         requests = plugin_settings(config).backends
+        loss.check_asked_for(config)
         dispatch.decide("linear", problems.linear(problems.current_device(), config), requests)
         upstream_builds_it = post_layer_norm and final_norm is None
         super().__init__(config, submodules, post_layer_norm=upstream_builds_it, **kwargs)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.layers.gathered import gathered
-from megacpp_mcore.layers.loss import LossError, head_losses
+from megacpp_mcore.layers.loss import LossError, chosen_by_model, head_losses
 from megacpp_mcore.layers.stack import MegacppStack
 
 
@@ -30,6 +30,7 @@ class MegacppHybridModel(HybridModel):
     """
 
     def __init__(self, **arguments: Any) -> None:
+        chosen_by_model(arguments["config"])
         super().__init__(**arguments)
         self.heads = head_losses(self) if self.post_process else None
 

@@ -266,3 +266,10 @@ def test_the_builder_gives_the_model_what_megatrons_gives_it():
         expected = {k: v for k, v in vars(megatrons).items() if isinstance(v, simple)}
         assert expected.items() <= vars(ours).items()
         assert ours.state_dict().keys() == megatrons.state_dict().keys()
+
+
+def test_heads_that_megatrons_own_model_would_not_have_are_refused(environment):
+    """Megatron-LM's pretrain_hybrid.py names the model's class itself."""
+    environment.setenv("MEGACPP_BACKENDS", f"{loss.SURFACE}=reference")
+    with single_process(1), pytest.raises(LossError, match=r"own HybridModel.*megacpp train"):
+        models()  # builds ours first
