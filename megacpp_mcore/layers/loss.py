@@ -212,9 +212,9 @@ def check_asked_for(config: Any) -> None:
     if asked in (dispatch.AUTO, MEGATRON) or getattr(config, _CHOSEN_BY_MODEL, False):
         return
     raise LossError(
-        f'{SURFACE} = "{asked}" is asked for, and this is Megatron\'s own HybridModel, whose heads no '
-        f'stack spec can change. Name "{MEGATRON}" or nothing, or train with `megacpp train` or '
-        "`python -m megacpp_mcore.pretrain`, whose model has them"
+        f'{SURFACE} = "{asked}" is asked for, and this is Megatron\'s own HybridModel, whose heads '
+        f'no stack spec can change. Name "{MEGATRON}" or nothing, or train with `megacpp train` '
+        "or `python -m megacpp_mcore.pretrain`, whose model has them"
     )
 
 
