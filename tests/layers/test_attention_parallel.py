@@ -5,15 +5,11 @@ checkpointing and runs it. Then both load that checkpoint as two tensor-parallel
 gradients must be those of the one rank.
 """
 
-import datetime
 import os
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
-from megacpp_mcore import bridges
+from ranks import run_ranks
 
 HIDDEN, SEQ, HEADS, DIM = 12, 10, 8, 4
 # groups, batch, document bounds, sequence parallel
@@ -111,6 +107,8 @@ def check(name, one, two, rank):
 def check_cases(rank, folder):
     from megatron.core import dist_checkpointing
 
+    folder = os.path.join(folder, "tp1")
+
     layers = build_all(tp=1, seed=1)
     dist_checkpointing.save(sharded(layers), folder)
     ones = {name: run(name, layer, lambda t: t) for name, layer in layers.items()}
@@ -121,22 +119,7 @@ def check_cases(rank, folder):
         check(name, ones[name], layer, rank)
 
 
-def worker(rank, folder):
-    torch.set_num_threads(1)
-    bridges.before_megatron()
-    bridges.install()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    check_cases(rank, os.path.join(folder, "tp1"))
-    dist.destroy_process_group()
-
-
 @pytest.mark.slow
 def test_two_ranks_are_one(tmp_path):
     (tmp_path / "tp1").mkdir()
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    run_ranks(check_cases, tmp_path)

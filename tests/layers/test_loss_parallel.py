@@ -1,15 +1,9 @@
 """As test_loss.py, the vocabulary split over two tensor-parallel gloo processes."""
 
 import contextlib
-import datetime
-import os
 
 import pytest
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
-from megacpp_mcore import bridges
+from ranks import run_ranks
 
 OVERRIDES = [
     "parallel.tensor_model_parallel_size=2", "launch.nproc_per_node=2", "mtp.mtp_num_layers=2",
@@ -46,18 +40,7 @@ def check(overrides):
         head_losses(ours)
 
 
-def worker(rank, folder):
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-    bridges.before_megatron()
-    bridges.install()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=datetime.timedelta(seconds=60),
-    )
+def check_layouts(rank, folder):
     from megatron.core import parallel_state, tensor_parallel
 
     # The embedding asks for the CUDA state of dropout, of which there is none here.
@@ -65,9 +48,8 @@ def worker(rank, folder):
     parallel_state.initialize_model_parallel(2)
     for overrides in LAYOUTS.values():
         check(overrides)
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_two_ranks_are_megatrons_two(tmp_path):
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    run_ranks(check_layouts, tmp_path)

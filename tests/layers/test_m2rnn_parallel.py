@@ -6,15 +6,12 @@ the gradients of inputs and parameters must be those of the one rank, and the ch
 two save must give the one rank's weights back.
 """
 
-import datetime
 import os
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import run_ranks
 
-from megacpp_mcore import bridges
 from megacpp_mcore.settings import M2RNNSettings
 
 HIDDEN, SEQ = 12, 10
@@ -128,8 +125,10 @@ def check(name, one, two, rank):
         assert_close(gradient, expected, f"{name}: gradient of {key}")
 
 
-def check_cases(rank, folder_of_one, folder_of_two):
+def check_cases(rank, folder):
     from megatron.core import dist_checkpointing
+
+    folder_of_one, folder_of_two = (os.path.join(folder, name) for name in ("tp1", "tp2"))
 
     mixers = build_all(tp=1, seed=1)
     initial = {key: p.detach().clone() for key, p in mixers["plain"].named_parameters()}
@@ -156,23 +155,8 @@ def check_cases(rank, folder_of_one, folder_of_two):
             assert torch.equal(parameter, ones[name][0][key]), f"{name}: {key}"
 
 
-def worker(rank, folder):
-    torch.set_num_threads(1)
-    bridges.before_megatron()
-    bridges.install()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    check_cases(rank, os.path.join(folder, "tp1"), os.path.join(folder, "tp2"))
-    dist.destroy_process_group()
-
-
 @pytest.mark.slow
 def test_two_ranks_are_one(tmp_path):
     for folder in ("tp1", "tp2"):
         (tmp_path / folder).mkdir()
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    run_ranks(check_cases, tmp_path)

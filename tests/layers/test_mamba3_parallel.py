@@ -6,15 +6,12 @@ the gradients of inputs and parameters must be those of the one rank, and the ch
 two save must give the one rank's weights back.
 """
 
-import datetime
 import os
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import run_ranks
 
-from megacpp_mcore import bridges
 from megacpp_mcore.settings import Mamba3Settings
 
 HIDDEN, SEQ, BATCH = 12, 10, 2
@@ -131,8 +128,10 @@ def check(name, one, two, rank, hidden, direction):
         assert_close(gradient, expected, f"{name}: gradient of {key}")
 
 
-def check_cases(rank, folder_of_one, folder_of_two):
+def check_cases(rank, folder):
     from megatron.core import dist_checkpointing
+
+    folder_of_one, folder_of_two = (os.path.join(folder, name) for name in ("tp1", "tp2"))
 
     generator = torch.Generator().manual_seed(5)
     hidden, direction = torch.randn(2, SEQ, BATCH, HIDDEN, generator=generator).double()
@@ -156,23 +155,8 @@ def check_cases(rank, folder_of_one, folder_of_two):
             assert torch.equal(parameter, ones[name][0][key]), f"{name}: {key}"
 
 
-def worker(rank, folder):
-    torch.set_num_threads(1)
-    bridges.before_megatron()
-    bridges.install()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    check_cases(rank, os.path.join(folder, "tp1"), os.path.join(folder, "tp2"))
-    dist.destroy_process_group()
-
-
 @pytest.mark.slow
 def test_two_ranks_are_one(tmp_path):
     for folder in ("tp1", "tp2"):
         (tmp_path / folder).mkdir()
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    run_ranks(check_cases, tmp_path)

@@ -6,15 +6,13 @@ gradients must be those of the one rank, k_pos's share of them, which every rank
 in, included.
 """
 
-import datetime
 import os
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import run_ranks
 
-from megacpp_mcore import bridges
 from megacpp_mcore.errors import MegacppError
 
 HIDDEN, SEQ, HEADS, RANKS = 12, 10, 6, (8, 6)
@@ -152,6 +150,8 @@ def check(name, one, two, rank):
 def check_cases(rank, folder):
     from megatron.core import dist_checkpointing
 
+    folder = os.path.join(folder, "tp1")
+
     layers = build_all(tp=1, seed=1)
     with torch.no_grad():
         for parameter in (p for layer in layers.values() for p in layer.parameters()):
@@ -172,22 +172,7 @@ def check_cases(rank, folder):
             build(name, 2, seed=2, backend="megatron")
 
 
-def worker(rank, folder):
-    torch.set_num_threads(1)
-    bridges.before_megatron()
-    bridges.install()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    check_cases(rank, os.path.join(folder, "tp1"))
-    dist.destroy_process_group()
-
-
 @pytest.mark.slow
 def test_two_ranks_are_one(tmp_path):
     (tmp_path / "tp1").mkdir()
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    run_ranks(check_cases, tmp_path)

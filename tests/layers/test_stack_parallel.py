@@ -6,7 +6,6 @@ all of them are compared with one process's, whatever part of each a rank holds.
 """
 
 import contextlib
-import datetime
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-
-from megacpp_mcore import bridges
+from ranks import run_ranks
 
 MICRO_BATCHES, SEQ, HIDDEN = 4, 32, 32
 ONE = [
@@ -197,9 +194,10 @@ def assert_close(actual, expected, what):
     assert error <= bound, f"{what}: {error:.2e} > {bound:.2e}"
 
 
-def check_layouts(folder):
+def check_layouts(rank, folder):
     from megatron.core import dist_checkpointing
 
+    without_cuda()
     one = model_of([])
     one[0].reduces = False
     with torch.no_grad():
@@ -237,23 +235,6 @@ def without_cuda():
     torch.zeros = lambda *args, device=None, **kwargs: zeros(*args, **kwargs)
 
 
-def worker(rank, folder):
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-    bridges.before_megatron()
-    bridges.install()
-    without_cuda()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    check_layouts(folder)
-    dist.destroy_process_group()
-
-
 @pytest.mark.slow
 def test_two_ranks_are_one(tmp_path: Path):
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    run_ranks(check_layouts, tmp_path)
