@@ -60,7 +60,7 @@ def test_with_the_lane_applied_the_plugin_drops_its_bridge_and_trains(site, smal
         "assert 'final-norm-from-spec' in patching.applied('megatron-core')\n"
         "from megacpp_mcore.specs.nam56r import nam56r_stack_spec as spec\n"
         "assert spec.params == {}, spec.params\n"
-        "assert spec.submodules.final_norm.__name__ == 'TorchNorm'\n"
+        "assert spec.submodules.final_norm.__name__ == 'DispatchedNorm'\n"
         "import sys; from megacpp_mcore.cli import main\n"
         f"sys.exit(main(['train', {str(small_recipe)!r}, '--steps', '2', '--out', "
         f"{str(tmp_path / 'run')!r}]))\n"

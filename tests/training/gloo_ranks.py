@@ -1,17 +1,19 @@
 """Ranks of a training run on the CPU, over gloo: Megatron's own data-parallel wrapper, distributed
 optimizer, schedules and checkpoints, which are for CUDA but need little of it.
 
-`launch` is one run: as many forked processes as its recipe has ranks.
+`launch` is one run: as many processes as its recipe has ranks.
 """
 
 import contextlib
 import json
+import multiprocessing
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -50,7 +52,12 @@ class Run:
 def launch(run: Run, folder: Path) -> dict[str, list[float]]:
     """The losses of every step, and the gradient norms, as all ranks together saw them."""
     out = folder / f"{run.name}.json"
-    mp.start_processes(_rank, (run, str(folder)), nprocs=run.ranks, start_method="fork")
+    # Forked from a server that has imported all this and no more: a fork of the test's own process
+    # has the locks of its threads, which are not there to release them.
+    multiprocessing.set_forkserver_preload(["gloo_preload"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # for the server
+        mp.start_processes(_rank, (run, str(folder)), nprocs=run.ranks, start_method="forkserver")
     return json.loads(out.read_text())
 
 
