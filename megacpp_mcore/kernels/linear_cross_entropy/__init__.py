@@ -2,22 +2,13 @@
 
 `linear_cross_entropy` gives the loss of every token; `weighted_linear_cross_entropy` their weighted
 sum, at less cost. Both are in plain torch here; dispatch's backends of the surface
-`linear_cross_entropy` load as a `Head`, which has the same two functions. The math is in
-`reference.py`.
+`linear_cross_entropy` load as a `Head`, which has the same two functions, described in
+`head.py`. The math is in `reference.py`.
 """
 
-from typing import Any
-
-from torch import Tensor
-
 from megacpp_mcore.kernels.linear_cross_entropy import reference
-from megacpp_mcore.kernels.linear_cross_entropy.inputs import (
-    IGNORE_INDEX,
-    Head,
-    LinearCrossEntropyInputError,
-    check_inputs,
-    options_of,
-)
+from megacpp_mcore.kernels.linear_cross_entropy.head import Head, head_of
+from megacpp_mcore.kernels.linear_cross_entropy.inputs import LinearCrossEntropyInputError
 
 __all__ = [
     "REFERENCE",
@@ -27,78 +18,5 @@ __all__ = [
     "weighted_linear_cross_entropy",
 ]
 
-
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    tp_group: Any = None,
-    ignore_index: int = IGNORE_INDEX,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-) -> Tensor:
-    """The cross entropy of every token, in nats; differentiable in hidden and weight.
-
-    hidden: (..., h), Megatron's [s, b, h] or any other leading dimensions. weight: (V_local, h), of
-    hidden's dtype. labels: (...) int64 in [0, V), or ignore_index: such a token has loss 0 and no
-    gradient. label_smoothing: in [0, 1), the probability shared out among the wrong classes, as in
-    Megatron. z_loss: coefficient of the square of log(sum(exp(logits))). softcap: c, for logits
-    c tanh(logits / c); None is none. logit_scale: factor of the logits, before the softcap.
-
-    tp_group: a process group over which the vocabulary is split in order of rank; weight is this
-    rank's part, rows [rank * V_local, (rank + 1) * V_local) of the whole, and hidden and labels are
-    the same on all ranks. Largest logit, sums and the label's logit are reduced over the group;
-    the logits stay where they are. The losses are the same on all ranks. The gradient of hidden is
-    this rank's part of it, to be summed over the ranks by the caller, as Megatron's
-    copy_to_tensor_model_parallel_region and gather_from_sequence_parallel_region do. Label
-    smoothing is over the whole vocabulary (Megatron's own is over a rank's part).
-
-    Returns losses (...) in float32, or float64 for float64; nothing is averaged. They take any
-    gradient; the operators with kernels of their own then make the logits a second time
-    (8 T h V operations forward and backward; `weighted_linear_cross_entropy` needs 6 T h V).
-
-    Raises LinearCrossEntropyInputError (a MegacppError) for arguments that do not fit together and,
-    on a CPU, for labels out of range; on a GPU those stop the process by a device assertion.
-    """
-    options = options_of(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    check_inputs(hidden, weight, labels, options, tp_group)
-    return reference.per_token(hidden, weight, labels, options, tp_group)
-
-
-def weighted_linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    loss_weights: Tensor,
-    *,
-    tp_group: Any = None,
-    ignore_index: int = IGNORE_INDEX,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """sum(loss_weights * losses), differentiable in hidden and weight, and the detached losses.
-
-    loss_weights: (...) float32 (float64 for float64), a loss mask among other things; a constant,
-    without a gradient of its own. The rest is as in `linear_cross_entropy`. The losses do not
-    depend on the weights.
-
-    With the weights known in the forward pass, the operators with kernels of their own form the
-    gradients there and keep no logits; the gradient that comes back can only be one number, which
-    multiplies them. Where neither hidden nor weight wants a gradient, or under torch.no_grad, none
-    are formed. Weights that are 0 or small make no difference to the precision of the others.
-
-    Returns (total, losses): () and (...), in float32, or float64 for float64. Raises as
-    `linear_cross_entropy`, and for loss_weights that want a gradient.
-    """
-    options = options_of(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    check_inputs(hidden, weight, labels, options, tp_group, loss_weights)
-    losses = reference.per_token(hidden, weight, labels, options, tp_group)
-    return (losses * loss_weights).sum(), losses.detach()
-
-
-REFERENCE = Head(linear_cross_entropy, weighted_linear_cross_entropy)
+REFERENCE = head_of(reference.per_token)
+linear_cross_entropy, weighted_linear_cross_entropy = REFERENCE.per_token, REFERENCE.weighted

@@ -9,67 +9,45 @@ from typing import Any
 from torch import Tensor
 
 from megacpp_mcore.kernels.linear_cross_entropy import reference
+from megacpp_mcore.kernels.linear_cross_entropy.head import head_of
 from megacpp_mcore.kernels.linear_cross_entropy.inputs import (
-    IGNORE_INDEX,
-    Head,
     LinearCrossEntropyInputError,
-    check_inputs,
+    Options,
     check_labels,
-    options_of,
     rank_of,
 )
 
 
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    tp_group: Any = None,
-    ignore_index: int = IGNORE_INDEX,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    loss_weights: Tensor | None = None,
+def per_token(
+    hidden: Tensor, weight: Tensor, labels: Tensor, options: Options, tp_group: Any
 ) -> Tensor:
     """As the surface's, on one GPU.
 
     Raises LinearCrossEntropyInputError also for what Cut Cross Entropy has not: a split vocabulary,
     label_smoothing, a z_loss, a logit_scale.
     """
-    options = options_of(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    check_inputs(hidden, weight, labels, options, tp_group, loss_weights)
     ranks = rank_of(tp_group)[1]
-    if ranks > 1 or label_smoothing or z_loss or logit_scale != 1.0:
+    if ranks > 1 or options.label_smoothing or options.z_loss or options.logit_scale != 1.0:
         raise LinearCrossEntropyInputError(
-            f"a vocabulary over {ranks} ranks, label_smoothing {label_smoothing}, z_loss {z_loss}, "
-            f"logit_scale {logit_scale}: Cut Cross Entropy takes one rank and has only a softcap; "
-            "use the backend 'chunked'"
+            f"a vocabulary over {ranks} ranks, label_smoothing {options.label_smoothing}, z_loss "
+            f"{options.z_loss}, logit_scale {options.logit_scale}: Cut Cross Entropy takes one "
+            "rank and has only a softcap; use the backend 'chunked'"
         )
     if not labels.numel():
         return reference.per_token(hidden, weight, labels, options)
-    check_labels(labels, weight.shape[0], ignore_index)
+    check_labels(labels, weight.shape[0], options.ignore_index)
     from cut_cross_entropy import linear_cross_entropy as cut_cross_entropy
 
     return cut_cross_entropy(
         hidden.contiguous(),
         weight.contiguous(),
         labels,
-        ignore_index=ignore_index,
-        softcap=softcap,
+        ignore_index=options.ignore_index,
+        softcap=options.softcap or None,
         reduction="none",
         filter_eps=None,
         impl="cce",
     )
 
 
-def weighted_linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """As the surface's; raises as `linear_cross_entropy`."""
-    losses = linear_cross_entropy(hidden, weight, labels, loss_weights=loss_weights, **options)
-    return (losses * loss_weights).sum(), losses.detach()
-
-
-CCE = Head(linear_cross_entropy, weighted_linear_cross_entropy)
+CCE = head_of(per_token)

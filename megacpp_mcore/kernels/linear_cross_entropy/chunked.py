@@ -14,13 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacpp_mcore.kernels.linear_cross_entropy.head import head_of
 from megacpp_mcore.kernels.linear_cross_entropy.inputs import (
-    IGNORE_INDEX,
-    Head,
     LinearCrossEntropyInputError,
     Options,
-    check_inputs,
-    options_of,
     rank_of,
 )
 from megacpp_mcore.kernels.linear_cross_entropy.triton import scale_, scaled
@@ -30,42 +27,19 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def per_token(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    tp_group: Any = None,
-    ignore_index: int = IGNORE_INDEX,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    hidden: Tensor, weight: Tensor, labels: Tensor, options: Options, tp_group: Any
 ) -> Tensor:
-    """As `megacpp_mcore.kernels.linear_cross_entropy.linear_cross_entropy`, in bf16 or float32."""
-    options = options_of(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    check_inputs(hidden, weight, labels, options, tp_group)
+    """As the surface's `linear_cross_entropy`, in bf16 or float32."""
     _check_dtype(hidden)
     losses, _ = _losses(_rows(hidden), weight, labels.reshape(-1), *options, _name(tp_group))
     return losses.view(labels.shape)
 
 
 def weighted(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    loss_weights: Tensor,
-    *,
-    tp_group: Any = None,
-    ignore_index: int = IGNORE_INDEX,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """As `megacpp_mcore.kernels.linear_cross_entropy.weighted_linear_cross_entropy`, in bf16 or
-    float32."""
-    options = options_of(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    check_inputs(hidden, weight, labels, options, tp_group, loss_weights)
+    hidden: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor, options: Options,
+    tp_group: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As the surface's `weighted_linear_cross_entropy`, in bf16 or float32."""
     _check_dtype(hidden)
     wants = torch.is_grad_enabled()
     total, losses, _, _ = _weighted(
@@ -75,7 +49,7 @@ def weighted(
     return total, losses.view(labels.shape)
 
 
-CHUNKED = Head(per_token, weighted)
+CHUNKED = head_of(per_token, weighted)
 
 
 def _check_dtype(hidden: Tensor) -> None:

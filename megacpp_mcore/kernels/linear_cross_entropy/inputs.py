@@ -1,8 +1,6 @@
 """What every backend of linear_cross_entropy is called with, and what it refuses."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,14 +23,6 @@ class Options(NamedTuple):
     z_loss: float = 0.0
     softcap: float = 0.0
     logit_scale: float = 1.0
-
-
-@dataclass(frozen=True)
-class Head:
-    """A backend: its `linear_cross_entropy` and its `weighted_linear_cross_entropy`."""
-
-    per_token: Callable[..., Tensor]
-    weighted: Callable[..., tuple[Tensor, Tensor]]
 
 
 def rank_of(tp_group: Any) -> tuple[int, int]:

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from megacpp_mcore.kernels.linear_cross_entropy import reference
+from megacpp_mcore.kernels.linear_cross_entropy.head import head_of
 from megacpp_mcore.kernels.linear_cross_entropy.inputs import (
-    IGNORE_INDEX,
-    Head,
     LinearCrossEntropyInputError,
-    check_inputs,
+    Options,
     check_labels,
-    options_of,
     rank_of,
 )
 from megacpp_mcore.kernels.linear_cross_entropy.reference import smoothing_of
@@ -28,35 +26,23 @@ from megacpp_mcore.kernels.linear_cross_entropy.reference import smoothing_of
 _CHUNK_MEM_CONST = 4  # at most 4 T h logits at a time; Liger's own 1 makes for small products
 
 
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    tp_group: Any = None,
-    ignore_index: int = IGNORE_INDEX,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    loss_weights: Tensor | None = None,
+def per_token(
+    hidden: Tensor, weight: Tensor, labels: Tensor, options: Options, tp_group: Any
 ) -> Tensor:
     """As the surface's, on one GPU.
 
     Raises LinearCrossEntropyInputError also for what Liger has not: a split vocabulary, a
     logit_scale.
     """
-    options = options_of(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    check_inputs(hidden, weight, labels, options, tp_group, loss_weights)
     ranks = rank_of(tp_group)[1]
-    if ranks > 1 or logit_scale != 1.0:
+    if ranks > 1 or options.logit_scale != 1.0:
         raise LinearCrossEntropyInputError(
-            f"a vocabulary over {ranks} ranks, logit_scale {logit_scale}: Liger's fused linear "
-            "cross entropy takes one rank and no scale; use the backend 'chunked'"
+            f"a vocabulary over {ranks} ranks, logit_scale {options.logit_scale}: Liger's fused "
+            "linear cross entropy takes one rank and no scale; use the backend 'chunked'"
         )
     if not labels.numel():
         return reference.per_token(hidden, weight, labels, options)
-    check_labels(labels, weight.shape[0], ignore_index)
+    check_labels(labels, weight.shape[0], options.ignore_index)
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     losses, *_ = LigerFusedLinearCrossEntropyFunction.apply(
@@ -65,11 +51,11 @@ def linear_cross_entropy(
         labels.reshape(-1),
         None,  # bias
         None,  # weights of classes
-        ignore_index,
-        z_loss,
+        options.ignore_index,
+        options.z_loss,
         smoothing_of(options, weight.shape[0]),  # torch's: shared out among all classes
         "none",
-        softcap,
+        options.softcap or None,
         False,  # no z-loss beside the losses
         torch.float32,
         False,  # no scaling of tokens
@@ -82,12 +68,4 @@ def linear_cross_entropy(
     return losses.view(labels.shape)
 
 
-def weighted_linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """As the surface's; raises as `linear_cross_entropy`."""
-    losses = linear_cross_entropy(hidden, weight, labels, loss_weights=loss_weights, **options)
-    return (losses * loss_weights).sum(), losses.detach()
-
-
-LIGER = Head(linear_cross_entropy, weighted_linear_cross_entropy)
+LIGER = head_of(per_token)
