@@ -44,6 +44,8 @@ REFUSED = [
      "attention.mla_down_proj_fusion", "q_lora_rank"),
     (["attention.mla_down_proj_fusion=true", *TP2], "attention.mla_down_proj_fusion",
      "leaves other ranks out"),
+    (["attention.mla_down_proj_fusion=true", "backends.mla_rope=reference"],
+     "attention.mla_down_proj_fusion", "no other RoPE than its own"),
     (["model.max_position_embeddings=2048"], "model.max_position_embeddings", "seq_length = 4096"),
     (["model.squared_relu=true"], "model.squared_relu", "one activation"),
     (["model.rotary_percent=1.5"], "model.rotary_percent", "at most 1"),

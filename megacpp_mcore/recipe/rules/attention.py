@@ -67,6 +67,14 @@ def _mla(r: Rules) -> None:
         "there, whose gradient of k's rotary part leaves other ranks out",
     )
     r.refuse(
+        r["attention.mla_down_proj_fusion"]
+        and r["backends.mla_rope"] not in (None, "auto", "megatron")
+        and any(layer.symbol == "+" for layer in r.recipe.plan.mtp_layers),
+        "attention.mla_down_proj_fusion",
+        "must be false with MLA in an MTP depth and a named backends.mla_rope: Megatron puts its "
+        "own module there, which has no other RoPE than its own",
+    )
+    r.refuse(
         r["attention.qk_pos_emb_head_dim"] % 2,
         "attention.qk_pos_emb_head_dim",
         "must be even: RoPE turns pairs",
