@@ -141,22 +141,13 @@ def compiled(problem: Problem) -> str | None:
 
 
 def m2rnn_cuda(problem: Problem) -> str | None:
-    """The `supports` of our M2RNN kernels for 16-bit inputs."""
-    return _m2rnn_kernels(problem, exact=False)
-
-
-def m2rnn_cuda_exact(problem: Problem) -> str | None:
-    """The `supports` of our M2RNN kernels that compute to nearly float32."""
-    return _m2rnn_kernels(problem, exact=True)
-
-
-def _m2rnn_kernels(problem: Problem, exact: bool) -> str | None:
+    """The `supports` of our M2RNN kernels."""
     if problem.device != "cuda":
         return f"a CUDA kernel, the problem is on {problem.device}"
     from megacpp_mcore.kernels.m2rnn import build, cuda
 
     sizes = (problem.size(name) for name in ("k_head_dim", "v_head_dim", "chunk_size"))
-    return cuda.sizes_reason(problem.dtype, *sizes, exact) or build.reason()
+    return cuda.sizes_reason(problem.dtype, *sizes) or build.reason()
 
 
 _PARTS = "megacpp_mcore.layers.parts"
@@ -250,8 +241,6 @@ _SURFACES = (
     Surface(
         "m2rnn",
         (
-            Backend("cuda_exact", f"{_M2RNN}.cuda:m2rnn_exact", m2rnn_cuda_exact),
-            # Behind the exact one, which takes all that it takes: it serves whoever names it.
             Backend("cuda", f"{_M2RNN}.cuda:m2rnn", m2rnn_cuda),
             Backend(REFERENCE, f"{_M2RNN}:m2rnn", always),
         ),

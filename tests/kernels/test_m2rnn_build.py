@@ -52,12 +52,13 @@ def without_nvcc(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name, *args, **kwargs: None)
 
 
-def test_dispatch_takes_the_exact_kernel_and_the_fast_one_by_name(hopper, monkeypatch, tmp_path):
+def test_dispatch_takes_the_kernels_for_what_they_serve(hopper, monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_HOME", nvcc(tmp_path / "toolkit", "exit 0"))
     for asked, served in (
-        (problem(), "cuda_exact"),
-        (problem(dtype="float32"), "cuda_exact"),
-        (problem(k_head_dim=128), "cuda_exact"),
+        (problem(), "cuda"),
+        (problem(dtype="float16"), "cuda"),
+        (problem(dtype="float32"), "cuda"),
+        (problem(k_head_dim=128), "cuda"),
         (problem(k_head_dim=40), "reference"),
         (problem(v_head_dim=8), "reference"),
         (problem(chunk_size=128), "reference"),
@@ -65,9 +66,8 @@ def test_dispatch_takes_the_exact_kernel_and_the_fast_one_by_name(hopper, monkey
         (problem(device="cpu"), "reference"),
     ):
         assert dispatch.choose("m2rnn", asked).observed == served, asked
-    assert dispatch.choose("m2rnn", problem(), {"m2rnn": "cuda"}).observed == "cuda"
-    with pytest.raises(dispatch.DispatchError, match="K is 128; it takes 64"):
-        dispatch.choose("m2rnn", problem(k_head_dim=128), {"m2rnn": "cuda"})
+    with pytest.raises(dispatch.DispatchError, match="K is 40; it takes multiples of 32"):
+        dispatch.choose("m2rnn", problem(k_head_dim=40), {"m2rnn": "cuda"})
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)], ids=str)

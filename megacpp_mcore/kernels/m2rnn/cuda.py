@@ -1,22 +1,19 @@
-"""M2RNN in CUDA C++, at two precisions: `m2rnn` and `m2rnn_exact`; the kernels are in csrc/.
+"""M2RNN in CUDA C++, one way for 16-bit inputs and one for float32; the kernels are in csrc/.
 
-One launch forward; backward one, and one that adds up parts. The state and what is carried from
-step to step are float32 in both. Sums over rows, heads and batch are made in a fixed order: a
-result does not change from run to run.
+One launch forward and one backward, each with one more that adds up parts. The state and what is
+carried from step to step are float32. tanh is 1 - 2 / (1 + e^2x), absolute error 2^-21. Sums over
+rows, heads and batch are made in a fixed order: a result does not change from run to run.
 
-exact: products of the recurrence with both factors in two parts of 11 bits (2^-20 of the sum of
-absolute products), tanh as 1 - 2 / (1 + e^2x) (absolute error 2^-21). dW's factors are in two parts
-with float32 inputs and rounded to 11 bits otherwise.
+16-bit inputs: of h W the diagonal of W is multiplied in float32, the rest with h rounded to 11
+bits and W in two parts of 11: a step adds at most (1 - f) (2^-21 + 2^-12 sum |h W|), off the
+diagonal, to the state's error, and what it finds there fades with f as the state itself does.
+Backwards a state is made again from the last checkpoint, the gradient of tanh's argument a is
+multiplied with W^T at 11 bits, and what is summed up (h for y, dq and dW, a for dk, dv and dW) is
+rounded to the inputs' dtype first, as the operands of any 16-bit matrix product are. Eight steps
+are summed up at a time: a NaN of one shows in y and in q's, k's and v's gradients of all eight.
 
-fast, for 16-bit inputs and K = 64: of h W the diagonal of W is multiplied in float32, the rest with
-both factors rounded to 11 bits, tanh as above: a step adds at most
-(1 - f) (2^-21 + 2^-11 sum |h W|), off the diagonal, to the state's error, and what it finds there
-fades with f as the state itself does. Backwards a state is made again from the last checkpoint, the
-gradient of tanh's argument a is multiplied with W^T at 11 bits, and what is summed up (h for y, dq
-and dW, a for dk, dv and dW) is rounded to the inputs' dtype first, as the operands of any 16-bit
-matrix product are. Eight steps are summed up at a time: a NaN of one shows in y and in q's, k's and
-v's gradients of all eight. Where W makes states diverge, errors grow with the steps: `auto` takes
-the exact kernels.
+float32: all products with both factors in two parts of 11 bits (2^-20 of the sum of absolute
+products).
 """
 
 import ctypes
@@ -29,12 +26,10 @@ from megacpp_mcore.kernels import m2rnn as _public
 from megacpp_mcore.kernels.m2rnn.build import library
 
 V_HEAD_DIM = 16
-EXACT_ROWS = 32  # of a state in a block: K is a multiple of it
-FAST_K_HEAD_DIM = 64
-STEPS = 16  # a block stages at once: chunk_size is a multiple of it
+ROWS = 32  # of a state in a block: K is a multiple of it
+STEPS = 16  # chunk_size is a multiple of it
 CHUNK_SIZES = (16, 32, 48, 64)
-FAST_DTYPES = ("bfloat16", "float16")
-EXACT_DTYPES = ("float32", *FAST_DTYPES)
+DTYPES = ("float32", "bfloat16", "float16")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the numbers of m2rnn.cu
 
 
@@ -50,47 +45,28 @@ def m2rnn(
     chunk_size: int = 64,
     grad_clamp: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`megacpp_mcore.kernels.m2rnn.m2rnn` on cuda, fast; q, k and v in bfloat16 or float16.
+    """`megacpp_mcore.kernels.m2rnn.m2rnn` on cuda; q, k and v in one of DTYPES.
 
-    K is 64, V is 16, chunk_size is one of CHUNK_SIZES; elements of W and the initial state stay
-    below fp16's 65504. Raises M2RNNInputError for other sizes and dtypes, and KernelBuildError when
-    the kernels cannot be built.
+    K is a multiple of 32, V is 16, chunk_size is one of CHUNK_SIZES. With 16-bit inputs elements of
+    W and the initial state stay below fp16's 65504. Raises M2RNNInputError for other sizes and
+    dtypes, and KernelBuildError when the kernels cannot be built.
     """
     _public.check_inputs(q, k, v, W, f, initial_state, cu_seqlens, chunk_size, grad_clamp)
-    _check_served(q, k, v, chunk_size, exact=False)
-    return _run(q, k, v, W, f, initial_state, cu_seqlens, chunk_size, grad_clamp, False)
+    _check_served(q, k, v, chunk_size)
+    initial_state = None if initial_state is None else initial_state.float()
+    bounds = None if cu_seqlens is None else cu_seqlens.to(device=v.device, dtype=torch.int32)
+    y, final_state, _ = _forward(
+        q, k, v, W.float(), f.float(), initial_state, bounds, chunk_size, grad_clamp
+    )
+    return y, final_state
 
 
-def m2rnn_exact(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    W: Tensor,
-    f: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int = 64,
-    grad_clamp: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`megacpp_mcore.kernels.m2rnn.m2rnn` on cuda, to nearly float32; q, k, v up to float32.
-
-    K is a multiple of 32, V is 16, chunk_size is one of CHUNK_SIZES. Raises as `m2rnn`.
-    """
-    _public.check_inputs(q, k, v, W, f, initial_state, cu_seqlens, chunk_size, grad_clamp)
-    _check_served(q, k, v, chunk_size, exact=True)
-    return _run(q, k, v, W, f, initial_state, cu_seqlens, chunk_size, grad_clamp, True)
-
-
-def sizes_reason(dtype: str, k_dim: int, v_dim: int, chunk_size: int, exact: bool) -> str | None:
+def sizes_reason(dtype: str, k_dim: int, v_dim: int, chunk_size: int) -> str | None:
     """Why the kernels do not take such a problem, or None. dtype: torch's name, of q, k and v."""
-    dtypes = EXACT_DTYPES if exact else FAST_DTYPES
-    if dtype not in dtypes:
-        return f"q, k and v are {dtype}; it takes {', '.join(dtypes)}"
-    if exact and k_dim % EXACT_ROWS:
-        return f"K is {k_dim}; it takes multiples of {EXACT_ROWS}"
-    if not exact and k_dim != FAST_K_HEAD_DIM:
-        return f"K is {k_dim}; it takes {FAST_K_HEAD_DIM}"
+    if dtype not in DTYPES:
+        return f"q, k and v are {dtype}; it takes {', '.join(DTYPES)}"
+    if k_dim % ROWS:
+        return f"K is {k_dim}; it takes multiples of {ROWS}"
     if v_dim != V_HEAD_DIM:
         return f"V is {v_dim}; it takes {V_HEAD_DIM}"
     if chunk_size not in CHUNK_SIZES:
@@ -98,7 +74,7 @@ def sizes_reason(dtype: str, k_dim: int, v_dim: int, chunk_size: int, exact: boo
     return None
 
 
-def _check_served(q: Tensor, k: Tensor, v: Tensor, chunk_size: int, exact: bool) -> None:
+def _check_served(q: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> None:
     devices = {x.device for x in (q, k, v)}
     if len(devices) > 1 or v.device.type != "cuda":
         raise _public.M2RNNInputError(
@@ -111,28 +87,8 @@ def _check_served(q: Tensor, k: Tensor, v: Tensor, chunk_size: int, exact: bool)
             "dtype"
         )
     dtype = str(v.dtype).removeprefix("torch.")
-    if reason := sizes_reason(dtype, q.shape[-1], v.shape[-1], chunk_size, exact):
+    if reason := sizes_reason(dtype, q.shape[-1], v.shape[-1], chunk_size):
         raise _public.M2RNNInputError(f"the CUDA kernel of M2RNN does not serve this: {reason}")
-
-
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    W: Tensor,
-    f: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
-    grad_clamp: float | None,
-    exact: bool,
-) -> tuple[Tensor, Tensor]:
-    initial_state = None if initial_state is None else initial_state.float()
-    bounds = None if cu_seqlens is None else cu_seqlens.to(device=v.device, dtype=torch.int32)
-    y, final_state, _ = _forward(
-        q, k, v, W.float(), f.float(), initial_state, bounds, chunk_size, grad_clamp, exact
-    )
-    return y, final_state
 
 
 class _Problem(ctypes.Structure):
@@ -148,7 +104,7 @@ class _Problem(ctypes.Structure):
           for name in ("q", "k", "v", "f") for step in ("batch", "token", "head")),
         *((name, ctypes.c_int32) for name in (
             "chains", "batch", "tokens", "heads", "q_heads", "k_heads", "k_dim", "stages",
-            "groups", "exact",
+            "groups",
         )),
         ("clamp", ctypes.c_float),
     ]  # fmt: skip
@@ -159,7 +115,7 @@ def _launch(entry: str, sizes: "_Sizes", dtype: torch.dtype, device: torch.devic
     problem = _Problem(
         chains=sizes.chains, batch=sizes.batch, tokens=sizes.tokens, heads=sizes.heads,
         q_heads=sizes.q_heads, k_heads=sizes.k_heads, k_dim=sizes.k_dim,
-        stages=sizes.chunk // STEPS, groups=sizes.groups, exact=sizes.exact, clamp=sizes.clamp,
+        stages=sizes.chunk // STEPS, groups=sizes.groups, clamp=sizes.clamp,
     )  # fmt: skip
     for name, x in tensors.items():
         setattr(problem, name, None if x is None else x.data_ptr())
@@ -201,12 +157,11 @@ class _Sizes:
         bounds: Tensor | None,
         chunk_size: int,
         grad_clamp: float | None,
-        exact: bool,
     ) -> None:
         self.batch, self.tokens, self.heads, _ = v.shape
         self.q_heads, self.k_heads, self.k_dim = q.shape[2], k.shape[2], q.shape[3]
-        self.exact, self.chunk = exact, chunk_size
-        self.groups = self.k_dim // EXACT_ROWS  # blocks that share a head's rows
+        self.chunk = chunk_size
+        self.groups = self.k_dim // ROWS  # blocks that share a head's rows
         self.clamp = 0.0 if grad_clamp is None else grad_clamp
         if bounds is None:
             self.chains = self.batch
@@ -223,9 +178,11 @@ class _Sizes:
         """Room for one part of each group's."""
         return like.new_empty(self.groups, self.batch, self.tokens, self.heads, *width)
 
-    def key_parts(self, like: Tensor) -> Tensor:
-        """Room for one part of each head's of q's or k's gradient."""
-        return like.new_empty(self.batch, self.tokens, self.heads, self.k_dim)
+    def key_parts(self, gradient: Tensor) -> Tensor:
+        """Room for one part of each head's of q's or k's gradient: itself when none is shared."""
+        if gradient.shape[2] == self.heads:
+            return gradient
+        return gradient.new_empty(self.batch, self.tokens, self.heads, self.k_dim)
 
 
 def _first_chunks(bounds: Tensor | None, chunk_size: int) -> Tensor | None:
@@ -260,20 +217,17 @@ def _forward(
     bounds: Tensor | None,
     chunk_size: int,
     grad_clamp: float | None,
-    exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, the final state, and the state before each chunk (chunks, H, K, V)."""
-    sizes = _Sizes(q, k, v, bounds, chunk_size, grad_clamp, exact)
+    sizes = _Sizes(q, k, v, bounds, chunk_size, grad_clamp)
     y, final_state, checkpoints = _outputs(v, f, sizes)
-    if not exact:
-        sizes.groups = 1  # its blocks have whole heads
     _launch(
         "m2rnn_forward", sizes, v.dtype, v.device,
         q=_readable(q), k=_readable(k), v=_readable(v), W=W.contiguous(), f=f,
         initial=_whole(initial), bounds=bounds,
         first_chunk=_first_chunks(bounds, chunk_size), checkpoints=checkpoints,
         final_state=final_state, y=y,
-        y_parts=sizes.parts(f, V_HEAD_DIM) if exact else None,
+        y_parts=sizes.parts(f, V_HEAD_DIM),
     )  # fmt: skip
     return y, final_state, checkpoints
 
@@ -284,8 +238,8 @@ def _outputs(v: Tensor, f: Tensor, sizes: _Sizes) -> tuple[Tensor, Tensor, Tenso
 
 
 @_forward.register_fake
-def _(q, k, v, W, f, initial, bounds, chunk_size, grad_clamp, exact):
-    return _outputs(v, f, _Sizes(q, k, v, bounds, chunk_size, grad_clamp, exact))
+def _(q, k, v, W, f, initial, bounds, chunk_size, grad_clamp):
+    return _outputs(v, f, _Sizes(q, k, v, bounds, chunk_size, grad_clamp))
 
 
 @torch.library.custom_op("megacpp::m2rnn_cuda_backward", mutates_args=(), device_types="cuda")
@@ -301,10 +255,9 @@ def _backward(
     checkpoints: Tensor,
     chunk_size: int,
     grad_clamp: float | None,
-    exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dW, df, d_initial from the gradients of y and of the final state."""
-    sizes = _Sizes(q, k, v, bounds, chunk_size, grad_clamp, exact)
+    sizes = _Sizes(q, k, v, bounds, chunk_size, grad_clamp)
     dq, dk, dv, dW, df, d_initial = _gradient_outputs(q, k, v, W, f, sizes)
     _launch(
         "m2rnn_backward", sizes, v.dtype, v.device,
@@ -312,7 +265,7 @@ def _backward(
         bounds=bounds, first_chunk=_first_chunks(bounds, chunk_size), checkpoints=checkpoints,
         dy=_whole(dy), d_final=_whole(d_final),
         dq=dq, dk=dk, dv=dv, dW=dW, df=df, d_initial=d_initial,
-        dq_parts=sizes.key_parts(f if exact else v), dk_parts=sizes.key_parts(f if exact else v),
+        dq_parts=sizes.key_parts(dq), dk_parts=sizes.key_parts(dk),
         dv_parts=sizes.parts(f, V_HEAD_DIM), df_parts=sizes.parts(f),
         dW_parts=f.new_empty(sizes.chains * sizes.groups, *W.shape),
     )  # fmt: skip
@@ -325,8 +278,8 @@ def _gradient_outputs(q, k, v, W, f, sizes: _Sizes) -> tuple[Tensor, ...]:
 
 
 @_backward.register_fake
-def _(dy, d_final, q, k, v, W, f, bounds, checkpoints, chunk_size, grad_clamp, exact):
-    sizes = _Sizes(q, k, v, bounds, chunk_size, grad_clamp, exact)
+def _(dy, d_final, q, k, v, W, f, bounds, checkpoints, chunk_size, grad_clamp):
+    sizes = _Sizes(q, k, v, bounds, chunk_size, grad_clamp)
     return _gradient_outputs(q, k, v, W, f, sizes)
 
 
@@ -341,7 +294,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _gradients(ctx, dy, d_final, _):
     *gradients, d_initial = _backward(dy, d_final, *ctx.saved_tensors, *ctx.options)
-    return *gradients, d_initial if ctx.has_initial else None, None, None, None, None
+    return *gradients, d_initial if ctx.has_initial else None, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

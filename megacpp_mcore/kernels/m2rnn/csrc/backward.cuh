@@ -1,5 +1,6 @@
-// Backward: from the last chunk to the first; of each chunk, its stages are made again from its
-// checkpoint, then every stage, last to first, is made once more with its states kept, and undone.
+// Backward for float32 inputs: from the last chunk to the first; of each chunk, its stages are made
+// again from its checkpoint, then every stage, last to first, is made once more with its states
+// kept, and undone.
 #pragma once
 
 #include "common.cuh"
@@ -54,8 +55,7 @@ __device__ inline float sum_of_own_step(const float (&x)[4]) {
 
 // dW += h^T a over the warp's 8 rows of every step. The sum's index is a row; dW's rows and columns
 // are numbered so that two neighbouring columns of h or a are one operand each.
-template <bool kExact>
-__device__ void add_weight_gradient(float (&dW)[2][4], const BackwardShared& shared) {
+__device__ inline void add_weight_gradient(float (&dW)[2][4], const BackwardShared& shared) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, warp_row = threadIdx.x / 32 * 8;
   const int first = slot_of(warp_row + t, g / 2) + g % 2 * 2;
   float sum[2][4] = {};  // a tensor core cuts its sums, too: few terms, then a rounded addition
@@ -67,31 +67,16 @@ __device__ void add_weight_gradient(float (&dW)[2][4], const BackwardShared& sha
     const float2 a1 = *reinterpret_cast<const float2*>(&shared.a[s][first + 64]);
     const float h[4] = {h0.x, h0.y, h1.x, h1.y};
     const float a[2][2] = {{a0.x, a1.x}, {a0.y, a1.y}};
-    if constexpr (kExact) {
-      float h_high[4], h_low[4];
+    float h_high[4], h_low[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) h_high[i] = upper(h[i]), h_low[i] = h[i] - h_high[i];
+    for (int i = 0; i < 4; ++i) h_high[i] = upper(h[i]), h_low[i] = h[i] - h_high[i];
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const float high[2] = {upper(a[n][0]), upper(a[n][1])};
-        const float low[2] = {a[n][0] - high[0], a[n][1] - high[1]};
-        mma(sum[n], h_high, high);
-        mma(sum[n], h_low, high);
-        mma(sum[n], h_high, low);
-      }
-    } else {
-      // Rounded, not cut: 2^-12 of a term either way, and no drift of the sum.
-      const auto rounded = [](float x) {
-        uint32_t bits;
-        asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
-        return __uint_as_float(bits);
-      };
-      const float h_rounded[4] = {rounded(h[0]), rounded(h[1]), rounded(h[2]), rounded(h[3])};
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const float a_rounded[2] = {rounded(a[n][0]), rounded(a[n][1])};
-        mma(sum[n], h_rounded, a_rounded);
-      }
+    for (int n = 0; n < 2; ++n) {
+      const float high[2] = {upper(a[n][0]), upper(a[n][1])};
+      const float low[2] = {a[n][0] - high[0], a[n][1] - high[1]};
+      mma(sum[n], h_high, high);
+      mma(sum[n], h_low, high);
+      mma(sum[n], h_high, low);
     }
   }
 #pragma unroll
@@ -193,7 +178,7 @@ __device__ inline void write_weight_gradient(float* free, const Problem& p, cons
     out[i] = (free[i] + free[kSize + i]) + (free[2 * kSize + i] + free[3 * kSize + i]);
 }
 
-template <typename T, bool kClamp>
+template <bool kClamp>
 __global__ void __launch_bounds__(kThreads, 3) backward(const __grid_constant__ Problem p) {
   extern __shared__ __align__(16) char memory[];
   BackwardShared& shared = *reinterpret_cast<BackwardShared*>(memory);
@@ -207,7 +192,7 @@ __global__ void __launch_bounds__(kThreads, 3) backward(const __grid_constant__ 
   if (p.d_final) load4(dh, p.d_final + at.chain * state_size(p) + at.state);
 
   const float* checkpoint = p.checkpoints + at.first_chunk * state_size(p) + at.state;
-  Stage<T> next;
+  Stage next;
   Job job{};
   job.enter(p, at, Place::ceil_div(at.length, kSteps * p.stages) - 1);
   if (job.chunk >= 0) {
@@ -247,7 +232,7 @@ __global__ void __launch_bounds__(kThreads, 3) backward(const __grid_constant__ 
     const int t0 = now.first_token(p);
     undo_stage<kClamp>(shared, p, at, transposed, t0, h, dh);
     __syncthreads();
-    add_weight_gradient<sizeof(T) == 4>(dW, shared);
+    add_weight_gradient(dW, shared);
     write_sums(shared, p, at, t0);
   }
   store4(p.d_initial + at.chain * state_size(p) + at.state, dh);

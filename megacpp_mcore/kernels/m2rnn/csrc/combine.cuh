@@ -9,29 +9,24 @@ namespace m2rnn {
 template <typename To, typename From>
 __device__ void add_up(void* to, int64_t to_unit, const void* from, int64_t from_unit, int parts,
                        int64_t stride_units) {
-  const From* type = nullptr;
+  const From* from_type = nullptr;
+  const To* to_type = nullptr;
   const auto* part = reinterpret_cast<const typename Unit<From>::Raw*>(from) + from_unit;
-  float4 sum = widen(__ldg(part), type);
+  float4 sum = widen(__ldg(part), from_type);
 #pragma unroll 4
   for (int j = 1; j < parts; ++j) {
-    const float4 x = widen(__ldg(part + j * stride_units), type);
+    const float4 x = widen(__ldg(part + j * stride_units), from_type);
     sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
   }
-  const To* to_type = nullptr;
   reinterpret_cast<typename Unit<To>::Raw*>(to)[to_unit] = narrow(sum, to_type);
 }
 
-// dq or dk: over the heads when they share one, else as it is.
-template <typename To, typename From>
-__device__ void add_heads(const Problem& p, void* to, const void* parts, int own_heads,
-                          int64_t unit) {
+// dq or dk over the heads that share it.
+template <typename T>
+__device__ void add_heads(const Problem& p, void* to, const void* parts, int64_t unit) {
   const int units = p.k_dim / 4;
-  if (own_heads == 1) {
-    const int64_t token = unit / units;
-    add_up<To, From>(to, unit, parts, token * p.heads * units + unit % units, p.heads, units);
-  } else {
-    add_up<To, From>(to, unit, parts, unit, 1, 0);
-  }
+  const int64_t token = unit / units;
+  add_up<T, T>(to, unit, parts, token * p.heads * units + unit % units, p.heads, units);
 }
 
 template <typename T>
@@ -47,18 +42,17 @@ struct CombineSizes {
 
 __host__ __device__ inline CombineSizes combine_sizes(const Problem& p) {
   const int64_t tokens = static_cast<int64_t>(p.batch) * p.tokens, values = tokens * p.heads;
-  return {tokens * p.q_heads * (p.k_dim / 4), tokens * p.k_heads * (p.k_dim / 4),
-          values * (kColumns / 4), values,
-          static_cast<int64_t>(p.heads) * kColumns * kColumns / 4};
+  const int64_t keys = tokens * (p.k_dim / 4);
+  return {p.dq_parts != p.dq ? keys : 0, p.dk_parts != p.dk ? keys : 0, values * (kColumns / 4),
+          values, static_cast<int64_t>(p.heads) * kColumns * kColumns / 4};
 }
 
-// Part: what the parts of dq and dk are in.
-template <typename T, typename Part>
+template <typename T>
 __global__ void combine_backward(const __grid_constant__ Problem p) {
   const CombineSizes n = combine_sizes(p);
   int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < n.dq) return add_heads<T, Part>(p, p.dq, p.dq_parts, p.q_heads, i);
-  if ((i -= n.dq) < n.dk) return add_heads<T, Part>(p, p.dk, p.dk_parts, p.k_heads, i);
+  if (i < n.dq) return add_heads<T>(p, p.dq, p.dq_parts, i);
+  if ((i -= n.dq) < n.dk) return add_heads<T>(p, p.dk, p.dk_parts, i);
   if ((i -= n.dk) < n.dv) return add_up<T, float>(p.dv, i, p.dv_parts, i, p.groups, n.dv);
   if ((i -= n.dv) < n.dW)
     return add_up<float, float>(p.dW, i, p.dW_parts, i, p.chains * p.groups, n.dW);

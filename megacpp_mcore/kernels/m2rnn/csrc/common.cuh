@@ -1,4 +1,5 @@
-// What the kernels of M2RNN share: the problem, the tile of a warp, one step of the recurrence.
+// What the kernels of M2RNN share: the problem, a block's place in it; and, for float32 inputs, the
+// tile of a warp and one step of the recurrence.
 //
 // A chain is one head of one document. Its K rows do not depend on each other, so a block takes 32
 // rows of a chain, a warp 8, and a step exchanges nothing. Thread 4 g + t of a warp holds columns
@@ -34,19 +35,18 @@ struct Problem {
   float* checkpoints;            // (chunks, H, K, V)
   float* final_state;            // (chains, H, K, V)
   void* y;                       // (B, S, H, V)
-  float* y_parts;                // (groups, B, S, H, V), or null: fast
+  float* y_parts;                // (groups, B, S, H, V)
   const void* dy;                // (B, S, H, V) contiguous, or null
   const float* d_final;          // (chains, H, K, V), or null
   void *dq, *dk, *dv;            // as q, k, v, contiguous
   float *dW, *df, *d_initial;    // (H, V, V), (B, S, H), (chains, H, K, V)
-  void *dq_parts, *dk_parts;     // (B, S, H, K), float or, fast, as q
-  float *dv_parts, *df_parts;    // (groups, B, S, H, V), (groups, B, S, H), or null: fast
+  void *dq_parts, *dk_parts;     // (B, S, H, K), as q; dq and dk themselves with heads of their own
+  float *dv_parts, *df_parts;    // (groups, B, S, H, V), (groups, B, S, H)
   float* dW_parts;               // (chains * groups, H, V, V)
   int64_t q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head;
   int64_t f_batch, f_token, f_head;
   int32_t chains, batch, tokens, heads, q_heads, k_heads, k_dim, stages;
   int32_t groups;                // blocks that share a head's rows
-  int32_t exact;                 // 0: the fast kernels, 16-bit inputs and K = 64
   float clamp;                   // 0 or less: none
 };
 
@@ -216,9 +216,8 @@ struct Inputs {
 };
 
 // A block's next inputs on their way through registers.
-template <typename T>
 struct Stage {
-  typename Unit<T>::Raw q, k, v;
+  float4 q, k, v;
   float f;
 
   // v: of dy in threads 64 - 127.
@@ -227,19 +226,19 @@ struct Stage {
     const bool valid = t0 + step < at.length;
     const int64_t token = at.start + t0 + step;
     const int row = at.row0 + unit * 4;
-    q = load_unit(static_cast<const T*>(p.q) + at.batch * p.q_batch + token * p.q_token +
+    q = load_unit(static_cast<const float*>(p.q) + at.batch * p.q_batch + token * p.q_token +
                       (p.q_heads == 1 ? 0 : at.head * p.q_head) + row, valid);
-    k = load_unit(static_cast<const T*>(p.k) + at.batch * p.k_batch + token * p.k_token +
+    k = load_unit(static_cast<const float*>(p.k) + at.batch * p.k_batch + token * p.k_token +
                       (p.k_heads == 1 ? 0 : at.head * p.k_head) + row, valid);
     const int part = threadIdx.x % 64, v_step = part / 4, column = part % 4 * 4;
     const bool v_valid = t0 + v_step < at.length;
     const int64_t v_token = at.start + t0 + v_step;
     if (threadIdx.x < 64) {
-      v = load_unit(static_cast<const T*>(p.v) + at.batch * p.v_batch + v_token * p.v_token +
+      v = load_unit(static_cast<const float*>(p.v) + at.batch * p.v_batch + v_token * p.v_token +
                         at.head * p.v_head + column, v_valid);
     } else {
       const int64_t row_of_dy = at.token(p, t0 + v_step) * p.heads + at.head;
-      v = load_unit(static_cast<const T*>(p.dy) + row_of_dy * kColumns + column,
+      v = load_unit(static_cast<const float*>(p.dy) + row_of_dy * kColumns + column,
                     v_valid && p.dy != nullptr);
     }
     if (threadIdx.x < kSteps)
@@ -250,18 +249,16 @@ struct Stage {
   }
 
   __device__ void store(Inputs& to) const {
-    const T* type = nullptr;
     const int step = threadIdx.x / 8, unit = threadIdx.x % 8;
-    const float4 x = widen(q, type), y = widen(k, type);
     float* even_q = &to.q[step][unit * 2];
-    *reinterpret_cast<float2*>(even_q) = make_float2(x.x, x.z);
-    *reinterpret_cast<float2*>(even_q + kRows / 2) = make_float2(x.y, x.w);
+    *reinterpret_cast<float2*>(even_q) = make_float2(q.x, q.z);
+    *reinterpret_cast<float2*>(even_q + kRows / 2) = make_float2(q.y, q.w);
     float* even_k = &to.k[step][unit * 2];
-    *reinterpret_cast<float2*>(even_k) = make_float2(y.x * kTwoLog2E, y.z * kTwoLog2E);
-    *reinterpret_cast<float2*>(even_k + kRows / 2) = make_float2(y.y * kTwoLog2E, y.w * kTwoLog2E);
+    *reinterpret_cast<float2*>(even_k) = make_float2(k.x * kTwoLog2E, k.z * kTwoLog2E);
+    *reinterpret_cast<float2*>(even_k + kRows / 2) = make_float2(k.y * kTwoLog2E, k.w * kTwoLog2E);
     const int part = threadIdx.x % 64;
     float* row = threadIdx.x < 64 ? to.v[part / 4] : to.dy[part / 4];
-    *reinterpret_cast<float4*>(row + part % 4 * 4) = widen(v, type);
+    *reinterpret_cast<float4*>(row + part % 4 * 4) = v;
     if (threadIdx.x < kSteps) {
       const float rest = 1.f - f;
       to.decay[threadIdx.x] = make_float4(f, rest, -2.f * rest, 4.f * rest);

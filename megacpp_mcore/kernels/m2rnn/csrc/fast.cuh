@@ -1,10 +1,10 @@
 // The kernels for 16-bit inputs: what forward and backward share.
 //
-// A warp has a tile of 16 rows. Thread 4 g + t has columns 4 t .. 4 t + 3 of rows 2 g and 2 g + 1,
-// in fp32: tile[n][2 r + i] is row 2 g + r, column 4 t + 2 n + i. Numbered so, a tile is both what
+// A warp has a tile of 16 rows. Thread 4 g + t holds columns 4 t .. 4 t + 3 of rows 2 g, 2 g + 1, in
+// fp32: tile[n][2 r + i] is row 2 g + r, column 4 t + 2 n + i. Numbered so, a tile is both what
 // m16n8k16 returns and, in fp16, what it takes. Of h W the diagonal of W is multiplied in fp32, the
-// rest in fp16 (11 bits a factor): W starts as the identity, and h's rounding then costs next to
-// nothing. tanh is 1 - 2 / (1 + e^2x) to 2^-21. The state and all that is carried on are fp32.
+// rest in fp16, h to 11 bits and W in two parts of 11. tanh is 1 - 2 / (1 + e^2x) to 2^-21. The
+// state and all that is carried on are fp32.
 //
 // For sums over rows, columns and steps, tiles go through shared memory in the inputs' dtype T.
 #pragma once
@@ -84,8 +84,8 @@ __device__ inline void load_tile(Packed& x, const char* tile, int own) {
 }
 
 // Where a lane points ldmatrix. Rows: the tile as a left operand whose rows g, g + 8 are the tile's
-// 2 g, 2 g + 1. Columns: its transpose as a left operand, which, as pairs 0, 2 and 1, 3, is the
-// tile itself as a right operand of columns 0 - 7 and 8 - 15.
+// 2 g, 2 g + 1. Columns: its transpose as a left operand. Halves: the tile as two right operands,
+// of columns 0 - 7 and 8 - 15; read as columns are.
 __device__ inline int rows_offset() {
   const int lane = threadIdx.x % 32;
   return chunk_offset(2 * (lane % 8) + (lane / 8 & 1), lane / 16);
@@ -93,6 +93,10 @@ __device__ inline int rows_offset() {
 __device__ inline int columns_offset() {
   const int lane = threadIdx.x % 32;
   return chunk_offset(lane % 8 + lane / 16 * 8, lane / 8 & 1);
+}
+__device__ inline int halves_offset() {
+  const int lane = threadIdx.x % 32;
+  return chunk_offset(lane % 16, lane / 16);
 }
 // from: an address in shared memory.
 __device__ inline void load_rows(Packed& x, uint32_t from) {
@@ -205,9 +209,10 @@ __device__ inline void load_pairs(uint32_t (&to)[2], const T* from, bool valid) 
   to[1] = valid ? __ldg(pair + 4) : 0;
 }
 
-// W, times 2 log2(e), as the right operand of h W: its diagonal apart, in fp32.
+// W, times 2 log2(e), as the right operand of h W: its diagonal apart, in fp32, the rest in two
+// parts.
 struct TileWeight {
-  uint32_t b[2][2];
+  uint32_t high[2][2], low[2][2];
   float diagonal[4];
 
   __device__ explicit TileWeight(const float* W) {
@@ -217,11 +222,19 @@ struct TileWeight {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int from = 4 * t + 2 * i, to = column_of(n, g);
-        b[n][i] = pack<__half>(from == to ? 0.f : kTwoLog2E * W[from * kColumns + to],
-                               from + 1 == to ? 0.f : kTwoLog2E * W[(from + 1) * kColumns + to]);
+        const float x = from == to ? 0.f : kTwoLog2E * W[from * kColumns + to];
+        const float y = from + 1 == to ? 0.f : kTwoLog2E * W[(from + 1) * kColumns + to];
+        high[n][i] = pack<__half>(x, y);
+        const float2 rounded = __half22float2(*reinterpret_cast<const __half2*>(&high[n][i]));
+        low[n][i] = pack<__half>(x - rounded.x, y - rounded.y);
       }
 #pragma unroll
     for (int j = 0; j < 4; ++j) diagonal[j] = kTwoLog2E * W[(4 * t + j) * (kColumns + 1)];
+  }
+  // c += h W in column tile n, but for the diagonal.
+  __device__ void multiply(float (&c)[4], const Packed& h, int n) const {
+    mma16<__half>(c, h, low[n][0], low[n][1]);
+    mma16<__half>(c, h, high[n][0], high[n][1]);
   }
 };
 
@@ -260,19 +273,15 @@ __device__ inline void tile_step(Tile& h, Tile& r, Packed& packed, const TileWei
 #pragma unroll
     for (int e = 0; e < 4; ++e)
       r[n][e] = fmaf(h[n][e], w.diagonal[2 * n + e % 2], given.x[n][e]);
-    mma16<__half>(r[n], packed, w.b[n][0], w.b[n][1]);
+    w.multiply(r[n], packed, n);
   }
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       r[n][e] = reciprocal(1.f + exp2_of(r[n][e]));
-    }
-#pragma unroll
-  for (int n = 0; n < 2; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
       h[n][e] = fmaf(given.decay.z, r[n][e], fmaf(given.decay.x, h[n][e], given.decay.y));
+    }
   pack_tile<__half>(packed, h);
 }
 

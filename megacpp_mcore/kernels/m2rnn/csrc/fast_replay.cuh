@@ -11,6 +11,8 @@ constexpr int kRoles = 4;
 constexpr int kBackwardThreads = kRoles * kBlockTiles * 32;
 constexpr int kMaxUnits = kMaxStages * kSteps / kUnit;  // of a chunk
 constexpr int kUnitsKept = 3;                           // remake's, undo's and sums'
+// Four roles' code meets in one instruction cache: loops longer than this made a lone chain slower.
+constexpr int kUnrolled = 2, kUnrolledUndo = 1, kUnrolledSums = 4;
 
 // A unit's tiles in the inputs' dtype.
 struct UnitTiles {
@@ -22,8 +24,9 @@ struct FastBackwardShared {
   alignas(16) UnitTiles units[kUnitsKept];
   float starts[kMaxUnits + 1][kBlockTiles][kTileValues];  // the state before each unit of a chunk
   char last[kBlockTiles][kTileBytes];                     // the state after the chain's last step
-  WarpInputs in[(kRoles - 1) * kBlockTiles];
+  alignas(16) WarpInputs in[(kRoles - 1) * kBlockTiles];
   float df[2][kUnit][kBlockTiles];
+  alignas(16) float dv[32][4];
 };
 
 // The periods between barriers. The last chunk is replayed in the first `units` of them; then
@@ -82,7 +85,7 @@ __device__ void replay(FastBackwardShared& shared, const Problem& p, const Place
       if (run) {
         Outer given;
         given.load(in, 0);
-#pragma unroll
+#pragma unroll kUnrolled
         for (int i = 0; i < kUnit; ++i) {
           const Outer now = given;
           given.load(in, (i + 1) % kUnit);
@@ -118,7 +121,7 @@ __device__ void remake(FastBackwardShared& shared, const Problem& p, const Place
         pack_tile<__half>(packed, h);
         Outer given;
         given.load(in, 0);
-#pragma unroll
+#pragma unroll kUnrolled
         for (int i = 0; i < kUnit; ++i) {
           const Outer now = given;
           given.load(in, (i + 1) % kUnit);

@@ -109,7 +109,7 @@ __device__ void undo(FastBackwardShared& shared, const Problem& p, const Place& 
         UnitTiles& tiles = shared.units[kept];
         Made made;
         made.load(tiles, in, kUnit - 1, tile, own);
-#pragma unroll
+#pragma unroll kUnrolledUndo
         for (int i0 = kUnit - 4; i0 >= 0; i0 -= 4) {
           float df[4];
 #pragma unroll

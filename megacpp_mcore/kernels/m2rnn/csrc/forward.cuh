@@ -1,4 +1,5 @@
-// Forward: y in one part for every 32 rows, the final state, a checkpoint before every chunk.
+// Forward for float32 inputs: y in one part for every 32 rows, the final state, a checkpoint before
+// every chunk.
 #pragma once
 
 #include "common.cuh"
@@ -10,7 +11,6 @@ struct ForwardShared {
   float h[kSteps][kRows * kColumns];
 };
 
-template <typename T>
 __global__ void __launch_bounds__(kThreads, 4) forward(const __grid_constant__ Problem p) {
   extern __shared__ __align__(16) char memory[];
   ForwardShared& shared = *reinterpret_cast<ForwardShared*>(memory);
@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kThreads, 4) forward(const __grid_constant__ P
   float h[4] = {}, r[4];
   if (p.initial) load4(h, p.initial + at.chain * state_size(p) + at.state);
 
-  Stage<T> next;
+  Stage next;
   next.load(p, at, 0);
   for (int t0 = 0; t0 < at.length; t0 += kSteps) {
     __syncthreads();  // the sums of the stage before are made

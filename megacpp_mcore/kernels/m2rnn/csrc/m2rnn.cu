@@ -30,10 +30,11 @@ cudaError_t launch(Kernel kernel, const Problem& p, int threads, size_t shared,
 
 template <typename T>
 cudaError_t run_forward(const Problem& p, cudaStream_t stream) {
+  cudaError_t error;
   if constexpr (sizeof(T) == 2)
-    if (!p.exact)
-      return launch(fast_forward<T>, p, kForwardThreads, sizeof(FastForwardShared), stream);
-  cudaError_t error = launch(forward<T>, p, kThreads, sizeof(ForwardShared), stream);
+    error = launch(fast_forward<T>, p, kForwardThreads, sizeof(FastForwardShared), stream);
+  else
+    error = launch(forward, p, kThreads, sizeof(ForwardShared), stream);
   if (error != cudaSuccess) return error;
   const int64_t units = static_cast<int64_t>(p.batch) * p.tokens * p.heads * (kColumns / 4);
   combine_forward<T><<<combine_blocks(units), kCombineThreads, 0, stream>>>(p);
@@ -43,10 +44,10 @@ cudaError_t run_forward(const Problem& p, cudaStream_t stream) {
 template <typename T, bool kClamp>
 cudaError_t launch_backward(const Problem& p, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2)
-    if (!p.exact)
-      return launch(fast_backward<T, kClamp>, p, kBackwardThreads, sizeof(FastBackwardShared),
-                    stream);
-  return launch(backward<T, kClamp>, p, kThreads, sizeof(BackwardShared), stream);
+    return launch(fast_backward<T, kClamp>, p, kBackwardThreads, sizeof(FastBackwardShared),
+                  stream);
+  else
+    return launch(backward<kClamp>, p, kThreads, sizeof(BackwardShared), stream);
 }
 
 template <typename T>
@@ -56,10 +57,7 @@ cudaError_t run_backward(const Problem& p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const CombineSizes n = combine_sizes(p);
   const unsigned grid = combine_blocks(n.dq + n.dk + n.dv + n.dW + n.df);
-  if (p.exact)
-    combine_backward<T, float><<<grid, kCombineThreads, 0, stream>>>(p);
-  else
-    combine_backward<T, T><<<grid, kCombineThreads, 0, stream>>>(p);
+  combine_backward<T><<<grid, kCombineThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 
