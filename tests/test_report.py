@@ -205,10 +205,19 @@ def test_compare_refuses_unlike_receipts_and_names_each_difference(cli, base, tm
     assert verdict(out) == "keep"
 
 
-def test_recipes_may_differ_in_their_backends_only(cli, base, tmp_path):
-    content = samples.CONTENT | {"backends": {"m2rnn": "triton"}}
-    samples.train(tmp_path / "b.json", recipe=recipe_entry("nam56r-tiny", content))
-    assert cli("report", "compare", base, tmp_path / "b.json")[0] == 0
+@pytest.mark.parametrize(
+    ("a", "b", "status"),
+    [
+        ({"backends": {"m2rnn": "triton"}}, {"backends": {"m2rnn": "auto"}}, 0),
+        ({"data": {"data_cache_path": "/tmp/a"}}, {"data": {"data_cache_path": "/tmp/b"}}, 0),
+        ({"data": {"data_path": ["/tmp/a"]}}, {"data": {"data_path": ["/tmp/b"]}}, 2),
+    ],
+)
+def test_recipes_may_differ_in_backends_and_in_where_indices_are_kept(cli, tmp_path, a, b, status):
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, content in zip(paths, (a, b), strict=True):
+        samples.train(path, recipe=recipe_entry("nam56r-tiny", samples.CONTENT | content))
+    assert cli("report", "compare", *paths)[0] == status
 
 
 def test_losses_at_other_token_counts_are_not_paired(cli, base, tmp_path, monkeypatch):

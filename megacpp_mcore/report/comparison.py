@@ -126,14 +126,15 @@ def speed(ratio: Effect, margin: float) -> Speed:
 def unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Every reason why two receipts are not alike: lane, recipe, topology, problem of a bench.
 
-    A recipe's `[backends]` are what a comparison is about, so they may differ. Raises ReceiptError
-    for a run and a bench, which have no figure in common.
+    A recipe's `[backends]` are what a comparison is about, and where a run keeps the index files
+    that it derives from its data changes no figure: they may differ. Raises ReceiptError for a run
+    and a bench, which have no figure in common.
     """
     if a["kind"] != b["kind"]:
         raise ReceiptError(f"A is a {a['kind']}, B a {b['kind']}: they have no figure in common")
     found = list(_differences("lane", a["lane"], b["lane"]))
     found += _differences("topology", a["topology"], b["topology"])
-    found += _differences("recipe", _without_backends(a), _without_backends(b))
+    found += _differences("recipe", _figures_of(a), _figures_of(b))
     if a["kind"] == "bench":
         found += _differences("problem", a["problem"], b["problem"])
     return found
@@ -146,11 +147,14 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     return found + list(_differences("environment", a["environment"], b["environment"]))
 
 
-def _without_backends(receipt: Mapping[str, Any]) -> dict[str, Any] | None:
+def _figures_of(receipt: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What of a recipe can change a figure of runs with the same backends."""
     if receipt["recipe"] is None:
         return None
-    content = receipt["recipe"]["content"]
-    return {key: value for key, value in content.items() if key != "backends"}
+    content = {k: v for k, v in receipt["recipe"]["content"].items() if k != "backends"}
+    if "data" in content:
+        content["data"] = {k: v for k, v in content["data"].items() if k != "data_cache_path"}
+    return content
 
 
 def _observed(receipt: Mapping[str, Any]) -> dict[str, str]:
