@@ -115,20 +115,21 @@ SEED = Run("seed", overrides=("schedule.train_iters=1", "schedule.lr_warmup_iter
 ONE = Run("one", saves=True)
 # Half the micro batches, twice as large: how far rounding alone takes the losses apart.
 ROUNDING = Run("one-mb2", overrides=("schedule.micro_batch_size=2",))
+# What a machine that is lent for minutes must not miss comes first.
 RUNS = (
-    ROUNDING,
-    Run("one-resumed", start=("one", SAVED)),
     Run("dp2", 2, saves=True),
-    Run("dp2-grouped-mm", 2, ("backends.moe_experts=grouped_mm",)),
-    Run("tp2", 2, _TP),
     Run("ep2", 2, _ep(2), saves=True),
+    Run("tp2", 2, _TP),
     Run("pp2", 2, (*_PP, "model.pattern=AEM|EARME")),
-    Run("pp2-vpp2", 2, (*_PP, "model.pattern=AE|ME|AR|ME")),
-    Run("tp2-from-dp2", 2, _TP, start=("dp2", SAVED)),
     Run("dp4", 4),
     Run("ep4", 4, _ep(4)),
     Run("tp2-ep2", 4, (*_TP, *_ep(2))),
+    Run("pp2-vpp2", 2, (*_PP, "model.pattern=AE|ME|AR|ME")),
+    Run("tp2-from-dp2", 2, _TP, start=("dp2", SAVED)),
     Run("ep4-from-ep2", 4, _ep(4), start=("ep2", SAVED)),
+    ROUNDING,
+    Run("one-resumed", start=("one", SAVED)),
+    Run("dp2-grouped-mm", 2, ("backends.moe_experts=grouped_mm",)),
 )
 STOCK = Run("stock", script="pretrain_hybrid.py")
 
@@ -153,6 +154,7 @@ class Packed:
         self.out, self.limit_s = out.resolve(), limit_s
         self.gpus = list(gpus) * _RUNS_ON_A_GPU
         self.outcomes: dict[str, Outcome] = {}
+        self._unjudged: list[Run] = []
         self._ended = threading.Condition()
         self.out.mkdir(parents=True, exist_ok=True)
         (self.out / "recipe.toml").write_text(RECIPE)
@@ -192,11 +194,21 @@ class Packed:
         finally:
             found = _read(self.out / run.name / "receipt.json", self.out / f"{run.name}.log")
             outcome = Outcome(*found, time.monotonic() - began, reason)
-            print(line(run, outcome), flush=True)
             with self._ended:
                 self.outcomes[run.name] = outcome
                 self.gpus += gpus
+                self._tell(run)
                 self._ended.notify()
+
+    def _tell(self, run: Run) -> None:
+        """What came of a run and, as soon as the one-GPU run has ended, the verdicts: they are
+        said at once, for whoever stops this process later."""
+        print(line(run, self.outcomes[run.name]), flush=True)
+        if run not in (SEED, ONE):
+            self._unjudged.append(run)
+        if ONE.name in self.outcomes:
+            while self._unjudged:
+                print(table([self._unjudged.pop()], self.outcomes), flush=True)
 
     def _reason_not_to(self, run: Run) -> str | None:
         parent = None if run.start is None else self.outcomes[run.start[0]]
@@ -219,11 +231,8 @@ class Packed:
                 status = f"no end within {self.limit_s:.0f} s"
         if status == 0:
             return None
-        said = [
-            text
-            for text in log.read_text().splitlines()
-            if re.match(r"\[rank|megacpp: [A-Z]", text)
-        ]
+        telling = re.compile(r"\[rank|megacpp: [^b]|[\w.]*Error\b")
+        said = [text for text in log.read_text().splitlines() if telling.match(text.lstrip())]
         return f"exit status {status}:\n" + "\n".join(said[-25:])
 
     def _command(self, run: Run) -> tuple[list[str], dict[str, str]]:

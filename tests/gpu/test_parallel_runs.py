@@ -6,6 +6,8 @@ from parallel_runs import ONE, RUNS, SEED, STEPS, STOCK, Outcome, Packed, Run
 
 from megacpp_mcore.recipe import check, load_recipe
 
+DP2 = next(run for run in RUNS if run.name == "dp2")
+
 
 @pytest.fixture
 def packed(tmp_path, monkeypatch):
@@ -33,7 +35,7 @@ def outcome(losses, norm=2.0, reason=None):
 
 
 def test_a_run_that_differs_is_told(packed):
-    one, run = outcome([4.0] * STEPS), RUNS[2]
+    one, run = outcome([4.0] * STEPS), DP2
     assert parallel_runs.differences(run, one, one) == []
 
     def told(words, found, run=run):
@@ -55,5 +57,5 @@ def test_gpus_are_shared_out_emptiest_first(packed):
     assert not packed._can_start(ONE)  # the seed run has not ended
     packed.outcomes["seed"] = outcome([])
     packed.gpus = ["1", "1", "3"]
-    assert packed._can_start(RUNS[2]) and RUNS[2].gpus == 2
+    assert packed._can_start(DP2) and DP2.gpus == 2
     assert not packed._can_start(Run("four", 4))
