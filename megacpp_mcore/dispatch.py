@@ -25,7 +25,7 @@ from megacpp_mcore.surfaces import REGISTRY
 __all__ = [
     "AUTO", "ENVIRONMENT_VARIABLE", "Backend", "Decision", "DispatchError", "Problem",
     "check_requests", "choices", "choose", "decide", "decisions", "forced_backends", "forget",
-    "verdicts",
+    "requested", "verdicts",
 ]  # fmt: skip
 
 AUTO = "auto"
@@ -119,14 +119,22 @@ def choose(surface: str, problem: Problem, requests: Mapping[str, str] | None = 
     Raises DispatchError for an unknown surface or backend, and with every backend's reason when a
     named backend cannot serve, or none can.
     """
+    name = requested(surface, requests)
+    is_forced = surface in forced_backends()
+    source = ENVIRONMENT_VARIABLE if is_forced else "the recipe's [backends]"
+    return _choose(surface, problem, name, source)
+
+
+def requested(surface: str, requests: Mapping[str, str] | None = None) -> str:
+    """What is asked for: by MEGACPP_BACKENDS, else by `requests`, else "auto".
+
+    Raises DispatchError for an unknown surface or backend.
+    """
     _surface(surface)
     forced = _forced(os.environ.get(ENVIRONMENT_VARIABLE, ""))
     if requests:
         check_requests(requests, "[backends]")
-    if surface in forced:
-        return _choose(surface, problem, forced[surface], ENVIRONMENT_VARIABLE)
-    requested = requests.get(surface, AUTO) if requests else AUTO
-    return _choose(surface, problem, requested, "the recipe's [backends]")
+    return forced.get(surface) or (requests or {}).get(surface, AUTO)
 
 
 def verdicts(surface: str, problem: Problem) -> dict[str, str | None]:

@@ -5,6 +5,7 @@ Modules, parameters and checkpoint keys are Megatron's. Inference, and training 
 backend `megatron` is chosen, take Megatron's own path from end to end.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron.core import tensor_parallel
@@ -16,6 +17,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer import multi_latent_attention as upstream
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.typed_torch import apply_module
 from torch import Tensor
 
@@ -170,6 +172,33 @@ class FusedMLASelfAttention(_OnTheSurface, upstream.FusedMLASelfAttention):
                  for x in ("q", "kv")]  # fmt: skip
         state_dict.setdefault(f"{prefix}linear_qkv_down_proj._extra_state", extra[0])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class MLALayer(TransformerLayer):
+    """The layer around MLA, whose fused attention is ours in any stack.
+
+    With mla_down_proj_fusion HybridStack puts Megatron's own class into the spec. MTP's layers are
+    built by HybridStack itself, whatever the model's stack is. Raises MLAError for a named backend
+    that the fused layer has no room for.
+    """
+
+    def __init__(self, config, submodules, *args, **kwargs) -> None:
+        attention = submodules.self_attention
+        if attention.module is upstream.FusedMLASelfAttention:
+            _check_fused(plugin_settings(config).backends)
+            attention = replace(attention, module=FusedMLASelfAttention)
+            submodules = replace(submodules, self_attention=attention)
+        super().__init__(config, submodules, *args, **kwargs)
+
+
+def _check_fused(backends: Mapping[str, str]) -> None:
+    """The fused projection has the layer's norm inside, and both are Transformer Engine's."""
+    for surface in ("linear", "norm"):
+        if (asked := dispatch.requested(surface, backends)) not in (dispatch.AUTO, "te"):
+            raise MLAError(
+                f'{surface} = "{asked}" is asked for, and mla_down_proj_fusion has Transformer '
+                'Engine\'s linear with the norm inside. Name "te" or nothing, or leave it off'
+            )
 
 
 def _document_bounds(packed_seq_params) -> Tensor | None:

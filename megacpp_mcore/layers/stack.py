@@ -54,7 +54,7 @@ from megacpp_mcore.layers.dispatched import (
 )
 from megacpp_mcore.layers.m2rnn import M2RNNMixer, M2RNNMixerSubmodules
 from megacpp_mcore.layers.mamba3 import Mamba3Mixer, Mamba3MixerSubmodules
-from megacpp_mcore.layers.mla import FusedMLASelfAttention, MLASelfAttention
+from megacpp_mcore.layers.mla import MLALayer, MLASelfAttention
 from megacpp_mcore.layers.parts import Linears
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.patching import applied
@@ -85,19 +85,18 @@ class MegacppStack(HybridStack):
                 config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
             )
 
-    def _fuse_mla_down_proj(self, submodules):
-        """Upstream puts its own class in the place of ours."""
-        submodules = super()._fuse_mla_down_proj(submodules)
-        submodules.mla_layer.submodules.self_attention.module = FusedMLASelfAttention
-        return submodules
-
 
 @dataclass(frozen=True)
 class StackParts:
-    """What every layer of a stack is put together from. residual: bias-dropout-add."""
+    """What every layer of a stack is put together from.
+
+    residual: bias-dropout-add. norms_inside: MLA's Q/KV norms are part of Transformer Engine's
+    linears, which no other norm can be.
+    """
 
     linears: Linears
     residual: Callable
+    norms_inside: bool
     norm: type = DispatchedNorm
 
 
@@ -114,7 +113,8 @@ def stack_spec(
     linears, residual = (
         dispatch.decide(surface, problem, backends).load()() for surface in ("linear", "residual")
     )
-    parts = StackParts(linears, residual)
+    norms_inside = linears.is_te and dispatch.requested("norm", backends) in (dispatch.AUTO, "te")
+    parts = StackParts(linears, residual, norms_inside)
     submodules = HybridStackSubmodules(
         mamba_layer=_mamba3_layer(parts),
         gdn_layer=_m2rnn_layer(parts) if recurrent == "m2rnn" else _gdn_layer(parts),
@@ -142,10 +142,12 @@ def _mamba3_layer(parts: StackParts) -> ModuleSpec:
     )
 
 
-def _attention_layer(parts: StackParts, self_attention: ModuleSpec, **more) -> ModuleSpec:
+def _attention_layer(
+    parts: StackParts, self_attention: ModuleSpec, module: type = TransformerLayer, **more
+) -> ModuleSpec:
     """A TransformerLayer of a norm, a token mixer and a residual, without an MLP."""
     return ModuleSpec(
-        module=TransformerLayer,
+        module=module,
         submodules=TransformerLayerSubmodules(
             input_layernorm=parts.norm,
             self_attention=self_attention,
@@ -199,12 +201,12 @@ def _mla_layer(parts: StackParts) -> ModuleSpec:
         f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_"
         for x in ("q", "kv")
     }
-    return _attention_layer(parts, attention, sharded_state_dict_keys_map=keys)
+    return _attention_layer(parts, attention, MLALayer, sharded_state_dict_keys_map=keys)
 
 
 def _mla_norms(parts: StackParts) -> dict[str, type]:
-    """Q/KV norms as modules; TE's linears have them inside."""
-    module = IdentityOp if parts.linears.is_te else parts.norm
+    """Q/KV norms as modules, where the linears do not have them inside."""
+    module = IdentityOp if parts.norms_inside else parts.norm
     return {"q_layernorm": module, "kv_layernorm": module}
 
 

@@ -1,9 +1,12 @@
 """MLA inside Megatron: the same module as upstream's, whatever serves mla_rope."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.models.hybrid import hybrid_block
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random
@@ -15,13 +18,17 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.mla_rope import triton
+from megacpp_mcore.layers import parts, stack
 from megacpp_mcore.layers.core_attention import ReferenceCoreAttention
+from megacpp_mcore.layers.dispatched import DispatchedNorm
 from megacpp_mcore.layers.mla import FusedMLASelfAttention, MLASelfAttention
 from megacpp_mcore.layers.norm import TorchNorm
 from megacpp_mcore.layers.settings import PluginSettings, attach
+from megacpp_mcore.layers.stack import stack_spec
 from megacpp_mcore.training.megatron_setup import single_process
 
 HIDDEN, SEQ, BATCH = 24, 9, 2
+MOE = get_moe_module_spec(use_te=False, num_experts=1)
 VARIANTS = {
     "plain": {},
     "no-q-lora": {"q_lora_rank": None},
@@ -131,6 +138,55 @@ def test_one_down_projection_is_the_two():
     expected["linear_qkv_down_proj.weight"] = torch.cat(parts)
     assert_equal(found, expected, torch.finfo(torch.float64).eps)
     assert together.sharded_state_dict("x.").keys() == apart.sharded_state_dict("x.").keys()
+
+
+@pytest.fixture
+def fused_stack(monkeypatch):
+    """Megatron's own stack, as it builds MTP's layers, of one fused MLA layer of our spec."""
+    # Transformer Engine's, which there is none of here.
+    monkeypatch.setattr(hybrid_block, "TELayerNormColumnParallelLinear", ColumnParallelLinear)
+
+    def built(**backends):
+        config = make_config(mla_down_proj_fusion=True)
+        spec = stack_spec({"linear": "reference"})
+        return hybrid_block.HybridStack(
+            attach(config, PluginSettings(backends=backends)), spec.submodules, is_mtp_layer=True,
+            layer_type_list=["+"], post_layer_norm=False,
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        )  # fmt: skip
+
+    return built
+
+
+def test_an_mtp_depths_fused_attention_is_ours(fused_stack, monkeypatch):
+    """Upstream's would take no notice of a named mla_rope, and be wrong over ranks."""
+    monkeypatch.setenv("MEGACPP_BACKENDS", "mla_rope=reference")
+    (layer,) = fused_stack().layers
+    assert type(layer.self_attention) is FusedMLASelfAttention
+    assert layer.self_attention._rope is not None
+
+
+@pytest.mark.parametrize(("surface", "name"), [("norm", "reference"), ("linear", "reference")])
+def test_a_named_norm_or_linear_that_the_fused_projection_has_no_room_for(
+    fused_stack, monkeypatch, surface, name
+):
+    with pytest.raises(MegacppError, match=f'{surface} = "{name}" is asked for'):
+        fused_stack(**{surface: name})
+    monkeypatch.setenv("MEGACPP_BACKENDS", f"{surface}={name}")
+    with pytest.raises(MegacppError, match=f'{surface} = "{name}" is asked for'):
+        fused_stack()
+
+
+@pytest.mark.parametrize(
+    ("norm", "inside"), [("auto", True), ("te", True), ("liger", False), ("reference", False)]
+)
+def test_a_named_norm_is_not_left_to_transformer_engines_linears(monkeypatch, norm, inside):
+    linears = replace(parts.megatron_linears(), is_te=True)
+    monkeypatch.setattr(parts, "megatron_linears", lambda: linears)
+    monkeypatch.setattr(stack, "get_moe_module_spec", lambda **kwargs: MOE)
+    attention = stack_spec({"norm": norm}).submodules.mla_layer.submodules.self_attention
+    norms = {attention.submodules.q_layernorm, attention.submodules.kv_layernorm}
+    assert norms == {IdentityOp if inside else DispatchedNorm}
 
 
 @pytest.mark.parametrize("bounds", [None, [0, 4, 9]], ids=["rows", "documents"])

@@ -57,23 +57,13 @@ def _mla(r: Rules) -> None:
         "attention.mla_down_proj_fusion",
         "needs attention.q_lora_rank",
     )
-    r.refuse(
-        r["attention.mla_down_proj_fusion"]
-        and r["parallel.tensor_model_parallel_size"] > 1
-        and any(layer.symbol == "+" for layer in r.recipe.plan.mtp_layers),
-        "attention.mla_down_proj_fusion",
-        "must be false with MLA in an MTP depth and "
-        f"{r.told('parallel.tensor_model_parallel_size')}: Megatron 0.19.2 puts its own module "
-        "there, whose gradient of k's rotary part leaves other ranks out",
-    )
-    r.refuse(
-        r["attention.mla_down_proj_fusion"]
-        and r["backends.mla_rope"] not in (None, "auto", "megatron")
-        and any(layer.symbol == "+" for layer in r.recipe.plan.mtp_layers),
-        "attention.mla_down_proj_fusion",
-        "must be false with MLA in an MTP depth and a named backends.mla_rope: Megatron puts its "
-        "own module there, which has no other RoPE than its own",
-    )
+    for key in ("backends.linear", "backends.norm"):
+        r.refuse(
+            r["attention.mla_down_proj_fusion"] and r[key] not in (None, "auto", "te"),
+            "attention.mla_down_proj_fusion",
+            f"must be false with {r.told(key)}: Transformer Engine has the fused projection, with "
+            "the norm inside",
+        )
     r.refuse(
         r["attention.qk_pos_emb_head_dim"] % 2,
         "attention.qk_pos_emb_head_dim",

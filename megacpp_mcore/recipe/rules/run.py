@@ -13,6 +13,7 @@ _ON_CPU = {
     "launch.cuda_graph_impl": ("none", "there is no CUDA"),
     "model.transformer_impl": ("local", "Transformer Engine needs CUDA"),
     "attention.apply_rope_fusion": (False, "the fusion needs Transformer Engine or Triton"),
+    "attention.mla_down_proj_fusion": (False, "the fused projection is Transformer Engine's"),
     "precision.bf16": (False, "the CPU lane trains in fp32"),
     "precision.gradient_accumulation_fusion": (False, "the fusion needs CUDA"),
     "precision.masked_softmax_fusion": (False, "the fusion needs CUDA"),
