@@ -90,6 +90,13 @@ def test_the_recipe_arrives_and_its_environment_is_applied_or_kept(gpu_recipe, m
     assert "kept NOTE=mine" in capsys.readouterr().err
 
 
+def test_a_start_tells_whether_its_kernels_were_compiled_before(gpu_recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    assert launch(words(gpu_recipe)).triton_cache_entries == 0
+    (tmp_path / "triton" / "a-kernel").mkdir(parents=True)
+    assert launch(words(gpu_recipe)).triton_cache_entries == 1
+
+
 def test_the_yardstick_is_megatrons_own_stack_under_the_recipes_words(small_recipe, overrides):
     from megacpp_mcore.training import gpu_lane
 
@@ -353,6 +360,7 @@ def test_the_receipt_is_gathered_inside_the_loop(watched, tmp_path):
     result = receipt["result"]
     assert result["cold_start_s"] * 1000 > result["first_step_ms"] > 0
     assert result["flops_per_token"] == flops.training_flops(watch.launch.recipe)
+    assert result["triton_cache_entries_at_start"] == 0
     assert result["tflops_per_s_per_device"] > 0 and result["mfu"] is None  # no known peak
     assert result["parameter_bytes"] == 4 * (2 * 3 + 3)
     seconds = receipt["goodput"]["seconds"]

@@ -31,6 +31,7 @@ class Launch:
     """argv: the words for Megatron. out: the run's folder, for receipt and compiled kernels.
 
     yardstick: Megatron's own blocks of the recipe's sizes instead of ours, Mamba-2 in the M slot.
+    triton_cache_entries: what Triton's cache held as the process started; 0 for a cold start.
     """
 
     recipe: Recipe
@@ -39,6 +40,7 @@ class Launch:
     out: Path
     environment: dict[str, dict[str, str]]
     yardstick: bool = False
+    triton_cache_entries: int = 0
 
     @property
     def name(self) -> str:
@@ -86,7 +88,9 @@ def launch(argv: Sequence[str]) -> Launch:
     out = Path(own.out or f"runs/{recipe.name}")
     os.environ[ENVIRONMENT_VARIABLE] = recipe.request  # the layers and the spec read it
     environment = apply_environment(_cache_folders(out) | recipe.launch.environment)
-    return Launch(recipe, lowered, words, out, environment, own.yardstick)
+    cached = Path(os.environ["TRITON_CACHE_DIR"])
+    entries = len(os.listdir(cached)) if cached.is_dir() else 0
+    return Launch(recipe, lowered, words, out, environment, own.yardstick, entries)
 
 
 def _cache_folders(out: Path) -> dict[str, str]:

@@ -93,6 +93,7 @@ class Watch:
             self.receipt = self._new_receipt()
             parameters = sum(p.numel() for chunk in built[0] for p in chunk.parameters())
             self._results["rank_parameters"] = parameters
+            self._results["triton_cache_entries_at_start"] = self.launch.triton_cache_entries
         return built
 
     def _new_receipt(self) -> RunReceipt:
