@@ -40,6 +40,8 @@ REFUSED = [
     (["model.position_embedding_type=none", "attention.apply_rope_fusion=true",
       "attention.kind=gqa"], "attention.apply_rope_fusion", "turn it off"),
     (["attention.qk_pos_emb_head_dim=3"], "attention.qk_pos_emb_head_dim", "even"),
+    (["attention.qk_layernorm=true", "attention.q_lora_rank=null"], "attention.qk_layernorm",
+     "latents"),
     (["attention.mla_down_proj_fusion=true", "attention.q_lora_rank=null"],
      "attention.mla_down_proj_fusion", "q_lora_rank"),
     (["attention.mla_down_proj_fusion=true", "backends.norm=liger"],

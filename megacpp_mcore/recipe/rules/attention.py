@@ -53,6 +53,11 @@ def _mla(r: Rules) -> None:
         'must be given with MLA, "rope" or "yarn": Megatron\'s silent default is yarn',
     )
     r.refuse(
+        r["attention.qk_layernorm"] and r["attention.q_lora_rank"] is None,
+        "attention.qk_layernorm",
+        "must be false without attention.q_lora_rank: Megatron norms q's latents, not q",
+    )
+    r.refuse(
         r["attention.mla_down_proj_fusion"] and r["attention.q_lora_rank"] is None,
         "attention.mla_down_proj_fusion",
         "needs attention.q_lora_rank",
