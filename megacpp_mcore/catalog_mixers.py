@@ -50,8 +50,8 @@ MLA = (
         role="vendor",
         keep="borderline",
         removes="nothing: Megatron's own operations, one after another, 2.13 / 4.31 ms; the "
-        "unfused layer to compare with. Refused where it leaves other tensor-parallel ranks out of "
-        "k's rotary gradient",
+        "unfused layer to compare with. Refused with tensor parallelism, where it leaves other "
+        "ranks out of k's rotary gradient, without the patch mla-k-pos-gradient",
         layout=_MLA_ROPE_LAYOUT,
         dtypes="bf16, fp16, fp32, fp64; cos, sin and every step rounded to it",
         fallback="reference",

@@ -6,6 +6,9 @@ neither. An optional package is imported by the `supports` of its own backend an
 
 from megacpp_mcore import attention_support, loss_support, problems
 from megacpp_mcore.backend import REFERENCE, Backend, Problem, Surface, always, import_reason
+from megacpp_mcore.patching import missing
+
+K_POS_PATCH = "mla-k-pos-gradient"
 
 
 def transformer_engine(problem: Problem) -> str | None:
@@ -37,11 +40,12 @@ def whole_rows(problem: Problem) -> str | None:
 def megatron_rope(problem: Problem) -> str | None:
     """The `supports` of Megatron's own path between MLA's projections and its core attention."""
     ranks = problem.size("tensor_model_parallel_size", 1)
-    if ranks == 1:
+    if ranks == 1 or not missing([K_POS_PATCH]):
         return None
     return (
         f"tensor_model_parallel_size {ranks}: Megatron 0.19.2 leaves other ranks' heads out of the "
-        "gradient of k's rotary part, but for TE's linears with sequence_parallel"
+        "gradient of k's rotary part, but for TE's linears with sequence_parallel; "
+        f"`megacpp patch apply --only {K_POS_PATCH}` mends it"
     )
 
 

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 import torch
 
-from megacpp_mcore import bridges, dispatch
+from megacpp_mcore import bridges, dispatch, patching
 from megacpp_mcore.attention_support import te_attention
 from megacpp_mcore.backend import REFERENCE, Backend, Problem, Surface, always, import_reason
 from megacpp_mcore.dispatch import DispatchError
@@ -279,6 +279,18 @@ class TestOptionalPackages:
         finally:
             import_reason.cache_clear()
         assert found is None if reason is None else found.startswith(reason)
+
+
+class TestPatches:
+    def test_megatrons_mla_serves_tensor_parallelism_with_its_patch_only(self, monkeypatch):
+        problem = Problem.of("cpu", "float32", tensor_model_parallel_size=2)
+        requests = {"mla_rope": "megatron"}
+        monkeypatch.setattr(patching, "applied", lambda package: frozenset())
+        with pytest.raises(dispatch.DispatchError, match="apply --only mla-k-pos-gradient"):
+            dispatch.choose("mla_rope", problem, requests)
+        monkeypatch.setattr(patching, "applied", lambda package: {"mla-k-pos-gradient"})
+        dispatch.forget()
+        assert dispatch.choose("mla_rope", problem, requests).observed == "megatron"
 
 
 class TestRegistry:

@@ -166,6 +166,45 @@ def stack_spec(stack: type | None = None, **params):
     )
 
 
+def mla_attention(**config):
+    """Megatron's MLASelfAttention of its own torch linears, with an attention core of torch's."""
+    import torch
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.multi_latent_attention import (
+        MLASelfAttention,
+        MLASelfAttentionSubmodules,
+    )
+
+    class CausalAttention(torch.nn.Module):
+        """Megatron's own torch core does not take MLA's k_channels."""
+
+        def __init__(self, config, **kwargs) -> None:
+            super().__init__()
+
+        def forward(self, query, key, value, *args, **kwargs):
+            q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return out.permute(2, 0, 1, 3).flatten(2)
+
+    submodules = MLASelfAttentionSubmodules(
+        linear_q_proj=ColumnParallelLinear,
+        linear_kv_down_proj=ColumnParallelLinear,
+        linear_kv_up_proj=ColumnParallelLinear,
+        core_attention=CausalAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=IdentityOp,
+        kv_layernorm=IdentityOp,
+    )
+    return MLASelfAttention(
+        config=tiny_config(mla=True, **config),
+        submodules=submodules,
+        layer_number=1,
+        attn_mask_type=AttnMaskType.causal,
+    )
+
+
 def hybrid_model(pattern: str, spec=None, **config):
     """A HybridModel of the pattern, vocabulary 64, sequence 16, on the CPU and in training mode."""
     import torch
