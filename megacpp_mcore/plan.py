@@ -26,6 +26,7 @@ _NATIVE_MODULES = {
 }
 _OUR_MODULES = {
     ("A", "+"): "megacpp_mcore.layers.mla.MLASelfAttention",
+    ("A", "D"): "megacpp_mcore.layers.mla.AbsorbedMLASelfAttention",
     ("A", "*"): "megacpp_mcore.layers.attention.SelfAttention",
     ("M", "M"): "megacpp_mcore.layers.mamba3.Mamba3Mixer",
     ("R", "G"): "megacpp_mcore.layers.m2rnn.M2RNNMixer",

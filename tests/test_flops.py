@@ -175,6 +175,7 @@ def test_deltanet_is_three_products_on_its_state():
 
 DSA = [
     "attention.kind=dsa", "attention.dsa_indexer_n_heads=3", "attention.dsa_indexer_head_dim=8",
+    "launch.device=cuda",  # where it can run
 ]  # fmt: skip
 
 

@@ -57,6 +57,8 @@ REFUSED = [
     ([*DSA, "attention.dsa_indexer_topk=5000"], "attention.dsa_indexer_topk", "seq_length = 4096"),
     ([*DSA, "model.add_bias_linear=true"], "model.add_bias_linear", "DSA"),
     ([*DSA, *CP2], "parallel.cp_comm_type", "all_gather"),
+    ([*DSA, *TP2, "parallel.sequence_parallel=false"], "parallel.sequence_parallel", "with DSA"),
+    ([*DSA, "backends.linear=reference"], "backends.linear", "Transformer Engine's linears only"),
     ([*DSA, "attention.dsa_indexer_topk_freq=3"], "attention.dsa_indexer_topk_freq", "layer 5 "),
     ([*DSA, "attention.kind=mla", "attention.dsa_ranks=[2, 3]",
       "attention.dsa_indexer_topk_freq=8"], "attention.dsa_indexer_topk_freq", "layer 5 "),

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -16,6 +17,7 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer import multi_latent_attention as upstream
+from megatron.core.transformer.experimental_attention_variant import absorbed_mla as absorbed
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.typed_torch import apply_module
@@ -24,6 +26,7 @@ from torch import Tensor
 from megacpp_mcore import dispatch, problems
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.mla_rope import RotaryTable
+from megacpp_mcore.layers.gathered import gathered
 from megacpp_mcore.layers.settings import plugin_settings
 
 
@@ -189,6 +192,27 @@ class MLALayer(TransformerLayer):
             attention = replace(attention, module=FusedMLASelfAttention)
             submodules = replace(submodules, self_attention=attention)
         super().__init__(config, submodules, *args, **kwargs)
+
+
+class AbsorbedMLASelfAttention(absorbed.AbsorbedMLASelfAttention):
+    """Megatron's attention of DSA layers, whose heads share one latent key.
+
+    Raises MLAError for Megatron's own linears: DSA's indexer cannot be built of them, and over
+    tensor-parallel ranks the shared key's rotary part would hear of one rank's heads only.
+    """
+
+    def __init__(self, config, submodules, *args, **kwargs) -> None:
+        if submodules.linear_kv_down_proj is ColumnParallelLinear:
+            raise MLAError(
+                "a DSA layer of Megatron's own linears: its indexer takes Transformer Engine's "
+                'only; train on cuda with linear = "te", or choose another attention.kind'
+            )
+        super().__init__(config, submodules, *args, **kwargs)
+
+    def _get_kv_up_weights(self) -> tuple[Tensor, Tensor]:
+        """Upstream reads the weight without a call of its module."""
+        gathered(self.linear_kv_up_proj)
+        return super()._get_kv_up_weights()
 
 
 def _check_fused(backends: Mapping[str, str]) -> None:

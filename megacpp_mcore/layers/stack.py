@@ -18,7 +18,6 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
-    AbsorbedMLASelfAttention,
     AbsorbedMLASelfAttentionSubmodules,
 )
 from megatron.core.transformer.experimental_attention_variant.dsa import (
@@ -54,7 +53,7 @@ from megacpp_mcore.layers.dispatched import (
 )
 from megacpp_mcore.layers.m2rnn import M2RNNMixer, M2RNNMixerSubmodules
 from megacpp_mcore.layers.mamba3 import Mamba3Mixer, Mamba3MixerSubmodules
-from megacpp_mcore.layers.mla import MLALayer, MLASelfAttention
+from megacpp_mcore.layers.mla import AbsorbedMLASelfAttention, MLALayer, MLASelfAttention
 from megacpp_mcore.layers.parts import Linears
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.patching import applied

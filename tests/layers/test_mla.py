@@ -14,14 +14,20 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer import MLATransformerConfig
 from megatron.core.transformer import multi_latent_attention as upstream
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.experimental_attention_variant import absorbed_mla
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import build_module
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.mla_rope import triton
 from megacpp_mcore.layers import parts, stack
 from megacpp_mcore.layers.core_attention import ReferenceCoreAttention
 from megacpp_mcore.layers.dispatched import DispatchedNorm
-from megacpp_mcore.layers.mla import FusedMLASelfAttention, MLASelfAttention
+from megacpp_mcore.layers.mla import (
+    AbsorbedMLASelfAttention,
+    FusedMLASelfAttention,
+    MLASelfAttention,
+)
 from megacpp_mcore.layers.norm import TorchNorm
 from megacpp_mcore.layers.settings import PluginSettings, attach
 from megacpp_mcore.layers.stack import stack_spec
@@ -175,6 +181,33 @@ def test_a_named_norm_or_linear_that_the_fused_projection_has_no_room_for(
     monkeypatch.setenv("MEGACPP_BACKENDS", f"{surface}={name}")
     with pytest.raises(MegacppError, match=f'{surface} = "{name}" is asked for'):
         fused_stack()
+
+
+DSA = {
+    "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 2, "dsa_indexer_head_dim": 8,
+    "dsa_indexer_topk": 4,
+}  # fmt: skip
+
+
+def test_dsa_of_megatrons_linears_is_refused():
+    attention = stack_spec({"linear": "reference"}).submodules.dsa_layer.submodules.self_attention
+    with pytest.raises(MegacppError, match="its indexer takes Transformer Engine's only"):
+        build_module(attention, config=make_config(**DSA), layer_number=1)
+
+
+def test_dsa_waits_for_the_weight_that_it_absorbs():
+    """overlap_param_gather waits in a pre-hook of the module, which upstream does not call."""
+
+    class OfMegatronsLinears(AbsorbedMLASelfAttention):
+        """As far as it can be built here, without an indexer."""
+
+        __init__ = absorbed_mla.AbsorbedMLASelfAttention.__init__
+
+    attention = build(OfMegatronsLinears, make_config(**DSA))
+    waited = []
+    attention.linear_kv_up_proj.register_forward_pre_hook(lambda *_: waited.append(True))
+    k_up, v_up = attention._get_kv_up_weights()
+    assert waited and (k_up.shape, v_up.shape) == ((3, 6, 7), (3, 5, 7))
 
 
 @pytest.mark.parametrize(

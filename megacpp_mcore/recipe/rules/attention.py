@@ -103,16 +103,32 @@ def _dsa(r: Rules) -> None:
         "attention.dsa_indexer_topk",
         f"must be at most {r.told('model.seq_length')}",
     )
+    for key, value in (("launch.device", "cpu"), ("backends.linear", "reference")):
+        r.refuse(
+            r[key] == value,
+            key,
+            f'must not be "{value}" with DSA: its indexer takes Transformer Engine\'s linears only',
+        )
     r.refuse(r["model.add_bias_linear"], "model.add_bias_linear", "must be false with DSA")
     r.refuse(
         r["attention.apply_rope_fusion"], "attention.apply_rope_fusion", "must be false with DSA"
+    )
+    _dsa_ranks(r)
+    _dsa_sharing(r)
+
+
+def _dsa_ranks(r: Rules) -> None:
+    ranks = "parallel.tensor_model_parallel_size"
+    r.refuse(
+        r[ranks] > 1 and not r["parallel.sequence_parallel"],
+        "parallel.sequence_parallel",
+        f"must be true with DSA and {r.told(ranks)}",
     )
     r.refuse(
         r["parallel.context_parallel_size"] > 1 and r["parallel.cp_comm_type"] != ("all_gather",),
         "parallel.cp_comm_type",
         'must be ["all_gather"] with DSA and context parallelism',
     )
-    _dsa_sharing(r)
 
 
 def _dsa_sharing(r: Rules) -> None:
