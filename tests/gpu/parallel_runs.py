@@ -64,7 +64,7 @@ min_lr = 1e-4
 [schedule]
 train_iters = 20
 micro_batch_size = 1
-global_batch_size = 8
+global_batch_size = 4
 lr_warmup_iters = 2
 eval_iters = 0
 log_interval = 1
