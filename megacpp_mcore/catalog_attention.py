@@ -4,6 +4,8 @@ Times are medians on one H200 in bf16, forward / forward + backward, 16,384 toke
 shapes (hidden 3584), unless a row says otherwise. "8 documents": four rows of eight each, packed.
 """
 
+from functools import partial
+
 from megacpp_mcore.catalog_row import (
     ATTENTION_TESTS,
     GPU_TESTS,
@@ -19,11 +21,12 @@ _NOT_PINNED = (
     "signature. It serves only whoever names it, until a receipt shows it ahead"
 )
 
+_core = partial(Row, surface="core_attention", blocks="A")
+_RECEIPT = "examples/receipts/h200/core_attention.json"
+
 CORE_ATTENTION = (
-    Row(
-        surface="core_attention",
+    _core(
         backend="te",
-        blocks="A",
         role="vendor",
         keep="borderline",
         removes="the [s, s] scores, as SDPA does; and it alone serves context parallelism, "
@@ -37,10 +40,8 @@ CORE_ATTENTION = (
         exit_when="SDPA is as fast on the same cuDNN and serves context parallelism",
         skips={"graph": TE_SKIPS["graph"]},
     ),
-    Row(
-        surface="core_attention",
+    _core(
         backend="sdpa_cudnn",
-        blocks="A",
         role="chosen",
         keep="keep",
         removes="the [s, s] scores of every head; dqk 128 and dv 64, and grouped queries, as they "
@@ -50,13 +51,11 @@ CORE_ATTENTION = (
         dtypes="bf16, fp16",
         fallback="sdpa_flash",
         tests=ATTENTION_TESTS,
-        receipt="examples/receipts/h200/core_attention.json",
+        receipt=_RECEIPT,
         exit_when="another backend is faster over a whole step with the same dims",
     ),
-    Row(
-        surface="core_attention",
+    _core(
         backend="sdpa_flash",
-        blocks="A",
         role="vendor",
         keep="keep",
         removes="the [s, s] scores of every head where cuDNN cannot serve: packed documents above "
@@ -69,10 +68,8 @@ CORE_ATTENTION = (
         receipt="examples/receipts/h200/core_attention-thd.json",
         exit_when="a kernel that takes dv 64 as it is serves packed documents on the pinned stack",
     ),
-    Row(
-        surface="core_attention",
+    _core(
         backend="flash_4",
-        blocks="A",
         role="experimental",
         keep="borderline",
         removes="the zeros that v is padded with in packed documents, besides what sdpa_flash does",
@@ -83,10 +80,8 @@ CORE_ATTENTION = (
         no_receipt=_NOT_PINNED,
         exit_when="it enters the pinned stack, or does not by the next pin",
     ),
-    Row(
-        surface="core_attention",
+    _core(
         backend="flash_3",
-        blocks="A",
         role="experimental",
         keep="borderline",
         removes="the same as sdpa_flash, with Hopper's asynchronous matrix products",
@@ -97,10 +92,8 @@ CORE_ATTENTION = (
         no_receipt=_NOT_PINNED,
         exit_when="it enters the pinned stack, or does not by the next pin",
     ),
-    Row(
-        surface="core_attention",
+    _core(
         backend="flash_2",
-        blocks="A",
         role="experimental",
         keep="borderline",
         removes="nothing that sdpa_flash, the same kernel, does not; but it has dropout in packed "
@@ -112,10 +105,8 @@ CORE_ATTENTION = (
         no_receipt=_NOT_PINNED,
         exit_when="torch's own varlen attention has dropout",
     ),
-    Row(
-        surface="core_attention",
+    _core(
         backend="sdpa",
-        blocks="A",
         role="vendor",
         keep="keep",
         removes="the [s, s] scores of every head, on a CPU and in fp32 too",
@@ -123,20 +114,18 @@ CORE_ATTENTION = (
         dtypes="bf16, fp16, fp32, fp64",
         fallback="reference",
         tests=ATTENTION_TESTS,
-        receipt="examples/receipts/h200/core_attention.json",
+        receipt=_RECEIPT,
         exit_when="the CPU lane has another attention",
     ),
-    Row(
-        surface="core_attention",
+    _core(
         backend="reference",
-        blocks="A",
         role="fallback",
         keep="keep",
         removes="nothing: softmax(q k^T) v with the scores in memory",
         layout=f"{_WHOLE}; thd packed, one document at a time",
         dtypes="bf16, fp16, fp32, fp64; softmax in fp32 or wider",
         tests=ATTENTION_TESTS,
-        receipt="examples/receipts/h200/core_attention.json",
+        receipt=_RECEIPT,
         exit_when=REFERENCE_EXIT,
     ),
 )
@@ -152,11 +141,12 @@ _ROPE_TESTS = (
     *GPU_TESTS,
 )
 
+_rope = partial(Row, surface="rope_qk", blocks="A")
+_ROPE_RECEIPT = "examples/receipts/h200/rope_qk.json"
+
 ROPE_QK = (
-    Row(
-        surface="rope_qk",
+    _rope(
         backend="triton",
-        blocks="A",
         role="chosen",
         keep="keep",
         removes="all but one read and one write of the projection each way: the queries' copy, two "
@@ -167,13 +157,11 @@ ROPE_QK = (
         dtypes="bf16, fp16, fp32; angles, sine and turns in fp32, rounded once",
         fallback="megatron",
         tests=_ROPE_TESTS,
-        receipt="examples/receipts/h200/rope_qk.json",
+        receipt=_ROPE_RECEIPT,
         exit_when="an attention kernel turns queries and keys as it loads them",
     ),
-    Row(
-        surface="rope_qk",
+    _rope(
         backend="megatron",
-        blocks="A",
         role="vendor",
         keep="keep",
         removes="nothing by itself; with Transformer Engine each turn is one kernel. It alone has "
@@ -182,27 +170,23 @@ ROPE_QK = (
         dtypes="bf16, fp16, fp32; sine and cosine rounded to it without Transformer Engine",
         fallback="reference",
         tests=_ROPE_TESTS,
-        receipt="examples/receipts/h200/rope_qk.json",
+        receipt=_ROPE_RECEIPT,
         exit_when="the kernel has both",
         skips={"graph": TE_SKIPS["graph"]},
     ),
-    Row(
-        surface="rope_qk",
+    _rope(
         backend="reference",
-        blocks="A",
         role="fallback",
         keep="keep",
         removes="nothing: the definition in plain torch",
         layout=_ROPE_LAYOUT,
         dtypes="bf16, fp16, fp32, fp64; turned in fp32 or wider, rounded once",
         tests=_ROPE_TESTS,
-        receipt="examples/receipts/h200/rope_qk.json",
+        receipt=_ROPE_RECEIPT,
         exit_when=REFERENCE_EXIT,
     ),
-    Row(
-        surface="rope_qk",
+    _rope(
         backend="te_fused_qkv",
-        blocks="A",
         role="vendor",
         keep="not carried",
         removes="the queries' copy and one of two launches: TE's kernel on the whole projection, "

@@ -4,6 +4,8 @@ Times are medians on one H200 in bf16, forward / forward + backward, 16,384 toke
 shapes (hidden 3584), unless a row says otherwise.
 """
 
+from functools import partial
+
 from megacpp_mcore.catalog_row import (
     ADMISSION,
     GPU_TESTS,
@@ -25,11 +27,11 @@ _MLA_ROPE_TESTS = (
 )
 _MLA_ROPE_RECEIPT = "examples/receipts/h200/mla_rope.json"
 
+_mla_rope = partial(Row, surface="mla_rope", blocks="A")
+
 MLA = (
-    Row(
-        surface="mla_rope",
+    _mla_rope(
         backend="triton",
-        blocks="A",
         role="chosen",
         keep="keep",
         removes="every copy around RoPE, 4.3 ms of the unfused layer's 13.0: 0.277 / 0.556 ms, 89 "
@@ -43,10 +45,8 @@ MLA = (
         receipt=_MLA_ROPE_RECEIPT,
         exit_when="an attention core takes the rotary part apart from the rest",
     ),
-    Row(
-        surface="mla_rope",
+    _mla_rope(
         backend="megatron",
-        blocks="A",
         role="vendor",
         keep="borderline",
         removes="nothing: Megatron's own operations, one after another, 2.13 / 4.31 ms; the "
@@ -59,10 +59,8 @@ MLA = (
         receipt=_MLA_ROPE_RECEIPT,
         exit_when="nobody needs the figures of the unfused layer any more",
     ),
-    Row(
-        surface="mla_rope",
+    _mla_rope(
         backend="reference",
-        blocks="A",
         role="fallback",
         keep="keep",
         removes="nothing: the definition in plain torch",
@@ -72,10 +70,8 @@ MLA = (
         receipt=_MLA_ROPE_RECEIPT,
         exit_when=REFERENCE_EXIT,
     ),
-    Row(
-        surface="mla_rope",
+    _mla_rope(
         backend="megatron_fused",
-        blocks="A",
         role="vendor",
         keep="not carried",
         removes="concatenations and copies around RoPE, as triton does",
@@ -101,11 +97,12 @@ MLA = (
     ),
 )
 
+_scan = partial(Row, surface="mamba3_scan", blocks="M")
+_SCAN_RECEIPT = "examples/receipts/h200/mamba3_scan.json"
+
 MAMBA3_SCAN = (
-    Row(
-        surface="mamba3_scan",
+    _scan(
         backend="mamba_ssm",
-        blocks="M",
         role="chosen",
         keep="keep",
         removes="the float32 intermediates and launches of the plain scan: 0.73 / 1.94 ms for 56 "
@@ -114,27 +111,23 @@ MAMBA3_SCAN = (
         dtypes="bf16; dt, decay and state in fp32, angles and their sums in bf16",
         fallback="reference",
         tests=("tests/gpu/test_mamba3_gpu.py", "tests/kernels/test_mamba_ssm.py"),
-        receipt="examples/receipts/h200/mamba3_scan.json",
+        receipt=_SCAN_RECEIPT,
         exit_when="a scan of our own beats it over a whole step: it moves ten times the bytes of "
         "the input and output",
     ),
-    Row(
-        surface="mamba3_scan",
+    _scan(
         backend="reference",
-        blocks="M",
         role="fallback",
         keep="keep",
         removes="nothing: the chunked scan in plain torch",
         layout="q, k (B, S, G, N), v, z (B, S, H, P) -> (B, S, H, P); MIMO adds a rank dim",
         dtypes="bf16, fp16, fp32, fp64; dt, decay and state in fp32 or wider",
         tests=MAMBA3_TESTS,
-        receipt="examples/receipts/h200/mamba3_scan.json",
+        receipt=_SCAN_RECEIPT,
         exit_when=REFERENCE_EXIT,
     ),
-    Row(
-        surface="mamba3_scan",
+    _scan(
         backend="own_scan",
-        blocks="M",
         role="deferred",
         keep="not carried",
         removes="rotated Q, scaled K, expanded angles and chunk states in memory: upstream's SISO "
@@ -172,11 +165,12 @@ COMPILED = (
     ),
 )
 
+_m2rnn = partial(Row, surface="m2rnn", blocks="R")
+_M2RNN_RECEIPT = "examples/receipts/h200/m2rnn-b4-h44.json"
+
 M2RNN = (
-    Row(
-        surface="m2rnn",
+    _m2rnn(
         backend="cuda",
-        blocks="R",
         role="chosen",
         keep="keep",
         removes="the launches of 4096 dependent steps: two forward, two backward, the state in "
@@ -186,14 +180,12 @@ M2RNN = (
         dtypes="bf16, fp16: h to 11 bits off W's diagonal, tanh 2^-21; fp32: products 2^-20",
         fallback="reference",
         tests=_M2RNN_TESTS,
-        receipt="examples/receipts/h200/m2rnn-b4-h44.json",
+        receipt=_M2RNN_RECEIPT,
         exit_when="upstream's kernels, at true gradients, come within a tenth of it over a whole "
         "step",
     ),
-    Row(
-        surface="m2rnn",
+    _m2rnn(
         backend="reference",
-        blocks="R",
         role="fallback",
         keep="keep",
         removes="the per-step graph: states are kept once a chunk and made again in the backward "
@@ -201,13 +193,11 @@ M2RNN = (
         layout="q, k (B, S, 1 or H, K), v (B, S, H, V) -> (B, S, H, V), state (B, H, K, V)",
         dtypes="bf16, fp16, fp32, fp64; computed in fp32 or wider",
         tests=("tests/kernels/test_m2rnn_kernel.py", ADMISSION),
-        receipt="examples/receipts/h200/m2rnn-b4-h44.json",
+        receipt=_M2RNN_RECEIPT,
         exit_when=REFERENCE_EXIT,
     ),
-    Row(
-        surface="m2rnn",
+    _m2rnn(
         backend="xma",
-        blocks="R",
         role="donor",
         keep="not carried",
         removes="the launches of 4096 dependent steps: 3.31 / 14.28 ms and 1.70 GiB at 44 heads",

@@ -4,6 +4,8 @@ Times are medians on one H200 in bf16, forward / forward + backward, 16,384 toke
 shapes (hidden 3584), unless a row says otherwise.
 """
 
+from functools import partial
+
 from megacpp_mcore.catalog_row import (
     DISPATCH_TESTS,
     EXPERTS_TESTS,
@@ -18,26 +20,25 @@ from megacpp_mcore.catalog_row import (
     Row,
 )
 
+_linear = partial(Row, surface="linear", blocks="AEMR")
+_LINEAR_LAYOUT = "[s, b, in] -> [s, b, out], weight [out, in]"
+
 LINEAR = (
-    Row(
-        surface="linear",
+    _linear(
         backend="te",
-        blocks="AEMR",
         role="chosen",
         keep="keep",
         removes="FP8 casts outside the GEMM, and tensor-parallel communication that does not "
         "overlap it; in bf16 on one GPU nothing, both call cuBLAS",
-        layout="[s, b, in] -> [s, b, out], weight [out, in]",
+        layout=_LINEAR_LAYOUT,
         dtypes="bf16, fp16, fp32; fp8 inside",
         fallback="reference",
         tests=DISPATCH_TESTS,
         receipt="examples/receipts/h200/model-nam56r-quarter.json",
         exit_when="torch's linears train NAM56R at the same tokens/s, FP8 included",
     ),
-    Row(
-        surface="linear",
+    _linear(
         backend="te_fp8",
-        blocks="AEMR",
         role="deferred",
         keep="not carried",
         removes="kernel time: 288.3 -> 275.9 ms a forward and backward pass of nam56r-quarter with "
@@ -52,14 +53,12 @@ LINEAR = (
         "16; with rows that do, FP8 in it made a step of 319.0, no faster beyond the spread",
         exit_when="a whole step is faster with it, in turns with bf16 on a host of its own",
     ),
-    Row(
-        surface="linear",
+    _linear(
         backend="reference",
-        blocks="AEMR",
         role="fallback",
         keep="keep",
         removes="nothing: Megatron's own linears in plain torch",
-        layout="[s, b, in] -> [s, b, out], weight [out, in]",
+        layout=_LINEAR_LAYOUT,
         dtypes="bf16, fp16, fp32",
         tests=STACK_TESTS,
         no_receipt=IN_MODEL,
@@ -67,56 +66,52 @@ LINEAR = (
     ),
 )
 
+_norm = partial(Row, surface="norm", blocks="AEMR")
+_NORM_LAYOUT = "[..., h], normalised over h"
+_NORM_RECEIPT = "examples/receipts/h200/norm.json"
+
 NORM = (
-    Row(
-        surface="norm",
+    _norm(
         backend="te",
-        blocks="AEMR",
         role="chosen",
         keep="keep",
         removes="a read and a write of the activations between the square sum and the scaling",
-        layout="[..., h], normalised over h",
+        layout=_NORM_LAYOUT,
         dtypes="bf16, fp16, fp32; sums in fp32",
         fallback="liger",
         tests=NORM_TESTS,
-        receipt="examples/receipts/h200/norm.json",
+        receipt=_NORM_RECEIPT,
         exit_when="torch's RMSNorm is within the noise of it over a whole step",
         skips={
             "graph": TE_SKIPS["graph"],
             "zero_size": "TE 2.17.1 asserts that a norm's output holds data",
         },
     ),
-    Row(
-        surface="norm",
+    _norm(
         backend="liger",
-        blocks="AEMR",
         role="vendor",
         keep="borderline",
         removes="the same round trip as te, without te; RMSNorm only",
-        layout="[..., h], normalised over h",
+        layout=_NORM_LAYOUT,
         dtypes="bf16, fp16, fp32; computed in fp32",
         fallback="reference",
         tests=NORM_TESTS,
-        receipt="examples/receipts/h200/norm.json",
+        receipt=_NORM_RECEIPT,
         exit_when="te or torch is as fast in the bench of the surface",
     ),
-    Row(
-        surface="norm",
+    _norm(
         backend="reference",
-        blocks="AEMR",
         role="fallback",
         keep="keep",
         removes="nothing: torch.nn.RMSNorm and LayerNorm, sequence parallelism added",
-        layout="[..., h], normalised over h",
+        layout=_NORM_LAYOUT,
         dtypes="bf16, fp16, fp32",
         tests=(*NORM_TESTS, *STACK_TESTS),
-        receipt="examples/receipts/h200/norm.json",
+        receipt=_NORM_RECEIPT,
         exit_when=REFERENCE_EXIT,
     ),
-    Row(
-        surface="norm",
+    _norm(
         backend="own_triton",
-        blocks="AEMR",
         role="deferred",
         keep="not carried",
         removes="the same round trip that te and Liger remove already",
@@ -127,27 +122,27 @@ NORM = (
     ),
 )
 
+_experts = partial(Row, surface="moe_experts", blocks="E")
+_EXPERTS_LAYOUT = "tokens [t, h] sorted by expert, counts [experts] on the host"
+_EXPERTS_RECEIPT = "examples/receipts/h200/moe_experts.json"
+
 MOE_EXPERTS = (
-    Row(
-        surface="moe_experts",
+    _experts(
         backend="te",
-        blocks="E",
         role="chosen",
         keep="keep",
         removes="one GEMM launch an expert. The whole MoE layer takes 3.14 / 9.50 ms with it, of "
         "a 5.1 ms floor: the rest is sort, permute and copies",
-        layout="tokens [t, h] sorted by expert, counts [experts] on the host",
+        layout=_EXPERTS_LAYOUT,
         dtypes="bf16, fp16, fp32; fp8 inside",
         fallback="grouped_mm",
         tests=EXPERTS_TESTS,
-        receipt="examples/receipts/h200/moe_experts.json",
+        receipt=_EXPERTS_RECEIPT,
         exit_when="a path that never writes the permuted copies wins a whole run",
         skips=TE_SKIPS,
     ),
-    Row(
-        surface="moe_experts",
+    _experts(
         backend="grouped_mm",
-        blocks="E",
         role="vendor",
         keep="borderline",
         removes="one GEMM launch an expert, and the wait for the counts on the host; fc1, SwiGLU "
@@ -157,26 +152,22 @@ MOE_EXPERTS = (
         dtypes="bf16; fp16 and fp32 outside torch.compile",
         fallback="reference",
         tests=EXPERTS_TESTS,
-        receipt="examples/receipts/h200/moe_experts.json",
+        receipt=_EXPERTS_RECEIPT,
         exit_when="te is as fast in the bench of the surface, or torch drops F.grouped_mm",
     ),
-    Row(
-        surface="moe_experts",
+    _experts(
         backend="reference",
-        blocks="E",
         role="fallback",
         keep="keep",
         removes="nothing: Megatron's SequentialMLP, one expert after another",
-        layout="tokens [t, h] sorted by expert, counts [experts] on the host",
+        layout=_EXPERTS_LAYOUT,
         dtypes="bf16, fp16, fp32",
         tests=(*EXPERTS_TESTS, *STACK_TESTS),
-        receipt="examples/receipts/h200/moe_experts.json",
+        receipt=_EXPERTS_RECEIPT,
         exit_when=REFERENCE_EXIT,
     ),
-    Row(
-        surface="moe_experts",
+    _experts(
         backend="sonicmoe",
-        blocks="E",
         role="donor",
         keep="not carried",
         removes="the stored expert output: router gradients come from dA' . A, so that only X and "
@@ -197,11 +188,12 @@ _CHUNKED_SEEN = (
 )
 _NOT_ON_A_GPU = "it has not run on a GPU through this project so far, and is served by name only"
 
+_head = partial(Row, surface="linear_cross_entropy", blocks="")
+_LOGITS_LAYOUT = "hidden [s, b, h], weight [V, h], labels [s, b] -> losses [s, b]"
+
 HEAD = (
-    Row(
-        surface="linear_cross_entropy",
+    _head(
         backend="chunked",
-        blocks="",
         role="experimental",
         keep="borderline",
         removes="the logits, but for a buffer of 256 MiB; with weights known beforehand they are "
@@ -215,10 +207,8 @@ HEAD = (
         exit_when="a package on the pinned stack takes a weight a token and a split vocabulary, "
         "and is as fast",
     ),
-    Row(
-        surface="linear_cross_entropy",
+    _head(
         backend="liger",
-        blocks="",
         role="vendor",
         keep="borderline",
         removes="the logits, but for a chunk; with weights known beforehand it makes them twice",
@@ -231,10 +221,8 @@ HEAD = (
         exit_when="its bench on an H200 shows nothing that chunked or Megatron's heads do not do",
         skips={"graph": "Liger counts the labels on the host, which cuts the graph"},
     ),
-    Row(
-        surface="linear_cross_entropy",
+    _head(
         backend="cce",
-        blocks="",
         role="vendor",
         keep="borderline",
         removes="the logits, all of them: made tile by tile in registers, twice",
@@ -250,38 +238,32 @@ HEAD = (
             "determinism": "its sums are made in the order in which the locks are taken",
         },
     ),
-    Row(
-        surface="linear_cross_entropy",
+    _head(
         backend="reference",
-        blocks="",
         role="fallback",
         keep="keep",
         removes="nothing: logits of every token, then their cross entropy; 44.1 ms and 12.0 GiB",
-        layout="hidden [s, b, h], weight [V, h], labels [s, b] -> losses [s, b]",
+        layout=_LOGITS_LAYOUT,
         dtypes="bf16, fp16, fp32, fp64; the sum and the losses in fp32 or wider",
         tests=SPLIT_LOSS_TESTS,
         receipt="examples/receipts/h200/linear_cross_entropy.json",
         exit_when=REFERENCE_EXIT,
     ),
-    Row(
-        surface="linear_cross_entropy",
+    _head(
         backend="megatron",
-        blocks="",
         role="chosen",
         keep="keep",
         removes="nothing: Megatron's own heads, with logits and a float32 softmax of every token "
         "and MTP depth in memory; what the others are measured against in the whole model",
-        layout="hidden [s, b, h], weight [V, h], labels [s, b] -> losses [s, b]",
+        layout=_LOGITS_LAYOUT,
         dtypes="bf16, fp16, fp32; the sum and the losses in fp32",
         fallback="reference",
         tests=LOSS_TESTS,
         no_receipt=IN_MODEL,
         exit_when="a whole step with chunked heads is faster and smaller on an H200",
     ),
-    Row(
-        surface="linear_cross_entropy",
+    _head(
         backend="own_mega_kernel",
-        blocks="",
         role="deferred",
         keep="not carried",
         removes="the logits: plain linear and cross entropy 44.1 ms and 12.0 GiB, Liger 37.8 ms "
@@ -291,10 +273,8 @@ HEAD = (
         "one small kernel over each chunk save the same memory",
         exit_when="a chunked path cannot come within reach of the floor on an H200",
     ),
-    Row(
-        surface="linear_cross_entropy",
+    _head(
         backend="megatron_te",
-        blocks="",
         role="vendor",
         keep="not carried",
         removes="a pass over the logits",
@@ -306,39 +286,37 @@ HEAD = (
     ),
 )
 
+_residual = partial(Row, surface="residual", blocks="AEMR")
+_RESIDUAL_LAYOUT = "x, residual [s, b, h], bias [h] -> [s, b, h]"
+_RESIDUAL_RECEIPT = "examples/receipts/h200/residual.json"
+
 RESIDUAL = (
-    Row(
-        surface="residual",
+    _residual(
         backend="megatron",
-        blocks="AEMR",
         role="chosen",
         keep="keep",
         removes="two of three elementwise launches and their traffic: bias, dropout and addition "
         "are one kernel of torch.compile, where the recipe has bias_dropout_fusion",
-        layout="x, residual [s, b, h], bias [h] -> [s, b, h]",
+        layout=_RESIDUAL_LAYOUT,
         dtypes="bf16, fp16, fp32; the residual's",
         fallback="reference",
         tests=RESIDUAL_TESTS,
-        receipt="examples/receipts/h200/residual.json",
+        receipt=_RESIDUAL_RECEIPT,
         exit_when="it is no faster than the eager operations over a whole step",
     ),
-    Row(
-        surface="residual",
+    _residual(
         backend="reference",
-        blocks="AEMR",
         role="fallback",
         keep="keep",
         removes="nothing: bias, dropout and addition one after another",
-        layout="x, residual [s, b, h], bias [h] -> [s, b, h]",
+        layout=_RESIDUAL_LAYOUT,
         dtypes="bf16, fp16, fp32, fp64; the residual's",
         tests=RESIDUAL_TESTS,
-        receipt="examples/receipts/h200/residual.json",
+        receipt=_RESIDUAL_RECEIPT,
         exit_when=REFERENCE_EXIT,
     ),
-    Row(
-        surface="residual",
+    _residual(
         backend="own_triton",
-        blocks="AEMR",
         role="deferred",
         keep="not carried",
         removes="elementwise launches between a block's output and the next block's input",
