@@ -5,33 +5,27 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-
-from megacpp_mcore import bridges
-
-bridges.before_megatron()
-
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # noqa: E402
-from megatron.core.inference.contexts import StaticInferenceContext  # noqa: E402
-from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
-from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules  # noqa: E402
-from megatron.core.tensor_parallel.layers import (  # noqa: E402
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
 )
-from megatron.core.transformer import TransformerConfig  # noqa: E402
-from megatron.core.transformer.module import Float16Module  # noqa: E402
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module  # noqa: E402
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-from megacpp_mcore import dispatch  # noqa: E402
-from megacpp_mcore.errors import MegacppError  # noqa: E402
-from megacpp_mcore.layers.mamba3 import Mamba3Mixer, Mamba3MixerSubmodules  # noqa: E402
-from megacpp_mcore.layers.norm import TorchNorm  # noqa: E402
-from megacpp_mcore.layers.settings import PluginSettings, attach  # noqa: E402
-from megacpp_mcore.settings import Mamba3Settings  # noqa: E402
+from megacpp_mcore import dispatch
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.layers.mamba3 import Mamba3Mixer, Mamba3MixerSubmodules
+from megacpp_mcore.layers.norm import TorchNorm
+from megacpp_mcore.layers.settings import PluginSettings, attach
+from megacpp_mcore.settings import Mamba3Settings
+from megacpp_mcore.training.megatron_setup import single_process
 
 HIDDEN = 24
 SIZES = {
@@ -46,19 +40,9 @@ FP32_PARAMETERS = {"dt_bias", "D", "B_bias", "C_bias", "mimo_x", "mimo_z", "mimo
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_gloo_process():
-    """Megatron's groups of one process; left alone when another test module has made them."""
-    bridges.install()
-    made_world, made_groups = not dist.is_initialized(), not parallel_state.is_initialized()
-    if made_world:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    if made_groups:
-        parallel_state.initialize_model_parallel()
-    yield
-    if made_groups:
-        parallel_state.destroy_model_parallel()
-    if made_world:
-        dist.destroy_process_group()
+def process_groups():
+    with single_process(0):
+        yield
 
 
 def config(**changes):
