@@ -1,6 +1,7 @@
 """What Megatron-Core 0.19.2 cannot do as it is installed, bridged in this one place.
 
-All but `dataset_helper` is for machines with no GPU and changes nothing with CUDA. Each bridge
+All but `dataset_helper` and `operators_alone` is for machines with no GPU and changes nothing with
+CUDA. Each bridge
 names its reason; one that a patch of the lane makes needless is not laid where that is applied.
 The distributed optimizer's checkpoints have their own: `megacpp_mcore.optimizer_bridges`.
 """
@@ -79,6 +80,28 @@ def dataset_helper() -> None:
 
 def _import_the_helper() -> None:
     importlib.import_module("megatron.core.datasets.helpers_cpp")
+
+
+def operators_alone(package: str) -> None:
+    """Let `import PACKAGE.ops...` leave PACKAGE's own __init__ for whoever asks for what is in it.
+
+    mamba_ssm's imports its models, and transformers with them: 5 s of every rank's start on an
+    H200's host, for nothing that is used here.
+    """
+    spec = None if package in sys.modules else importlib.util.find_spec(package)
+    if spec is None or spec.loader is None:
+        return
+    module = importlib.util.module_from_spec(spec)
+
+    def whole(name: str):
+        if name.startswith("__") and name != "__version__":  # what Python itself looks for
+            raise AttributeError(name)
+        del module.__getattr__
+        spec.loader.exec_module(module)
+        return getattr(module, name)
+
+    module.__getattr__ = whole
+    sys.modules[package] = module
 
 
 @contextlib.contextmanager

@@ -50,6 +50,7 @@ def _train(launch: Launch) -> None:
             f"torch sees no CUDA device, recipe {launch.recipe.name} is for GPUs; on this machine "
             "run `megacpp train nam56r-tiny`"
         )
+    bridges.operators_alone("mamba_ssm")
     check_packages(launch.recipe, yardstick=launch.yardstick)
     patch_needs.check(launch.recipe)
     check_backends(launch.recipe)
