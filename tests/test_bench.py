@@ -11,7 +11,7 @@ import torch
 from megacpp_mcore import bench, cli, dispatch, receipts
 from megacpp_mcore.backend import Backend, Surface, always
 from megacpp_mcore.bench import clock as clocks
-from megacpp_mcore.bench import layer, model, surface
+from megacpp_mcore.bench import layer, model, subject, surface
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.norm import rms_norm
 from megacpp_mcore.problems import stack_part_of
@@ -423,11 +423,43 @@ class TestCommand:
         forward, backward, step = (row["flops"] for row in receipt["rows"])
         assert backward == step == 3 * forward > 0
 
+    @pytest.mark.parametrize("factor", [1.0, 1.1])
+    def test_models_side_by_side(self, factor, tmp_path, monkeypatch, capsys):
+        """With the same weights; a model whose loss is another is wrong."""
+        from megacpp_mcore.kernels.mla_rope import unfused
+
+        def changed(*args, right=unfused.mla_rope, **options):
+            return tuple(factor * x for x in right(*args, **options))
+
+        surface = REGISTRY["mla_rope"]
+        entry = Backend("changed", "megacpp_mcore.kernels.mla_rope.unfused:changed", always)
+        monkeypatch.setattr(unfused, "changed", changed, raising=False)
+        backends = (*surface.backends, entry)
+        monkeypatch.setitem(REGISTRY, "mla_rope", Surface("mla_rope", backends, surface.problem))
+        dispatch.forget()
+        path, other = tmp_path / "model.json", "mla_rope=changed"
+        words = [word for override in SMALL for word in ("--set", override)]
+        status = cli.main(["bench", "model", "--recipe", "nam56r-tiny", "--layers", "1", *words,
+                           "--against", other, "--receipt", str(path)])  # fmt: skip
+        receipt = json.loads(path.read_text())
+        assert receipt["baseline"] == other
+        phases = ("forward", "forward_backward", "step")
+        rows = {(row["backend"], row["phase"]): row for row in receipt["rows"]}
+        assert list(rows) == [(name, phase) for phase in phases for name in ("model", other)]
+        observed = {b["observed"] for b in receipt["backends"] if b["surface"] == "mla_rope"}
+        assert observed == {"megatron", "changed"}
+        row = rows["model", "step"]
+        assert (status, row["error"] > row["tolerance"]) == (
+            (0, False) if factor == 1 else (1, True)
+        )
+        assert ("model: a mean loss of" in capsys.readouterr().err) == (factor != 1)
+        assert rows[other, "step"]["error"] is None
+
     def test_a_step_that_fails_leaves_the_other_rows_and_status_1(self, monkeypatch, capfd):
         def fails(bare, args):
             raise RuntimeError("no optimizer today")
 
-        monkeypatch.setattr(model, "_cpu_step", fails)
+        monkeypatch.setattr(subject, "_on_cpu", fails)
         words = [word for override in SMALL for word in ("--set", override)]
         status = cli.main(["bench", "model", "--recipe", "nam56r-tiny", "--layers", "1", *words])
         out, err = capfd.readouterr()
@@ -448,7 +480,7 @@ class TestCommand:
             (["norms"], "surface 'norms' has no case; choose norm, moe_experts"),
             (["linear"], "surface 'linear' has no case"),
             (["norm", "--layers", "3"], "--layers and --no-optimizer are for `megacpp bench"),
-            (["model", "--against", "te"], "--against is for a surface"),
+            (["model", "--against", "te"], "not of the form surface=backend"),
             (["model", "--layers", "0"], "--layers 0: at least 1 is needed"),
             (["norm", "--recipe", "nam57"], "unknown recipe 'nam57'"),
             (["m2rnn", "--recipe", "nam56r-tiny", "--set", "model.pattern=AE", "--set",

@@ -4,12 +4,11 @@
 weights, and times its decoder without the final norm.
 """
 
-import contextlib
 import itertools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +17,8 @@ from torch import Tensor
 
 from megacpp_mcore import bench, bridges, dispatch, problems, receipts
 from megacpp_mcore.bench.clock import Clock, clock_for, interleave
-from megacpp_mcore.bench.model import in_half_precision, weight_flops
+from megacpp_mcore.bench.contenders import contenders, serving, take_weights
+from megacpp_mcore.bench.subject import in_half_precision, weight_flops
 from megacpp_mcore.bench.surface import environment
 from megacpp_mcore.kernels.core_attention.case import CoreAttentionCase
 from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds
@@ -68,8 +68,7 @@ def bench_layer(
     and running the layer raises.
     """
     bench.check_receipts()
-    for text in against:
-        dispatch.forced_backends(text)
+    asked = contenders(AS_IT_IS, against)
     bridges.before_megatron()
     from megacpp_mcore.training import megatron_setup as setup
 
@@ -77,10 +76,10 @@ def bench_layer(
     clock = clock_for(device)
     with setup.single_process(recipe.schedule.seed, device), setup.quiet():
         layers, decisions = {}, []
-        for name in dict.fromkeys([AS_IT_IS, *against]):
+        for name, requests in asked.items():
             say(f"{name}: building {recipe.plan.megatron_pattern} on {device}")
             dispatch.forget()
-            layers[name] = _layer(recipe, "" if name == AS_IT_IS else name, clock)
+            layers[name] = _layer(recipe, requests, clock)
             decisions += [asdict(decision) for decision in dispatch.decisions()]
         baseline = next(iter(against), AS_IT_IS)
         say(f"all against {baseline}, with its weights")
@@ -139,7 +138,7 @@ def _layer(recipe: Recipe, requests: str, clock: Clock) -> _Layer:
     from megacpp_mcore.training import megatron_setup as setup
 
     lowered = lower(recipe)
-    with _serving(requests):
+    with serving(requests):
         os.environ[ENVIRONMENT_VARIABLE] = lowered.environment[ENVIRONMENT_VARIABLE]
         # The spec chooses its parts as it is imported.
         sys.modules.pop("megacpp_mcore.specs.nam56r", None)
@@ -180,20 +179,6 @@ def _packed(seq: int, batch: int, device: str) -> dict[str, Any]:
     return {"packed_seq_params": documents}
 
 
-@contextlib.contextmanager
-def _serving(requests: str) -> Iterator[None]:
-    """The backends of `requests`, before those that the environment names."""
-    before = os.environ.get(dispatch.ENVIRONMENT_VARIABLE)
-    merged = {**dispatch.forced_backends(), **dispatch.forced_backends(requests)}
-    os.environ[dispatch.ENVIRONMENT_VARIABLE] = ",".join(f"{s}={n}" for s, n in merged.items())
-    try:
-        yield
-    finally:
-        del os.environ[dispatch.ENVIRONMENT_VARIABLE]
-        if before is not None:
-            os.environ[dispatch.ENVIRONMENT_VARIABLE] = before
-
-
 def _compare(
     layers: Mapping[str, _Layer], baseline: str
 ) -> tuple[dict[str, float | None], list[str]]:
@@ -201,17 +186,12 @@ def _compare(
     and what is wrong."""
     expected = layers[baseline].values()
     weights = dict(layers[baseline].module.named_parameters())
-    shapes = {name: p.shape for name, p in weights.items()}
     errors: dict[str, float | None] = {baseline: None}
     wrong = []
     for name, layer in layers.items():
-        own = dict(layer.module.named_parameters())
-        if name == baseline or {n: p.shape for n, p in own.items()} != shapes:
+        if name == baseline or not take_weights(layer.module, weights):
             errors[name] = None
             continue
-        with torch.no_grad():
-            for key, parameter in own.items():
-                parameter.copy_(weights[key])
         found = layer.values()
         far = {key: _distance(found[key], x) for key, x in expected.items()}
         what = max(far, key=lambda key: math.inf if math.isnan(far[key]) else far[key])

@@ -1,21 +1,24 @@
-"""A recipe's whole model: forward, forward and backward, and a step with the optimizer."""
+"""A recipe's whole model: forward, forward and backward, and a step with the optimizer.
+
+Alone, or beside itself with other backends inside: then every model has its own weights, gradients
+and optimizer in memory, and what is told of a model's memory leaves out what the others keep.
+"""
 
 import gc
 import os
-import re
 import resource
 import sys
 import traceback
-from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megacpp_mcore import bench, bridges, dispatch, problems, receipts
 from megacpp_mcore.bench.clock import Clock, clock_for, interleave
+from megacpp_mcore.bench.contenders import contenders, serving, take_weights
+from megacpp_mcore.bench.subject import Subject, batches
 from megacpp_mcore.bench.surface import environment
 from megacpp_mcore.flops import count
 from megacpp_mcore.lowering import lower
@@ -23,238 +26,210 @@ from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, Recipe
 
 _SECONDS_A_PHASE = 15.0
-_BATCHES = 4
-_NAME = "model"
+_AS_IT_IS = "model"
 
 
 def bench_model(
-    recipe: Recipe, *, optimizer: bool = True, say: Callable[[str], None] = bench.to_stderr
+    recipe: Recipe,
+    against: Sequence[str] = (),
+    *,
+    optimizer: bool = True,
+    say: Callable[[str], None] = bench.to_stderr,
 ) -> tuple[dict[str, Any], list[str]]:
     """Time the model of `recipe` on random tokens, one micro batch at a time.
 
-    recipe: from `load_for_bench`. optimizer: also time a step; Megatron's distributed data parallel
-    and optimizer on a GPU, the CPU lane's AdamW on a CPU.
+    recipe: from `load_for_bench`. against: `surface=backend,...` each, to be timed beside the model
+    as the recipe has it, in turns; the first is the baseline. optimizer: also time a step;
+    Megatron's distributed data parallel and optimizer on a GPU, the CPU lane's AdamW on a CPU.
 
-    Returns the bench receipt, and what went wrong with the step, which then has no row. Raises what
-    building the model raises, and torch's OutOfMemoryError when not even a forward and a backward
-    pass fit.
+    Returns the bench receipt, and what went wrong: with the step, which then has no row, or a loss
+    further from the baseline's than rounding explains. Raises DispatchError for a backend that is
+    unknown or cannot serve, what building the model raises, and torch's OutOfMemoryError when not
+    even a forward and a backward pass fit.
     """
     bench.check_receipts()
-    lowered = lower(recipe)
-    os.environ[ENVIRONMENT_VARIABLE] = lowered.environment[ENVIRONMENT_VARIABLE]
-    # The spec chooses its parts as it is imported, which may have been for another recipe.
-    sys.modules.pop("megacpp_mcore.specs.nam56r", None)
+    asked = contenders(_AS_IT_IS, against)
+    baseline = next(iter(against), _AS_IT_IS)
     bridges.before_megatron()
     from megacpp_mcore.training import megatron_setup as setup
 
     device = problems.current_device()
-    clock = clock_for(device)
-    args = setup.megatron_args(lowered.argv, lowered.environment)
     with setup.single_process(recipe.schedule.seed, device), setup.quiet():
-        say(f"building {recipe.plan.megatron_pattern} on {device}")
-        subject = _Subject(setup.build_model(args), args, _batches(recipe, args, device), clock)
+        race, decisions = _Race(baseline, clock_for(device), say), []
+        for name, requests in asked.items():
+            say(f"{name}: building {recipe.plan.megatron_pattern} on {device}")
+            dispatch.forget()
+            race.enter(name, recipe, requests)
+            decisions += [asdict(decision) for decision in dispatch.decisions()]
+        args = race.subjects[baseline].args
         cost, tokens = count(recipe), args.micro_batch_size * args.seq_length
-        flops = int(cost.forward * tokens), int(cost.training * tokens)
-        rows, wrong = _rows(subject, flops, optimizer, say)
-        decisions = [asdict(decision) for decision in dispatch.decisions()]
+        race.share_weights()
+        race.run(int(cost.forward * tokens), int(cost.training * tokens), optimizer)
     receipt = receipts.bench_receipt(
-        problem={"surface": _NAME, "dtype": str(args.params_dtype).removeprefix("torch."),
-                 "sizes": _sizes(recipe, subject, tokens)},
-        rows=rows,
-        baseline=_NAME,
-        backends=decisions,
+        problem={"surface": "model", "dtype": str(args.params_dtype).removeprefix("torch."),
+                 "sizes": _sizes(recipe, race.subjects[baseline], tokens)},
+        rows=race.rows,
+        baseline=baseline,
+        backends=[d for i, d in enumerate(decisions) if d not in decisions[:i]],
         lane=lane("cpu" if device == "cpu" else None),
         topology=bench.TOPOLOGY,
         environment=environment(recipe),
         recipe=receipts.recipe_entry(recipe.name, recipe.to_dict()),
         notes=[
             bench.ONE_RANK_NOTE,
-            *(f"{row['phase']}: {tokens / row['median_ms'] * 1000:,.0f} tokens/s" for row in rows),
+            *(f"{row['phase']}, {row['backend']}: {tokens / row['median_ms'] * 1000:,.0f} tokens/s"
+              for row in race.rows),
             "FLOPs: megacpp_mcore.flops, every layer and head and the pairs that the causal mask "
-            "leaves; not what is elementwise. Peak memory is the process's, weights included",
+            "leaves; not what is elementwise",
             "the forward pass makes the gradients of the heads too, unless they are Megatron's own "
             "(backend megatron of linear_cross_entropy)",
-            *wrong,
+            *race.notes,
+            *race.wrong,
         ],
     )  # fmt: skip
-    return receipt, wrong
+    return receipt, race.wrong
 
 
-class _Subject:
-    """The model with its batches, and the calls that are timed."""
+class _Race:
+    """Models by name, their rows, and what is to be told beside these. wrong: with the models."""
 
-    def __init__(
-        self, model: torch.nn.Module, args: Namespace, batches: list[dict[str, Tensor]],
-        clock: Clock,
-    ) -> None:  # fmt: skip
-        self.bare, self.args, self.batches, self.clock = model, args, batches, clock
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.model = in_half_precision(model, args)
-        self._step: Callable[[Tensor], None] | None = None
+    def __init__(self, baseline: str, clock: Clock, say: Callable[[str], None]) -> None:
+        self.baseline, self.clock, self.say = baseline, clock, say
+        self.subjects: dict[str, Subject] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self.wrong: list[str] = []
+        self._kept: dict[str, int] = {}  # bytes that a model keeps between calls
+        self._compared: list[str] = []
+        self._errors: dict[str, float] = {}
+        # Every logit and loss is rounded by half of it at most; the mean of them by less.
+        self._tolerance = 0.0
 
-    def forward(self, turn: int) -> Tensor:
-        """The mean loss of one micro batch, the first after an update of the weights.
+    def enter(self, name: str, recipe: Recipe, requests: str) -> None:
+        """Build the model of `recipe` with the backends of `requests`."""
+        from megacpp_mcore.training import megatron_setup as setup
 
-        As Megatron's schedules say so: Transformer Engine keeps the weights it has cast to FP8.
-        """
-        self.model.set_is_first_microbatch()
-        batch = self.batches[turn % len(self.batches)]
-        return self.model(**batch) / batch["labels"].numel()
+        before = self._allocated()
+        lowered = lower(recipe)
+        with serving(requests):
+            os.environ[ENVIRONMENT_VARIABLE] = lowered.environment[ENVIRONMENT_VARIABLE]
+            # The spec chooses its parts as it is imported, which may have been for another model.
+            sys.modules.pop("megacpp_mcore.specs.nam56r", None)
+            args = setup.megatron_args(lowered.argv, lowered.environment)
+            model = setup.build_model(args)
+        data = batches(recipe, args, self.clock.device)
+        self.subjects[name] = Subject(model, args, data, self.clock)
+        self._kept[name] = self._allocated() - before
 
-    def forward_backward(self, turn: int) -> None:
-        self.forward(turn).backward()
-        for parameter in self.parameters:
-            parameter.grad = None
+    def share_weights(self) -> None:
+        """Give all models the baseline's weights; one that has others is not compared with it."""
+        first = self.subjects[self.baseline]
+        weights = dict(first.bare.named_parameters())
+        self._tolerance = torch.finfo(first.args.params_dtype).eps
+        self._compared = [
+            name
+            for name, subject in self.subjects.items()
+            if name != self.baseline and take_weights(subject.bare, weights)
+        ]
 
-    def step(self, turn: int) -> None:
-        """One training step on a micro batch: forward, backward, clipping, optimizer."""
-        assert self._step is not None
-        self._step(self.forward(turn))
+    def run(self, forward: int, training: int, optimizer: bool) -> None:
+        """Every phase. forward, training: FLOPs of a forward pass, and of one with its backward
+        pass."""
+        self.notes.append(
+            "peak memory: of one warm call, with the model's own weights, gradients and optimizer "
+            "and without what other models keep"
+            if self.clock.device == "cuda"
+            else "peak memory: the process's"
+        )
+        self._phase("forward", forward)
+        self._phase("forward_backward", training)
+        if not optimizer:
+            return
+        try:
+            for name, subject in self.subjects.items():
+                before = self._allocated()
+                subject.with_optimizer()
+                self._kept[name] += self._allocated() - before
+            self._phase("step", training)
+        except torch.OutOfMemoryError as error:
+            self.wrong.append(f"no step: out of memory: {str(error).splitlines()[0]}")
+        except Exception as error:  # the first two phases stand; the caller ends with status 1
+            traceback.print_exc()
+            self.wrong.append(f"no step: {type(error).__name__}: {error}")
 
-    def with_optimizer(self) -> None:
-        """From here on the model is as Megatron trains it."""
-        build = _megatron_step if self.clock.device == "cuda" else _cpu_step
-        self.model, self._step = build(self.bare, self.args)
+    def _compare(self) -> None:
+        """How far the mean loss of a batch is from the baseline's, with the same weights."""
+        expected = self.subjects[self.baseline].forward(0).item()
+        for name in self._compared:
+            found = self.subjects[name].forward(0).item()
+            self._errors[name] = error = abs(found - expected) / abs(expected)
+            if not error <= self._tolerance:
+                self.wrong.append(
+                    f"{name}: a mean loss of {found:.6f}, {expected:.6f} with {self.baseline}"
+                )
+        self.notes.append(
+            f"error: of the mean loss of a batch, {expected:.6f} with {self.baseline}, in units of "
+            "it; gradients are not compared"
+        )
 
+    def _phase(self, phase: str, flops: int) -> None:
+        calls = {name: getattr(subject, phase) for name, subject in self.subjects.items()}
+        cold = {}
+        for name, call in calls.items():
+            before = self._allocated()
+            cold[name] = self.clock.cold(lambda call=call: call(0))
+            self._kept[name] += self._allocated() - before
+            self.say(f"{phase}, {name}: {cold[name] / 1000:.2f} s the first time")
+        if self._compared and phase == "forward":
+            self._compare()
+        peaks = {name: self._peak(name, phase) for name in calls}
+        samples = interleave(self.clock, calls, _SECONDS_A_PHASE)
+        for name, times in samples.items():
+            self.rows.append(
+                receipts.bench_row(
+                    name, phase, times, cold_ms=cold[name], peak_memory_bytes=peaks[name],
+                    error=self._errors.get(name), flops=flops,
+                    tolerance=self._tolerance if name in self._errors else None,
+                )
+            )  # fmt: skip
+        self._allocated()
 
-def weight_flops(module: torch.nn.Module, recipe: Recipe, tokens: int) -> float:
-    """Two a weight and token, an expert's share of them.
+    def _peak(self, name: str, phase: str) -> int | None:
+        """Most memory that the model had in a warm call; on a CPU the process's, of all models."""
+        if self.clock.device != "cuda":
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        subject = self.subjects[name]
+        if phase != "step":
+            return self._most(name, lambda: getattr(subject, phase)(1))
+        parts = (
+            self._most(name, lambda: subject.step_up_to_update(1)),
+            self._most(name, subject.update),
+        )
+        self.notes.append(
+            f"step, {name}: most memory up to the backward pass's end {parts[0] / 2**30:.2f} GiB, "
+            f"in the optimizer {parts[1] / 2**30:.2f} GiB, kept {self._kept[name] / 2**30:.2f} GiB"
+        )
+        return max(parts)
 
-    Transformer Engine calls the experts' weights weight0, weight1 and so on.
-    """
-    share = recipe.moe.moe_router_topk / (recipe.moe.num_experts or 1)
-    total = 0.0
-    for name, parameter in module.named_parameters():
-        if parameter.dim() < 2 or not re.search(r"weight\d*$", name) or "embedding" in name:
-            continue
-        used = share if ".experts." in name else 1
-        total += 2 * parameter.numel() * tokens * used
-    return total
-
-
-def in_half_precision(model: torch.nn.Module, args: Namespace) -> torch.nn.Module:
-    """The model as Megatron trains it in bf16: its parameters cast, and wrapped."""
-    if not args.bf16:
-        return model
-    from megatron.core.transformer.module import Float16Module
-
-    return Float16Module(model.config, model)
-
-
-def _batches(recipe: Recipe, args: Namespace, device: str) -> list[dict[str, Tensor]]:
-    """Random tokens, each the label of the one before it."""
-    generator = torch.Generator().manual_seed(recipe.schedule.seed)
-    shape = (_BATCHES, args.micro_batch_size, args.seq_length + 1)
-    tokens = torch.randint(recipe.model.vocab_size, shape, generator=generator).to(device)
-    positions = torch.arange(args.seq_length, device=device).expand(args.micro_batch_size, -1)
-    every_token = torch.ones_like(positions, dtype=torch.float32)
-    return [
-        {
-            "input_ids": batch[:, :-1],
-            "position_ids": positions,
-            "attention_mask": None,
-            "labels": batch[:, 1:].contiguous(),
-            "loss_mask": every_token,
-            "loss_weights": every_token,
-        }
-        for batch in tokens
-    ]
-
-
-Step = tuple[torch.nn.Module, Callable[[Tensor], None]]
-
-
-def _megatron_step(bare: torch.nn.Module, args: Namespace) -> Step:
-    """Megatron's own distributed data parallel and optimizer, in a world of one."""
-    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-    from megatron.core.optimizer import get_megatron_optimizer
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.models import dist_utils
-    from megatron.training.training import get_megatron_ddp_config, get_megatron_optimizer_config
-
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    [parallel] = dist_utils.prepare_existing_model_chunks_for_distributed_training(
-        [bare], bare.config, groups, ddp_config=get_megatron_ddp_config(args)
-    )
-    config, overrides = get_megatron_optimizer_config(args)
-    optimizer = get_megatron_optimizer(config, [parallel], config_overrides=overrides)
-
-    def step(loss: Tensor) -> None:
-        optimizer.scale_loss(loss).backward()
-        finalize_model_grads([parallel], pg_collection=groups)
-        optimizer.step()
-        parallel.zero_grad_buffer()
-        optimizer.zero_grad()
-
-    return parallel, step
-
-
-def _cpu_step(bare: torch.nn.Module, args: Namespace) -> Step:
-    """The CPU lane's step."""
-    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    from megacpp_mcore.training.optimizer import build_optimizer
-    from megacpp_mcore.training.step import NoGradientSync
-
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    wrapped = NoGradientSync(bare)
-    optimizer = build_optimizer(bare, args)
-    parameters = [p for p in bare.parameters() if p.requires_grad]
-
-    def step(loss: Tensor) -> None:
-        loss.backward()
-        finalize_model_grads([wrapped], pg_collection=groups)
-        torch.nn.utils.clip_grad_norm_(parameters, args.clip_grad or float("inf"))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return wrapped, step
-
-
-def _rows(
-    subject: _Subject, flops: tuple[int, int], optimizer: bool, say: Callable[[str], None]
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """flops: of a forward pass, and of one with its backward pass."""
-    forward, training = flops
-    rows = [_row(subject, "forward", forward, say)]
-    rows.append(_row(subject, "forward_backward", training, say))
-    if not optimizer:
-        return rows, []
-    try:
-        subject.with_optimizer()
-        rows.append(_row(subject, "step", training, say))
-    except torch.OutOfMemoryError as error:
-        return rows, [f"no step: out of memory: {str(error).splitlines()[0]}"]
-    except Exception as error:  # the first two rows stand; the caller ends with status 1
-        traceback.print_exc()
-        return rows, [f"no step: {type(error).__name__}: {error}"]
-    return rows, []
-
-
-def _row(
-    subject: _Subject, phase: str, flops: int, say: Callable[[str], None]
-) -> dict[str, Any]:  # fmt: skip
-    clock, call = subject.clock, getattr(subject, phase)
-    say(f"{phase}: first call")
-    if clock.device == "cuda":
+    def _most(self, name: str, call: Callable[[], object]) -> int:
+        self.clock.wait()
         torch.cuda.reset_peak_memory_stats()
-    cold = clock.cold(lambda: call(0))
-    say(f"{phase}: {cold / 1000:.2f} s, then warm")
-    samples = interleave(clock, {_NAME: call}, _SECONDS_A_PHASE)[_NAME]
-    if clock.device == "cuda":
-        peak = torch.cuda.max_memory_allocated()
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    gc.collect()
-    if clock.device == "cuda":
+        call()
+        self.clock.wait()
+        others = sum(kept for other, kept in self._kept.items() if other != name)
+        return torch.cuda.max_memory_allocated() - others
+
+    def _allocated(self) -> int:
+        """Bytes of device memory that are in use when nothing runs; 0 on a CPU."""
+        gc.collect()
+        if self.clock.device != "cuda":
+            return 0
+        self.clock.wait()
         torch.cuda.empty_cache()
-    return receipts.bench_row(
-        _NAME, phase, samples, cold_ms=cold, peak_memory_bytes=peak, flops=flops
-    )
+        return torch.cuda.memory_allocated()
 
 
-def _sizes(recipe: Recipe, subject: _Subject, tokens: int) -> dict[str, Any]:
+def _sizes(recipe: Recipe, subject: Subject, tokens: int) -> dict[str, Any]:
     return {
         "layers": recipe.plan.depth,
         "pattern": recipe.plan.megatron_pattern,

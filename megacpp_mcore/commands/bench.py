@@ -11,6 +11,8 @@ examples:
   megacpp bench moe_experts --against te            the chosen backend against te
   megacpp bench model --recipe nam56r --layers 13   forward, forward + backward, step
   megacpp bench layer A --against mla_rope=megatron one layer, another backend inside it
+  megacpp bench model --against linear_cross_entropy=megatron
+                                                    two models beside each other, in turns
   megacpp report compare before.json after.json
 
 Exit status 1 when a backend failed or was wrong; it then has a reason and no times.
@@ -37,8 +39,8 @@ def register(subparsers: Any) -> None:
     add("--set", dest="overrides", metavar="A.B=C", action="append", default=[],
         help="override one key; may be given again")  # fmt: skip
     add("--against", metavar="BACKEND", nargs="+", default=[],
-        help="time these beside the chosen one, no others; the first is the baseline. Of `layer`: "
-        "SURFACE=BACKEND,... each")  # fmt: skip
+        help="time these beside the chosen one, no others; the first is the baseline. Of `layer` "
+        "and `model`: SURFACE=BACKEND,... each")  # fmt: skip
     add("--variant", metavar="NAME",
         help="of linear_cross_entropy: weighted (a training step's sum of losses, the default) or "
         "per_token (losses that take any gradient)")  # fmt: skip
@@ -57,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if args.surface == "model":
         from megacpp_mcore.bench.model import bench_model
 
-        receipt, wrong = bench_model(recipe, optimizer=not args.no_optimizer)
+        receipt, wrong = bench_model(recipe, args.against, optimizer=not args.no_optimizer)
     elif args.surface == "layer":
         from megacpp_mcore.bench.layer import bench_layer
 
@@ -96,9 +98,6 @@ def _check_options(args: argparse.Namespace) -> None:
     if (args.surface == "layer") != (args.layer is not None):
         raise BenchError("`megacpp bench layer` takes the name of a layer, no other bench does: "
                          "A, E, M, R, + or *")  # fmt: skip
-    if is_model and args.against:
-        raise BenchError("--against is for a surface; choose a model's backends with --set "
-                         "backends.SURFACE=NAME or MEGACPP_BACKENDS")  # fmt: skip
     if args.variant is not None and args.surface in ("layer", "model"):
         raise BenchError("--variant is for a surface")
     if not is_model and (args.layers is not None or args.no_optimizer):
