@@ -14,6 +14,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.training.argument_utils import hybrid_config_from_args
 from megatron.training.models.hybrid import HybridModelBuilder
 
+from megacpp_mcore.bench.contenders import serving
 from megacpp_mcore.lowering import lower
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.training import step
@@ -41,13 +42,18 @@ class Models(NamedTuple):
     megatrons: HybridModel
 
 
-def models(*overrides: str) -> Models:
-    """Both, with the same weights. Needs the process groups of `single_process`."""
+def models(*overrides: str, heads: str | None = None) -> Models:
+    """Both, with the same weights. Needs the process groups of `single_process`.
+
+    heads: linear_cross_entropy's backend in ours, where it is not to be what the recipe and the
+    environment ask for; a model of Megatron's has Megatron's own.
+    """
     lowered = lower(load_recipe("nam56r-tiny", [*SIZES, *overrides]))
     args = megatron_args(lowered.argv, lowered.environment)
     groups, built = ProcessGroupCollection.use_mpu_process_groups(), []
-    for builder in (MegacppModelBuilder, HybridModelBuilder):
-        with quiet():
+    requests = "" if heads is None else f"linear_cross_entropy={heads}"
+    for builder, asked in ((MegacppModelBuilder, requests), (HybridModelBuilder, "")):
+        with quiet(), serving(asked):
             config = hybrid_config_from_args(args)
             built.append(builder(config).build_model(groups, True, True))
     torch.manual_seed(3)

@@ -34,14 +34,21 @@ TOKENS, HIDDEN, VOCAB = 16384, 3584, 65536
 ROUNDS = 12
 
 
+SMALL, ODD, LARGE = (8, 2, 12, 24), (64, 5, 72, 4 * 5000), (192, 3, 96, 4 * 16384)
+CHECKED = [
+    (REFERENCE, torch.float32, [SMALL]),
+    (CHUNKED, torch.float32, [SMALL, ODD]),
+    (CHUNKED, torch.bfloat16, [SMALL, ODD, LARGE]),
+]
+
+
 def check(group: dist.ProcessGroup) -> None:
     whole = walk.chunk_length
     for length in (whole, lambda tokens, classes: 128):
         walk.chunk_length = length
-        for head in (CHUNKED, REFERENCE):
-            for dtype in (torch.float32, torch.bfloat16):
-                for sizes in ((8, 2, 12, 24), (64, 5, 72, 4 * 5000), (192, 3, 96, 4 * 16384)):
-                    loss_ranks.check(head, group, "cuda", dtype, *sizes)
+        for head, dtype, shapes in CHECKED:
+            for sizes in shapes:
+                loss_ranks.check(head, group, "cuda", dtype, *sizes)
     walk.chunk_length = whole
 
 

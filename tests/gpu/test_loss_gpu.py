@@ -6,6 +6,7 @@ import pytest
 import torch
 from loss_models import FLOAT32, SEQ, assert_same, batches, megatrons_step, models, run
 
+from megacpp_mcore.layers.loss import HeadLosses
 from megacpp_mcore.training.megatron_setup import single_process
 from megacpp_mcore.training.step import forward_step
 
@@ -24,7 +25,7 @@ EXACT = "linear=reference,norm=reference"
 
 @pytest.fixture
 def backends(monkeypatch):
-    """backends(text): MEGACPP_BACKENDS for the models built from here on."""
+    """backends(text): MEGACPP_BACKENDS for the models built from here on, beside their heads."""
     names = ("MEGACPP_RECIPE", "MEGACPP_BACKENDS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
     for name in names:
         monkeypatch.setenv(name, "")
@@ -43,10 +44,13 @@ def on_gpu(data):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_losses_log_and_gradients_are_megatrons(backends, tied):
-    backends(f"linear_cross_entropy=chunked,{EXACT}")
+    backends(EXACT)
     untie = f"model.untie_embeddings_and_output_weights={str(not tied).lower()}"
     with single_process(1, "cuda"):
-        ours, megatrons = (model.float().cuda() for model in models(*ON_GPU, untie))
+        ours, megatrons = (
+            model.float().cuda() for model in models(*ON_GPU, untie, heads="chunked")
+        )
+        assert isinstance(ours.heads, HeadLosses)
         for per_token in (False, True):
             for model in (ours, megatrons):
                 model.config.calculate_per_token_loss = per_token
@@ -60,9 +64,10 @@ def test_the_logits_are_in_memory_by_megatrons_heads_and_not_by_ours(backends):
     logits = 2 * rows * SEQ * vocab_size  # bytes of one head's, in bf16
     peaks = {}
     for backend in ("chunked", "megatron"):
-        backends(f"linear_cross_entropy={backend}")
+        backends("")
         with single_process(1, "cuda"):
-            model = models(*ON_GPU, f"model.vocab_size={vocab_size}").ours.bfloat16().cuda()
+            sizes = f"model.vocab_size={vocab_size}"
+            model = models(*ON_GPU, sizes, heads=backend).ours.bfloat16().cuda()
             data = on_gpu(batches()[:1])
             repeats = -(-rows // len(data[0]["tokens"]))
             data = [{name: x.repeat(repeats, 1)[:rows] for name, x in data[0].items()}]

@@ -51,7 +51,7 @@ def test_losses_log_and_gradients_are_megatrons(depths, tied, per_token):
     overrides = [f"mtp.mtp_num_layers={depths}", *([] if depths else ["mtp.pattern="])]
     overrides += [f"model.untie_embeddings_and_output_weights={str(not tied).lower()}"]
     with single_process(1):
-        ours, megatrons = models(*overrides)
+        ours, megatrons = models(*overrides, heads="reference")
         for model in (ours, megatrons):
             model.config.calculate_per_token_loss = per_token
         expected = run(megatrons, megatrons_step, batches())
