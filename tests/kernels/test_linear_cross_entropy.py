@@ -4,6 +4,8 @@ The chunked backend runs in Triton's interpreter here.
 """
 
 import importlib.metadata
+import sys
+from types import SimpleNamespace
 
 import admission
 import pytest
@@ -20,6 +22,7 @@ from megacpp_mcore.kernels.linear_cross_entropy import (
     walk,
     weighted_linear_cross_entropy,
 )
+from megacpp_mcore.kernels.linear_cross_entropy.cce import CCE
 from megacpp_mcore.kernels.linear_cross_entropy.chunked import CHUNKED
 from megacpp_mcore.kernels.linear_cross_entropy.megatron import MEGATRON
 from megacpp_mcore.kernels.linear_cross_entropy.weight_gradient import WeightGradient
@@ -227,6 +230,56 @@ def test_chunked_takes_no_float16():
         LinearCrossEntropyInputError, match=r"hidden is torch.float16; .* takes tor"
     ):
         CHUNKED.per_token(**tensors)
+
+
+class TestCutCrossEntropy:
+    """Its adapter, around a stand-in that reads its gradient as the package's kernel does."""
+
+    class _Losses(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden, weight, labels):
+            ctx.save_for_backward(hidden, weight, labels)
+            return REFERENCE.per_token(hidden, weight, labels)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            hidden, weight, labels = (x.detach() for x in ctx.saved_tensors)
+            inputs = hidden.requires_grad_(), weight.requires_grad_()
+            with torch.enable_grad():
+                losses = REFERENCE.per_token(*inputs, labels)
+            read = gradient.view(-1).as_strided((gradient.numel(),), (1,))
+            return *torch.autograd.grad(losses, inputs, read.view(losses.shape)), None
+
+    @pytest.fixture(autouse=True)
+    def package(self, monkeypatch):
+        def linear_cross_entropy(e, c, targets, reduction, filter_eps, **options):
+            assert reduction == "none" and filter_eps is None
+            return self._Losses.apply(e, c, targets)
+
+        stand_in = SimpleNamespace(linear_cross_entropy=linear_cross_entropy)
+        monkeypatch.setitem(sys.modules, "cut_cross_entropy", stand_in)
+
+    @pytest.mark.parametrize(
+        "along",
+        [
+            lambda losses: losses.sum(),
+            lambda losses: (losses * torch.arange(15.0).view(3, 5).t()).sum(),
+            lambda losses: losses.t()[1:, ::2].square().sum(),
+            lambda losses: losses.sum(0).prod(),
+        ],
+        ids=["sum", "transposed", "strided", "of-columns"],
+    )
+    def test_a_gradient_in_any_strides(self, along):
+        tensors = draw("cpu", torch.float32)
+        found, expected = ([], [])
+        for head, gradients in ((CCE, found), (REFERENCE, expected)):
+            inputs = leaves(tensors, torch.float32)
+            inputs["hidden"] = inputs["hidden"].detach().transpose(0, 1).contiguous()
+            inputs["hidden"] = inputs["hidden"].transpose(0, 1).requires_grad_()
+            along(head.per_token(**inputs)).backward()
+            gradients += [inputs["hidden"].grad, inputs["weight"].grad]
+        for actual, wanted in zip(found, expected, strict=True):
+            close(actual, wanted.double(), torch.float32)
 
 
 class TestDispatch:

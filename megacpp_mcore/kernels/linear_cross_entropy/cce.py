@@ -6,6 +6,7 @@ Without its filter, which leaves out gradients below an epsilon. Both gradients 
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megacpp_mcore.kernels.linear_cross_entropy import reference
@@ -38,16 +39,30 @@ def per_token(
     check_labels(labels, weight.shape[0], options.ignore_index)
     from cut_cross_entropy import linear_cross_entropy as cut_cross_entropy
 
-    return cut_cross_entropy(
-        hidden.contiguous(),
+    losses = cut_cross_entropy(
+        hidden.reshape(-1, hidden.shape[-1]).contiguous(),
         weight.contiguous(),
-        labels,
+        labels.reshape(-1),
         ignore_index=options.ignore_index,
         softcap=options.softcap or None,
         reduction="none",
         filter_eps=None,
         impl="cce",
     )
+    return _GradientInARow.apply(losses).view(labels.shape)
+
+
+class _GradientInARow(torch.autograd.Function):
+    """Cut Cross Entropy's backward pass reads the losses' gradient one element after another from
+    where it starts, whatever its strides: that of a sum is one number, expanded."""
+
+    @staticmethod
+    def forward(ctx, losses: Tensor) -> Tensor:
+        return losses.view_as(losses)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
 
 
 CCE = head_of(per_token)
