@@ -89,7 +89,7 @@ def test_the_dims_that_mla_turns():
     assert rotary() == 64
     # As Megatron's table has them: a frequency for every other one of 64 * 0.3 = 19 dims.
     assert rotary("model.rotary_percent=0.3") == 20
-    assert rotary("model.rotary_percent=0.3", "attention.rope_type=yarn") == 64  # reads no share
+    assert rotary("attention.rope_type=yarn") == 64
 
 
 def test_grouped_queries_take_the_models_head_dim():

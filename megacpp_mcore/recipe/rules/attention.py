@@ -10,6 +10,7 @@ def check(r: Rules) -> None:
         f"must be false with {r.told('model.position_embedding_type')}: Megatron would turn it off",
     )
     _heads(r)
+    _backend(r)
     if r.has("*"):
         _groups(r)
     if r.has("+D"):
@@ -24,6 +25,20 @@ def _heads(r: Rules) -> None:
     r.multiple("model.num_attention_heads", "parallel.tensor_model_parallel_size")
     if r["attention.kv_channels"] is None:  # Megatron derives them, also where no layer needs them
         r.multiple("model.hidden_size", "model.num_attention_heads")
+
+
+def _backend(r: Rules) -> None:
+    """Megatron sets environment variables by it, which nobody but Transformer Engine reads."""
+    core = r["backends.core_attention"]
+    r.refuse(
+        r["attention.attention_backend"] != "auto"
+        and r.recipe.plan.requires.spec is not None
+        and r.has("+*")
+        and core != "te",
+        "attention.attention_backend",
+        f'must be "auto" with backends.core_attention = "{core or "auto"}": it chooses within '
+        'Transformer Engine\'s attention only; name backends.core_attention, or "te" there',
+    )
 
 
 def _groups(r: Rules) -> None:
@@ -57,6 +72,20 @@ def _mla(r: Rules) -> None:
         "attention.qk_layernorm",
         "must be false without attention.q_lora_rank: Megatron norms q's latents, not q",
     )
+    if r["attention.rope_type"] == "yarn":
+        r.refuse(
+            r["model.rotary_percent"] != 1,
+            "model.rotary_percent",
+            'must be 1 with attention.rope_type = "yarn", which turns all of '
+            "attention.qk_pos_emb_head_dim",
+        )
+    else:
+        for key, unset in (("rotary_scaling_factor", 1), ("mscale", 1), ("mscale_all_dim", 0)):
+            r.refuse(
+                r[f"attention.{key}"] != unset,
+                f"attention.{key}",
+                f'must be {unset} without attention.rope_type = "yarn"',
+            )
     r.refuse(
         r["attention.mla_down_proj_fusion"] and r["attention.q_lora_rank"] is None,
         "attention.mla_down_proj_fusion",

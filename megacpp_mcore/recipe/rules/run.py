@@ -76,6 +76,18 @@ def _data(r: Rules) -> None:
         "data.valid_data_path",
         f"is needed with {r.told('schedule.eval_iters')}",
     )
+    documents = "packed documents are data.dataloader_inter_document_masking"
+    r.refuse(
+        r["data.reset_attention_mask"],
+        "data.reset_attention_mask",
+        f"must be false: attention is causal and reads no mask, M and R have none; {documents}",
+    )
+    r.refuse(
+        r["data.reset_position_ids"] and r["model.position_embedding_type"] != "learned_absolute",
+        "data.reset_position_ids",
+        f"must be false with {r.told('model.position_embedding_type')}, which reads no position "
+        f"ids; {documents}",
+    )
     null = r["data.tokenizer_type"] == "NullTokenizer"
     r.refuse(
         not null and r["data.tokenizer_model"] is None,
