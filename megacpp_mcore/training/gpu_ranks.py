@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+_RANK = "megacpp_mcore.training.gpu_rank"
 # How a rank ends that another rank's end has brought down: by the agent, by its NCCL watchdog.
 _SECONDARY = {-signal.SIGTERM: 3, -signal.SIGABRT: 2}
 
@@ -26,7 +27,8 @@ class Ended:
 
 
 def run_ranks(module: str, words: Sequence[str], count: int) -> Ended:
-    """Run `python -m module words` as `count` ranks and wait for them."""
+    """Run `python -m module words` as `count` ranks and wait for them; they end with this process,
+    whatever ends it."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -38,7 +40,7 @@ def run_ranks(module: str, words: Sequence[str], count: int) -> Ended:
         rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
     )  # fmt: skip
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", module, *words)
+        elastic_launch(config, sys.executable)("-u", "-m", _RANK, str(os.getpid()), module, *words)
     except ChildFailedError as error:
         return _ended(*_first(error.failures), count)
     except SignalException as error:

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megacpp_mcore.training.gpu_ranks import Ended, run_ranks
@@ -72,20 +73,45 @@ def test_a_rank_that_raises_is_named_with_its_error(module):
     assert ended == Ended(1, "rank 1 of 2 failed: RuntimeError: loss is NaN")
 
 
-def test_the_launcher_takes_its_ranks_with_it(module, tmp_path):
-    """SIGTERM, as a cluster sends it: no rank is left behind."""
+@pytest.fixture
+def launcher(module, tmp_path):
+    """A launcher whose rank 1 hangs, and that rank's process id."""
     note = tmp_path / "pid"
     code = (
         "from megacpp_mcore.training.gpu_ranks import run_ranks; import sys; "
         f"e = run_ranks({module!r}, ['hangs', {str(note)!r}], 2); print(e.reason); "
         "sys.exit(e.status)"
     )
-    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 200
-    while not note.exists() and time.monotonic() < deadline:
+    while not (note.exists() and note.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    launcher.send_signal(signal.SIGTERM)
-    said, _ = launcher.communicate(timeout=100)
-    assert launcher.returncode == 128 + signal.SIGTERM and "SIGTERM ended" in said
+    yield process, int(note.read_text())
+    process.kill()
+
+
+def test_the_launcher_takes_its_ranks_with_it(launcher):
+    """SIGTERM, as a cluster sends it: no rank is left behind."""
+    process, rank = launcher
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=100)
+    assert process.returncode == 128 + signal.SIGTERM and "SIGTERM ended" in said
     with pytest.raises(ProcessLookupError):
-        os.kill(int(note.read_text()), 0)
+        os.kill(rank, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for it")
+def test_a_launcher_that_is_killed_takes_its_ranks_with_it(launcher):
+    process, rank = launcher
+    process.kill()
+    process.communicate(timeout=100)  # its output ends with the last rank that holds it
+    deadline = time.monotonic() + 60
+    while psutil.pid_exists(rank) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(rank)
+
+
+def test_a_rank_whose_launcher_is_gone_does_not_begin(module):
+    nobody = str(2**22 + 1)  # above Linux's largest process id
+    command = [sys.executable, "-m", "megacpp_mcore.training.gpu_rank", nobody, module, "ends"]
+    assert subprocess.run(command).returncode == 128 + signal.SIGTERM
