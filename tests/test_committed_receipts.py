@@ -1,12 +1,14 @@
 """The receipts that the repository carries: each is valid, and says what is claimed of it."""
 
+import re
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
 from megacpp_mcore import receipts
-from megacpp_mcore.report.comparison import judge_runs, unlike
+from megacpp_mcore.catalog_rows import ROWS
+from megacpp_mcore.report.comparison import judge_runs, time_ratio, unlike
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples/receipts/h200"
 # Three runs of 13 layers over the same 100 batches, from the same weights.
@@ -20,6 +22,64 @@ def test_a_receipt_is_valid_and_of_an_h200(path):
 
 def _run(name):
     return receipts.read(FOLDER / f"{MLA_ROPE}-{name}.json")
+
+
+def _rows(name):
+    """(backend, phase) -> row of a bench, and the bytes/s that a copy moved beside it."""
+    receipt = receipts.read(FOLDER / f"{name}.json")
+    copy = re.search(r"copy ([\d,]+) GB/s", " ".join(receipt["notes"]))
+    rows = {(row["backend"], row["phase"]): row for row in receipt["rows"]}
+    return rows, copy and 1e9 * float(copy[1].replace(",", ""))
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.receipt], ids=lambda row: f"{row.surface}-{row.backend}"
+)
+def test_a_catalog_rows_receipt_has_its_backend(row):
+    """Benched on its own, or what served in a whole model."""
+    receipt = receipts.read(FOLDER.parents[2] / row.receipt)
+    if receipt.get("problem", {}).get("surface") == row.surface:
+        assert row.backend in {timed["backend"] for timed in receipt["rows"]}
+    elif row.not_carried is None:
+        served = {(entry["surface"], entry["observed"]) for entry in receipt["backends"]}
+        assert (row.surface, row.backend) in served
+
+
+@pytest.mark.parametrize("name", ["mla_rope", "mla_rope-thd8"])
+def test_mla_rope_moves_four_fifths_of_what_a_copy_does(name):
+    rows, copied = _rows(name)
+    forward, both = (rows["triton", phase] for phase in ("forward", "forward_backward"))
+    backward = {key: both[key] - forward[key] for key in ("bytes_floor", "median_ms")}
+    for row in (forward, backward):
+        assert row["bytes_floor"] / row["median_ms"] * 1000 >= 0.8 * copied
+
+
+@pytest.mark.parametrize(
+    ("whole", "packed"), [("mla_rope", "mla_rope-thd8"), ("rope_qk", "rope_qk-thd")]
+)
+def test_eight_documents_a_row_cost_ropes_kernels_a_tenth_at_most(whole, packed):
+    (rows, _), (documents, _) = _rows(whole), _rows(packed)
+    for phase in ("forward", "forward_backward"):
+        key = "triton", phase
+        assert documents[key]["median_ms"] <= 1.1 * rows[key]["median_ms"]
+
+
+def test_the_mla_layer_takes_three_quarters_of_the_unfused_ones_time():
+    """And at most ten milliseconds, with less memory: much less forward, a little in all."""
+    rows, _ = _rows("layer-mla")
+    for phase in ("forward", "forward_backward"):
+        ours, theirs = rows["recipe", phase], rows["mla_rope=megatron", phase]
+        assert time_ratio(theirs["samples_ms"], ours["samples_ms"]).high <= 0.75
+        assert ours["median_ms"] <= 10
+        assert ours["peak_memory_bytes"] < theirs["peak_memory_bytes"]
+
+
+@pytest.mark.parametrize("name", ["layer-gqa", "layer-gqa-thd"])
+def test_the_gqa_layer_is_no_slower_than_megatrons(name):
+    rows, _ = _rows(name)
+    for phase in ("forward", "forward_backward"):
+        ours, theirs = rows["recipe", phase], rows["rope_qk=megatron", phase]
+        assert time_ratio(theirs["samples_ms"], ours["samples_ms"]).high <= 1
 
 
 def test_a_model_learns_with_mla_ropes_kernel_as_it_does_with_the_reference():
