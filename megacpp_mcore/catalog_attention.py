@@ -60,7 +60,7 @@ CORE_ATTENTION = (
         keep="keep",
         removes="the [s, s] scores of every head where cuDNN cannot serve: packed documents above "
         "all, 1.46 / 4.74 ms with 8 documents, which torch's own choice takes one by one in 3.12 / "
-        "25.7. Whole rows take it 3.21 / 12.5, v being padded to dqk",
+        "25.7. Whole rows take it 3.20 / 12.5, v being padded to dqk",
         layout=_BOTH,
         dtypes="bf16, fp16",
         fallback="sdpa",

@@ -45,6 +45,24 @@ def test_a_catalog_rows_receipt_has_its_backend(row):
         assert (row.surface, row.backend) in served
 
 
+_TIMES = re.compile(r"(\d+\.\d+) / (\d+\.\d+)")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in ROWS if row.receipt and row.not_carried is None and _TIMES.search(row.removes)],
+    ids=lambda row: f"{row.surface}-{row.backend}",
+)
+def test_the_times_that_a_catalog_row_claims_are_its_receipts(row):
+    """Forward / forward + backward, in milliseconds, of the backend itself: the first pair."""
+    receipt = receipts.read(FOLDER.parents[2] / row.receipt)
+    medians = {r["phase"]: r["median_ms"] for r in receipt["rows"] if r["backend"] == row.backend}
+    for claimed, phase in zip(
+        _TIMES.search(row.removes).groups(), ("forward", "forward_backward"), strict=True
+    ):
+        assert claimed == f"{medians[phase]:.{len(claimed.partition('.')[2])}f}"
+
+
 @pytest.mark.parametrize("name", ["mla_rope", "mla_rope-thd8"])
 def test_mla_rope_moves_four_fifths_of_what_a_copy_does(name):
     rows, copied = _rows(name)
