@@ -42,6 +42,7 @@ def overrides(small_recipe: Path) -> list[str]:
     """The small recipe as if for one GPU."""
     return [
         "launch.device=cuda", "launch.environment.NOTE=recipe", "launch.environment.OTHER=recipe",
+        "moe.moe_grouped_gemm=true",
         "checkpoint.save_interval=null",
     ]  # fmt: skip
 
