@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+from megacpp_mcore import receipts
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 
 
 def tour() -> list[str]:
@@ -33,3 +36,23 @@ def test_every_command_of_the_tour_runs(tmp_path):
 
 def test_the_readme_shows_the_two_commands():
     assert "make train" in README and "make test" in README
+
+
+def test_every_link_leads_somewhere():
+    links = re.findall(r"\]\(([^)]+)\)", README)
+    assert len(links) > 5
+    for link in links:
+        assert (ROOT / link).exists(), link
+
+
+def test_the_table_of_times_is_its_receipts():
+    """The row's own time, and the time beside it where that has a number of the same receipt."""
+    lines = re.findall(r"\| ([\d.]+) \| ([^|]+) \| \[[^]]+\]\(([^)]+)\) \|", README)
+    assert len(lines) >= 5
+    for time, beside, path in lines:
+        rows = receipts.read(ROOT / path)["rows"]
+        medians = [row["median_ms"] for row in rows if row["phase"] == "forward_backward"]
+        times = [time] if beside.startswith("(") else [time, beside.split(",")[0]]
+        for claimed in times:
+            digits = len(claimed.partition(".")[2])
+            assert claimed in [f"{median:.{digits}f}" for median in medians], (path, claimed)
