@@ -44,6 +44,18 @@ def _experts(r: Rules) -> None:
     etp = r["parallel.expert_tensor_parallel_size"] or tp
     r.multiple("moe.moe_ffn_hidden_size", f"the expert tensor parallel size = {etp}", etp)
     r.multiple("moe.moe_shared_expert_intermediate_size", "parallel.tensor_model_parallel_size")
+    shared = r["moe.moe_shared_expert_intermediate_size"] is not None
+    r.refuse(
+        r["model.add_bias_linear"] and shared,
+        "model.add_bias_linear",
+        "must be false with moe.moe_shared_expert_intermediate_size: Megatron's shared expert has "
+        "no bias",
+    )
+    r.refuse(
+        r["moe.moe_apply_probs_on_input"] and r["moe.moe_router_topk"] != 1,
+        "moe.moe_apply_probs_on_input",
+        f"must be false with {r.told('moe.moe_router_topk')}: it works with one expert a token",
+    )
     r.refuse(
         r["model.add_bias_linear"] and etp > 1,
         "model.add_bias_linear",
@@ -126,17 +138,17 @@ def _dispatch(r: Rules) -> None:
         "must be false with moe.moe_router_fusion = true: Megatron 0.19.2 pads the fused router's "
         "map in place, which its backward pass then refuses to read",
     )
+    r.refuse(
+        backend == "ncclep",
+        "moe.moe_flex_dispatcher_backend",
+        'must be "deepep" or "hybridep": ncclep needs NCCL 2.30.4, torch 2.11 brings 2.28.9',
+    )
     if dispatcher == "flex":
         ranks = r["parallel.tensor_model_parallel_size"] * r["parallel.expert_model_parallel_size"]
         r.refuse(
             backend == "deepep" and ranks == 1,
             "moe.moe_token_dispatcher_type",
             'must not be "flex" with deepep on one tensor x expert parallel rank',
-        )
-        r.refuse(
-            backend == "ncclep",
-            "moe.moe_flex_dispatcher_backend",
-            'must be "deepep" or "hybridep": ncclep needs NCCL 2.30.4, torch 2.11 brings 2.28.9',
         )
     capacity, pads = r["moe.moe_expert_capacity_factor"], r["moe.moe_pad_expert_input_to_capacity"]
     r.refuse(

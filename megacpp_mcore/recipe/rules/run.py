@@ -25,6 +25,7 @@ _ON_CPU = {
     "moe.moe_grouped_gemm": (False, "it needs Transformer Engine"),
     "moe.moe_permute_fusion": (False, "it needs Transformer Engine"),
     "moe.moe_router_fusion": (False, "it needs Transformer Engine"),
+    "moe.moe_router_force_load_balancing": (False, "Megatron draws from CUDA's random states"),
 }
 
 
