@@ -177,18 +177,25 @@ def test_a_surface_is_timed_and_the_receipt_is_valid(name, tmp_path):
 
 def test_a_variant_of_a_surfaces_case():
     recipe = bench.load_for_bench("nam56r-tiny", SMALL)
-    for variant, weighted in ((None, True), ("weighted", True), ("per_token", False)):
+    forms = {
+        None: (True, False), "weighted": (True, False), "per_token": (False, False),
+        "mean": (True, True),
+    }  # fmt: skip
+    for variant, form in forms.items():
         receipt, wrong = surface.bench_surface(
             "linear_cross_entropy", recipe, (), quiet, variant=variant
         )
-        assert wrong == [] and receipt["problem"]["sizes"]["weighted"] is weighted
+        sizes = receipt["problem"]["sizes"]
+        assert wrong == [] and (sizes["weighted"], sizes["even"]) == form
+        known = {entry["implementation"].split(":")[1] for entry in receipt["backends"]}
+        assert ("MEAN" in known) == (variant == "mean")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["linear_cross_entropy", "--variant", "mean"],
-         "no variant 'mean'; its variants: weighted, per_token"),
+        (["linear_cross_entropy", "--variant", "sum"],
+         "no variant 'sum'; its variants: weighted, per_token, mean"),
         (["norm", "--variant", "weighted"], "norm has no variant 'weighted'; its variants: none"),
         (["model", "--variant", "weighted"], "--variant is for a surface"),
     ],

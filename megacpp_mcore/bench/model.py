@@ -183,7 +183,7 @@ class _Race:
         if self._compared and phase == "forward":
             self._compare()
         peaks = {name: self._peak(name, phase) for name in calls}
-        samples = interleave(self.clock, calls, _SECONDS_A_PHASE)
+        samples = interleave(self.clock, calls, _SECONDS_A_PHASE * len(calls))
         for name, times in samples.items():
             self.rows.append(
                 receipts.bench_row(

@@ -111,7 +111,7 @@ def bench_surface(
     dtype = torch.bfloat16 if recipe.precision.bf16 else torch.float32
     problem = case.problem(device, dtype)
     chosen = dispatch.choose(surface, problem, recipe.backends).observed
-    contenders = _contenders(surface, problem, chosen, against)
+    contenders = _contenders(case, problem, chosen, against)
     with quiet(), single_process(recipe.schedule.seed, device):
         race = _race(case, dtype, clock_for(device), contenders, say)
         rates = measure_rates(race.clock, dtype)
@@ -143,8 +143,9 @@ def environment(recipe: Recipe) -> dict[str, dict[str, str]]:
 
 
 def _contenders(
-    surface: str, problem: dispatch.Problem, chosen: str, against: Sequence[str]
+    case: Case, problem: dispatch.Problem, chosen: str, against: Sequence[str]
 ) -> list[Contender]:
+    surface = case.surface
     for name in against:
         dispatch.check_requests({surface: name}, "--against")
     verdicts = dispatch.verdicts(surface, problem)
@@ -160,6 +161,8 @@ def _contenders(
             reason = "not asked for"
         asked = backend.name in against
         found.append(Contender(backend.name, backend.implementation, reason, asked))
+    if not against:
+        found += [Contender(y.name, y.implementation, y.supports(problem)) for y in case.yardsticks]
     return found
 
 

@@ -42,8 +42,9 @@ def register(subparsers: Any) -> None:
         help="time these beside the chosen one, no others; the first is the baseline. Of `layer` "
         "and `model`: SURFACE=BACKEND,... each")  # fmt: skip
     add("--variant", metavar="NAME",
-        help="of linear_cross_entropy: weighted (a training step's sum of losses, the default) or "
-        "per_token (losses that take any gradient)")  # fmt: skip
+        help="of linear_cross_entropy: weighted (a training step's sum of losses, the default), "
+        "per_token (losses that take any gradient) or mean (all weights the same: beside Liger's "
+        "own mean)")  # fmt: skip
     add("--layers", type=int, metavar="N", help="of `model`: its first N layers")
     add("--no-optimizer", action="store_true", help="of `model`: no step with the optimizer")
     add("--receipt", type=Path, metavar="FILE", help="write the bench receipt here")

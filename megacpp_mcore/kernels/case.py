@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from megacpp_mcore.backend import Problem
+from megacpp_mcore.backend import Backend, Problem
 
 if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
@@ -48,7 +48,8 @@ class Case(ABC):
     model too. backward_flops: operations of a backward pass in units of a forward pass's; 0 for one
     that hands on the gradient as it is, and moves no bytes either. backward_reads_inputs: it needs
     the inputs again; not where the outputs are linear in them. variants: other forms of the same
-    problem, for `as_variant`, the first of them the one that `of` gives.
+    problem, for `as_variant`, the first of them the one that `of` gives. yardsticks: what a bench
+    times beside the backends, and nothing else can ask for.
     """
 
     surface: ClassVar[str]
@@ -57,6 +58,10 @@ class Case(ABC):
     backward_flops: ClassVar[int] = 2
     backward_reads_inputs: ClassVar[bool] = True
     variants: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def yardsticks(self) -> tuple[Backend, ...]:
+        return ()
 
     @classmethod
     @abstractmethod

@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 from megacpp_mcore import problems
-from megacpp_mcore.backend import Problem
+from megacpp_mcore.backend import Backend, Problem
 from megacpp_mcore.kernels.case import Bound, Case, Tensors
 from megacpp_mcore.kernels.linear_cross_entropy import REFERENCE
+from megacpp_mcore.loss_support import liger_loss
 from megacpp_mcore.recipe import Recipe
 
+LIGERS_MEAN = Backend(
+    "liger_mean", "megacpp_mcore.kernels.linear_cross_entropy.liger:MEAN", liger_loss
+)
 _LARGEST_LOGIT = 6  # of a billion standard normal ones
 
 
@@ -21,7 +25,8 @@ class LinearCrossEntropyCase(Case):
     """hidden (s, b, h), weight (V, h), labels (s, b) -> losses (s, b).
 
     weighted: with loss_weights (s, b) -> their sum, total (), as a training step has it. Backends
-    then make gradients in the forward pass where they can.
+    then make gradients in the forward pass where they can. even: the weights are all the same, and
+    the total is the mean, of which Liger has a function of its own.
     """
 
     batch: int
@@ -29,11 +34,12 @@ class LinearCrossEntropyCase(Case):
     hidden_size: int
     vocab_size: int
     weighted: bool = False
+    even: bool = False
 
     surface = "linear_cross_entropy"
     inputs = ("hidden", "weight")
     wide = ("losses", "total", "loss_weights")
-    variants = ("weighted", "per_token")
+    variants = ("weighted", "per_token", "mean")
 
     @classmethod
     def of(cls, recipe: Recipe) -> Self | None:
@@ -42,7 +48,11 @@ class LinearCrossEntropyCase(Case):
         return cls(batch, seq, problem.size("hidden_size"), problem.size("vocab_size"), True)
 
     def as_variant(self, name: str) -> Self:
-        return replace(self, weighted=name == "weighted")
+        return replace(self, weighted=name != "per_token", even=name == "mean")
+
+    @property
+    def yardsticks(self) -> tuple[Backend, ...]:
+        return (LIGERS_MEAN,) if self.even else ()
 
     @classmethod
     def samples(cls) -> dict[str, Self]:
@@ -75,7 +85,10 @@ class LinearCrossEntropyCase(Case):
                 self.vocab_size, tokens, generator=generator, device=generator.device
             ),
         }
-        if self.weighted:
+        if self.even:
+            how = {"dtype": torch.float32, "device": generator.device}
+            tensors["loss_weights"] = torch.full(tokens, 1 / max(1, self.seq * self.batch), **how)
+        elif self.weighted:
             drawn = torch.rand(tokens, generator=generator, device=generator.device)
             tensors["loss_weights"] = (drawn - 0.25).clamp(min=0) / max(1, drawn.numel())
         return tensors
