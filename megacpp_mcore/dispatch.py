@@ -105,7 +105,11 @@ def decide(surface: str, problem: Problem, requests: Mapping[str, str] | None = 
     requests: the recipe's `[backends]`; MEGACPP_BACKENDS goes before it. A decision that this
     process has not made before is printed on stderr by rank 0. Raises DispatchError as `choose`.
     """
-    decision = choose(surface, problem, requests)
+    return record(choose(surface, problem, requests))
+
+
+def record(decision: Decision) -> Decision:
+    """As `decide` does, for what was not ours to choose."""
     if decision not in _DECISIONS:
         _DECISIONS[decision] = None
         if os.environ.get("RANK", "0") == "0":

@@ -33,6 +33,7 @@ from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.linear_cross_entropy import Head
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.patching import applied
+from megacpp_mcore.surfaces import REGISTRY
 
 SURFACE = "linear_cross_entropy"
 # The backend that leaves the model's forward pass as Megatron has it, logits included.
@@ -206,16 +207,21 @@ def chosen_by_model(config: Any) -> None:
 
 
 def check_asked_for(config: Any) -> None:
-    """Raise LossError where heads are named that a model of Megatron's own class would not have."""
+    """Raise LossError where heads are named that a model of Megatron's own class would not have;
+    record that it has its own."""
+    if getattr(config, _CHOSEN_BY_MODEL, False):
+        return
     requests = {**plugin_settings(config).backends, **dispatch.forced_backends()}
     asked = requests.get(SURFACE, dispatch.AUTO)
-    if asked in (dispatch.AUTO, MEGATRON) or getattr(config, _CHOSEN_BY_MODEL, False):
-        return
-    raise LossError(
-        f'{SURFACE} = "{asked}" is asked for, and this is Megatron\'s own HybridModel, whose heads '
-        f'no stack spec can change. Name "{MEGATRON}" or nothing, or train with `megacpp train` '
-        "or `python -m megacpp_mcore.pretrain`, whose model has them"
-    )
+    if asked not in (dispatch.AUTO, MEGATRON):
+        raise LossError(
+            f'{SURFACE} = "{asked}" is asked for, and this is Megatron\'s own HybridModel, whose '
+            f'heads no stack spec can change. Name "{MEGATRON}" or nothing, or train with `megacpp '
+            "train` or `python -m megacpp_mcore.pretrain`, whose model has them"
+        )
+    [megatrons] = (b for b in REGISTRY[SURFACE].backends if b.name == MEGATRON)
+    reason = "a model of Megatron's own class has its own heads"
+    dispatch.record(dispatch.Decision(SURFACE, asked, MEGATRON, reason, megatrons.implementation))
 
 
 def head_losses(model: Any) -> HeadLosses | None:

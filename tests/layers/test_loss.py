@@ -198,8 +198,9 @@ def test_the_backend_is_recorded_and_megatrons_own_heads_can_be_named(serving):
     serving("megatron")
     with single_process(1):
         ours, megatrons = models("mtp.mtp_num_layers=1", "backends.linear_cross_entropy=megatron")
-        [decision] = [d for d in dispatch.decisions() if d.surface == "linear_cross_entropy"]
-        assert (decision.requested, decision.observed) == ("megatron", "megatron")
+        decided = [d for d in dispatch.decisions() if d.surface == "linear_cross_entropy"]
+        assert [(d.requested, d.observed) for d in decided] == [("megatron", "megatron")] * 2
+        assert "named" in decided[0].reason and "Megatron's own class" in decided[1].reason
         found = run(ours, step.forward_step, batches())
         expected = run(megatrons, megatrons_step, batches())
         for name, gradient in expected.gradients.items():
@@ -273,3 +274,16 @@ def test_heads_that_megatrons_own_model_would_not_have_are_refused(environment):
     environment.setenv("MEGACPP_BACKENDS", f"{loss.SURFACE}=reference")
     with single_process(1), pytest.raises(LossError, match=r"own HybridModel.*megacpp train"):
         models()  # builds ours first
+
+
+@pytest.mark.parametrize("asked", ["auto", "megatron"])
+def test_megatrons_own_model_is_recorded_with_its_own_heads(environment, asked):
+    dispatch.forget()
+    environment.setenv("MEGACPP_BACKENDS", f"{loss.SURFACE}={asked}")
+    with single_process(1):
+        models(heads="reference")
+    found = [d for d in dispatch.decisions() if d.surface == loss.SURFACE]
+    assert [(d.requested, d.observed) for d in found] == [
+        ("reference", "reference"), (asked, "megatron"),
+    ]  # fmt: skip
+    assert "Megatron's own class" in found[1].reason
