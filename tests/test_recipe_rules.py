@@ -32,6 +32,8 @@ REFUSED = [
      "MHA"),
     (["attention.kind=gqa", "attention.num_query_groups=7", *TP2], "attention.num_query_groups",
      "multiple or a divisor"),
+    (["attention.kind=gqa", "attention.kv_channels=3"], "attention.kv_channels", "turns pairs"),
+    (["attention.kind=gqa", "attention.rope_type=yarn"], "attention.rope_type", "without MLA"),
     (["model.position_embedding_type=yarn", "mtp.mtp_num_layers=0", "mtp.pattern=null"],
      "model.position_embedding_type", "assertion"),
     (["attention.rope_type=null"], "attention.rope_type", "silent default is yarn"),

@@ -15,6 +15,13 @@ def check(r: Rules) -> None:
         _groups(r)
     if r.has("+D"):
         _mla(r)
+    else:
+        r.refuse(
+            r["attention.rope_type"] == "yarn",
+            "attention.rope_type",
+            'must not be "yarn" without MLA or DSA layers, whose it is; '
+            'model.position_embedding_type = "yarn" is the other attention\'s',
+        )
     if r.has("D"):
         _dsa(r)
     if r.has_letter("D"):
@@ -48,6 +55,12 @@ def _groups(r: Rules) -> None:
         r.refuse(True, key, 'is needed with attention.kind = "gqa" (as many as heads for MHA)')
         return
     r.multiple("model.num_attention_heads", key)
+    dims = r["attention.kv_channels"] or r["model.hidden_size"] // r["model.num_attention_heads"]
+    r.refuse(
+        dims % 2 and r["model.position_embedding_type"] in ("rope", "yarn"),
+        "attention.kv_channels",
+        f"makes heads of {dims} dims: must be even, RoPE turns pairs",
+    )
     r.refuse(
         groups % tp and tp % groups,
         key,
