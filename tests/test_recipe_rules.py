@@ -61,6 +61,8 @@ REFUSED = [
      "latents"),
     (["attention.mla_down_proj_fusion=true", "attention.q_lora_rank=null"],
      "attention.mla_down_proj_fusion", "q_lora_rank"),
+    (["attention.mla_down_proj_fusion=true", "attention.kind=gqa"],
+     "attention.mla_down_proj_fusion", "no MLA layer"),
     (["attention.mla_down_proj_fusion=true", "backends.norm=liger"],
      "attention.mla_down_proj_fusion", "backends.norm = \"liger\": Transformer Engine has"),
     (["attention.mla_down_proj_fusion=true", "backends.linear=reference"],

@@ -32,9 +32,12 @@ ONE = [
 _TP = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
 _EP = ["parallel.expert_model_parallel_size=2"]
 _PP = ["parallel.pipeline_model_parallel_size=2"]
+# Collectives in what the backward pass makes again.
+_AGAIN = ["recompute.mamba3=mixer", "recompute.m2rnn=mixer", "recompute.moe=experts"]
 LAYOUTS = {
     "tp2": _TP,
     "tp2-ep2": [*_TP, *_EP, "parallel.expert_tensor_parallel_size=1"],
+    "tp2-again": [*_TP, *_AGAIN],
     "ep2": _EP,
     "pp2": [*_PP, "model.pattern=AEM|RMEAR"],
     "pp2-vpp2": [*_PP, "model.pattern=AE|MRM|E|AR"],

@@ -9,6 +9,11 @@ def check(r: Rules) -> None:
         "attention.apply_rope_fusion",
         f"must be false with {r.told('model.position_embedding_type')}: Megatron would turn it off",
     )
+    r.refuse(
+        r["attention.mla_down_proj_fusion"] and not r.has("+"),
+        "attention.mla_down_proj_fusion",
+        "must be false: there is no MLA layer",
+    )
     _heads(r)
     _backend(r)
     if r.has("*"):
