@@ -33,11 +33,11 @@ from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.linear_cross_entropy import Head
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.patching import applied
-from megacpp_mcore.surfaces import REGISTRY
 
 SURFACE = "linear_cross_entropy"
 # The backend that leaves the model's forward pass as Megatron has it, logits included.
 MEGATRON = "megatron"
+_MEGATRONS = "megacpp_mcore.kernels.linear_cross_entropy.megatron:MEGATRON"
 
 # Field of Megatron's config -> the one value that is served, and why no other is.
 _SERVED = {
@@ -219,9 +219,8 @@ def check_asked_for(config: Any) -> None:
             f'heads no stack spec can change. Name "{MEGATRON}" or nothing, or train with `megacpp '
             "train` or `python -m megacpp_mcore.pretrain`, whose model has them"
         )
-    [megatrons] = (b for b in REGISTRY[SURFACE].backends if b.name == MEGATRON)
     reason = "a model of Megatron's own class has its own heads"
-    dispatch.record(dispatch.Decision(SURFACE, asked, MEGATRON, reason, megatrons.implementation))
+    dispatch.record(dispatch.Decision(SURFACE, asked, MEGATRON, reason, _MEGATRONS))
 
 
 def head_losses(model: Any) -> HeadLosses | None:
