@@ -9,6 +9,10 @@ from megacpp_mcore.stack import Facts
 
 YARN = ["attention.apply_rope_fusion=true", "attention.rope_type=yarn"]
 REPEATED = ["mtp.mtp_num_layers=2", "mtp.pattern=AE", "mtp.mtp_use_repeated_layer=true"]
+MEGATRONS = [
+    "backends.mla_rope=megatron", "parallel.tensor_model_parallel_size=2",
+    "parallel.sequence_parallel=true", "parallel.expert_model_parallel_size=4",
+]  # fmt: skip
 STAGES = [
     "model.pattern=AM|AE", "model.depth=4", "parallel.pipeline_model_parallel_size=2",
     "launch.nproc_per_node=8", "parallel.expert_model_parallel_size=4",
@@ -22,7 +26,10 @@ STAGES = [
         ("nam56r-tiny", [], set()),
         ("nam56r", YARN, {"mla-rope-head-mask"}),
         ("nam56r", [*YARN, "model.num_attention_heads=64"], set()),
-        ("nam56r", [*YARN, "model.pattern=EM", "model.depth=2", "mtp.pattern=E"], set()),
+        ("nam56r", [YARN[0], "model.pattern=EM", "model.depth=2", "mtp.pattern=E"], set()),
+        ("nam56r", MEGATRONS, {"mla-k-pos-gradient"}),
+        ("nam56r", [*MEGATRONS, "attention.kind=gqa", "attention.num_query_groups=8"], set()),
+        ("nam56r", [*MEGATRONS, "backends.mla_rope=auto"], set()),
         ("nam56r", REPEATED, {"mtp-moe-aux-loss"}),
         ("nam56r", [*REPEATED, "mtp.pattern=AM"], set()),
         ("nam56r", [*REPEATED, "mtp.mtp_num_layers=1"], set()),
@@ -37,7 +44,7 @@ def test_what_a_recipe_needs(name, overrides, needs):
 
 def test_every_need_is_a_patch_of_the_lane(monkeypatch):
     monkeypatch.setattr(patching, "applied", lambda package: frozenset())
-    for overrides in (YARN, REPEATED, STAGES):
+    for overrides in (YARN, MEGATRONS, REPEATED, STAGES):
         (patch,) = patch_needs.needed(load_recipe("nam56r", overrides))
         assert patching.missing([patch]) == (patch,)
 

@@ -6,7 +6,9 @@ run that needs one and does not have it is refused where the model is built.
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.pattern import MOE_TRACKER_PATCH
+from megacpp_mcore.problems import mla_rope_of
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.surfaces import K_POS_PATCH
 
 # Megatron's fused MLA RoPE tries these block sizes and rotates wrong heads where a block is cut.
 _ROPE_BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -25,6 +27,12 @@ def needed(recipe: Recipe) -> dict[str, str]:
         needs["mla-rope-head-mask"] = (
             f"attention.apply_rope_fusion with {heads} heads a rank: Megatron's kernel may choose "
             f"blocks of {', '.join(map(str, cut))} heads and then rotates the wrong ones"
+        )
+    ranks = recipe.parallel.tensor_model_parallel_size
+    if recipe.backends.get("mla_rope") == "megatron" and mla_rope_of(recipe, "cuda") and ranks > 1:
+        needs[K_POS_PATCH] = (
+            f'backends.mla_rope = "megatron" over {ranks} tensor-parallel ranks: the gradient of '
+            "k's rotary part leaves other ranks' heads out"
         )
     mtp_experts = any(layer.letter == "E" for layer in recipe.plan.mtp_layers)
     if recipe.mtp.mtp_use_repeated_layer and recipe.mtp.mtp_num_layers > 1 and mtp_experts:
