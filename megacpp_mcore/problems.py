@@ -60,6 +60,7 @@ def norm(device: str, config) -> Problem:
         _dtype(config),
         normalization=config.normalization,
         zero_centered_gamma=config.layernorm_zero_centered_gamma,
+        fp32_residual=config.fp32_residual_connection,
     )
 
 
@@ -278,6 +279,7 @@ def _config(recipe: "Recipe") -> SimpleNamespace:
         hidden_size=model.hidden_size,
         normalization=model.normalization,
         layernorm_zero_centered_gamma=False,
+        fp32_residual_connection=model.fp32_residual_connection,
         gated_linear_unit=model.swiglu,
         activation_func=SimpleNamespace(__name__="silu" if model.swiglu else "another"),
         add_bias_linear=model.add_bias_linear,

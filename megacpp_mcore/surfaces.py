@@ -60,6 +60,8 @@ def liger_norm_kind(problem: Problem) -> str | None:
     """Why Liger's RMSNorm is not the norm that is asked for."""
     if (kind := problem.size("normalization")) != "RMSNorm":
         return f"normalization {kind}: Liger's is an RMSNorm"
+    if problem.size("fp32_residual"):
+        return "fp32_residual_connection: Liger's norm returns float32 there, which no linear takes"
     return torch_norm(problem)
 
 

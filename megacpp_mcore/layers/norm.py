@@ -4,12 +4,32 @@ What each can serve is in `megacpp_mcore.surfaces`.
 """
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
-_KINDS = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
+
+class _RMSNorm(torch.nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(x.dtype)
+        y = functional.rms_norm(x, self.normalized_shape, weight, self.eps)
+        return y.to(self.weight.dtype)
+
+
+class _LayerNorm(torch.nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        y = functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+        return y.to(self.weight.dtype)
+
+
+_KINDS = {"RMSNorm": _RMSNorm, "LayerNorm": _LayerNorm}
 
 
 class TorchNorm:
     """Builds torch's RMSNorm or LayerNorm, as the config's `normalization` says.
+
+    Of a float32 residual stream (fp32_residual_connection) they give the linears behind them the
+    weights' dtype, as Transformer Engine's norms do.
 
     Megatron's own wrapper refuses sequence parallelism; all it takes is to mark the weights, whose
     gradients each rank sees for its part of the sequence only.

@@ -62,6 +62,25 @@ def test_torchs_layer_norm_is_the_definition():
     torch.testing.assert_close(norm(x), expected, rtol=0, atol=64 * torch.finfo(x.dtype).eps)
 
 
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+def test_a_float32_residual_stream_is_normalised_as_it_is_and_given_on_in_the_models_dtype(kind):
+    norm = TorchNorm(config=config(normalization=kind), hidden_size=12, eps=1e-5).bfloat16()
+    x = 1 + 1e-3 * torch.randn(5, 12)  # of which bfloat16 would keep nothing
+    x.requires_grad_()
+    y = norm(x)
+    wide = torch.nn.RMSNorm if kind == "RMSNorm" else torch.nn.LayerNorm
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, wide(12, eps=1e-5)(x).bfloat16())
+    y.sum().backward()
+    assert x.grad.dtype == torch.float32 and norm.weight.grad.dtype == torch.bfloat16
+
+
+def test_ligers_norm_would_give_a_float32_residual_stream_on():
+    problem = problems.norm("cuda", config(fp32_residual_connection=True, bf16=True))
+    with pytest.raises(DispatchError, match="fp32_residual_connection: Liger's"):
+        dispatch.choose("norm", problem, {"norm": "liger"})
+
+
 @pytest.mark.parametrize("builder", [TorchNorm, LigerNorm])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_weights_are_marked_for_sequence_parallelism(builder, sequence_parallel, liger):
