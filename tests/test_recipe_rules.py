@@ -47,6 +47,8 @@ REFUSED = [
     (["attention.mscale_all_dim=1"], "attention.mscale_all_dim", "\"yarn\""),
     (["attention.attention_backend=flash"], "attention.attention_backend",
      "backends.core_attention = \"auto\""),
+    (["attention.attention_backend=flash", "model.pattern=AE"], "attention.attention_backend",
+     "Transformer Engine's attention only"),
     (["model.add_bias_linear=true"], "model.add_bias_linear", "shared expert has no bias"),
     (["moe.moe_apply_probs_on_input=true"], "moe.moe_apply_probs_on_input", "one expert a token"),
     (["moe.moe_flex_dispatcher_backend=ncclep"], "moe.moe_flex_dispatcher_backend", "NCCL 2.30.4"),

@@ -43,10 +43,7 @@ def _backend(r: Rules) -> None:
     """Megatron sets environment variables by it, which nobody but Transformer Engine reads."""
     core = r["backends.core_attention"]
     r.refuse(
-        r["attention.attention_backend"] != "auto"
-        and r.recipe.plan.requires.spec is not None
-        and r.has("+*")
-        and core != "te",
+        r["attention.attention_backend"] != "auto" and r.has("+*") and core != "te",
         "attention.attention_backend",
         f'must be "auto" with backends.core_attention = "{core or "auto"}": it chooses within '
         'Transformer Engine\'s attention only; name backends.core_attention, or "te" there',

@@ -24,10 +24,7 @@ def _experts(r: Rules) -> None:
         r.refuse(r[key] is None, key, "is needed: the pattern has an E")
     named = r["backends.moe_experts"]
     r.refuse(
-        not r["moe.moe_grouped_gemm"]
-        and r["launch.device"] == "cuda"
-        and r.recipe.plan.requires.spec is not None
-        and named != "reference",
+        not r["moe.moe_grouped_gemm"] and r["launch.device"] == "cuda" and named != "reference",
         "moe.moe_grouped_gemm",
         f'must be true with backends.moe_experts = "{named or "auto"}", whose experts are grouped; '
         'backends.moe_experts = "reference" has one after another',
