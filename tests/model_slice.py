@@ -30,6 +30,7 @@ _SIZES = [
 _ON_GPU = [
     "launch.device=cuda", "launch.distributed_backend=nccl", "launch.use_cpu_initialization=false",
     "model.transformer_impl=transformer_engine", "moe.moe_token_dispatcher_type=alltoall",
+    "moe.moe_grouped_gemm=true",
 ]  # fmt: skip
 # Surfaces of layers that the recipe as it is does not have.
 _OTHER_LAYERS = {"rope_qk": ["attention.kind=gqa", "attention.num_query_groups=2"]}
