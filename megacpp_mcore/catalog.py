@@ -35,11 +35,12 @@ def here_and_now(recipe: Recipe, device: str, surface: str | None = None) -> lis
     """
     if surface is not None and surface not in surfaces():
         raise CatalogError(f"unknown surface {surface!r}; the surfaces are {', '.join(surfaces())}")
-    requests = {**recipe.backends, **dispatch.forced_backends()}
     answers = []
     for name in [surface] if surface else surfaces():
-        requested = requests.get(name, dispatch.AUTO)
-        problem = REGISTRY[name].problem(recipe, device) if name in REGISTRY else None
+        requested, problem = dispatch.AUTO, None
+        if name in REGISTRY:
+            requested = dispatch.requested(name, recipe.backends)
+            problem = REGISTRY[name].problem(recipe, device)
         shown = _shown(problem)
         for row, verdict in _verdicts(name, recipe, problem, requested):
             common = {"requested": requested, "recipe": recipe.name, "problem": shown}

@@ -156,8 +156,8 @@ def mla_rope(device: str, config) -> Problem:
 
 def mla_rope_of(recipe: "Recipe", device: str) -> Problem | None:
     """None when no A layer is MLA: DSA turns its latents itself."""
-    layers = [*recipe.plan.layers, *recipe.plan.mtp_layers]
-    return mla_rope(device, _config(recipe)) if any(x.symbol == "+" for x in layers) else None
+    has_mla = any(layer.symbol == "+" for layer in recipe.plan.layers)
+    return mla_rope(device, _config(recipe)) if has_mla else None
 
 
 def rope_qk(device: str, config) -> Problem:
@@ -182,9 +182,8 @@ def rope_qk(device: str, config) -> Problem:
 
 def rope_qk_of(recipe: "Recipe", device: str) -> Problem | None:
     """None without a GQA layer, or where no position is turned."""
-    layers = [*recipe.plan.layers, *recipe.plan.mtp_layers]
     turned = recipe.model.position_embedding_type in ("rope", "yarn")
-    has_gqa = any(layer.symbol == "*" for layer in layers)
+    has_gqa = any(layer.symbol == "*" for layer in recipe.plan.layers)
     return rope_qk(device, _config(recipe)) if has_gqa and turned else None
 
 

@@ -211,8 +211,7 @@ def check_asked_for(config: Any) -> None:
     record that it has its own."""
     if getattr(config, _CHOSEN_BY_MODEL, False):
         return
-    requests = {**plugin_settings(config).backends, **dispatch.forced_backends()}
-    asked = requests.get(SURFACE, dispatch.AUTO)
+    asked = dispatch.requested(SURFACE, plugin_settings(config).backends)
     if asked not in (dispatch.AUTO, MEGATRON):
         raise LossError(
             f'{SURFACE} = "{asked}" is asked for, and this is Megatron\'s own HybridModel, whose '
