@@ -172,6 +172,8 @@ REFUSED = [
     ([*FULL, "parallel.recompute_method=uniform", "parallel.recompute_num_layers=60"],
      "parallel.recompute_num_layers", "52 layers"),
     ([*FULL, "recompute.mamba3=core"], "recompute.mamba3", "makes layers again"),
+    (["recompute.layernorm=true", "model.pattern=M", "model.depth=1", *NO_MTP,
+      "parallel.expert_model_parallel_size=1"], "recompute.layernorm", "there is none"),
     (["recompute.moe=act", "moe.moe_grouped_gemm=false"], "recompute.moe", "moe_grouped_gemm"),
     (["recompute.moe=shared_experts", "moe.moe_shared_expert_overlap=true"], "recompute.moe",
      "overlap"),

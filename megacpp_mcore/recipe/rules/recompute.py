@@ -15,6 +15,11 @@ def check(r: Rules) -> None:
     _attention(r)
     _moe(r)
     r.refuse(
+        r["recompute.layernorm"] and not any(map(r.has_letter, "AERD")),
+        "recompute.layernorm",
+        "must be left out: Megatron makes the norms before A, E, R and D again, and there is none",
+    )
+    r.refuse(
         r["recompute.layernorm"] and r["model.transformer_impl"] != "transformer_engine",
         "recompute.layernorm",
         'needs model.transformer_impl = "transformer_engine": Megatron 0.19.2 asks it about FP8',
