@@ -240,6 +240,34 @@ void mma_16(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
   });
 }
 
+template <typename T>
+void mma_8(float* c, uint32_t a0, uint32_t a1, uint32_t b) {
+  const uint32_t left[2] = {a0, a1};
+  Product own{c, left, &b};
+  together(std::is_same_v<T, __half> ? 7 : 8, &own, [](void** lanes) {
+    multiply<8>(lanes, [](const Product& p, int g, int t, auto& a, auto& b) {
+      const auto *x = static_cast<const uint32_t*>(p.a), *y = static_cast<const uint32_t*>(p.b);
+      for (int i = 0; i < 2; ++i) {
+        for (int e = 0; e < 2; ++e) a[g + e * 8][2 * t + i] = element<T>(x[e], i);
+        b[2 * t + i][g] = element<T>(*y, i);
+      }
+    });
+  });
+}
+
+inline uint32_t movmatrix(uint32_t x) {
+  uint32_t own = x;
+  together(9, &own, [](void** lanes) {
+    uint16_t m[8][8];
+    for (int lane = 0; lane < 32; ++lane) std::memcpy(&m[lane / 4][lane % 4 * 2], lanes[lane], 4);
+    for (int lane = 0; lane < 32; ++lane) {
+      const int g = lane / 4, t = lane % 4 * 2;
+      *static_cast<uint32_t*>(lanes[lane]) = m[t][g] | static_cast<uint32_t>(m[t + 1][g]) << 16;
+    }
+  });
+  return own;
+}
+
 struct Matrices {
   uint32_t *x, from;
 };
@@ -279,11 +307,27 @@ inline float shuffle_xor(float x, int lanes) {
   return own.taken;
 }
 
+inline float shuffle(float x, int lane) {
+  Shuffle own{x, 0.f, lane};
+  together(10, &own, [](void** all) {
+    for (int lane = 0; lane < 32; ++lane) {
+      auto* shuffle = static_cast<Shuffle*>(all[lane]);
+      shuffle->taken = static_cast<Shuffle*>(all[shuffle->lanes])->given;
+    }
+  });
+  return own.taken;
+}
+
 inline uint32_t rounded_tf32(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   if ((bits & 0x7f800000u) != 0x7f800000u) bits += 0x1000u;
   return bits & 0xffffe000u;
+}
+
+// As far off as PTX lets it be: to 11 bits.
+inline float approximate_tanh(float x) {
+  return static_cast<float>(static_cast<__half>(std::tanh(x)));
 }
 
 inline float least_or_nan(float x, float y) { return std::isnan(x) ? x : x < y ? x : y; }
@@ -309,6 +353,7 @@ To bits_as(From x) {
 #define __syncthreads() cpu::barrier(0, cpu::threads.x)
 #define __syncwarp() cpu::together(0, nullptr, [](void**) {})
 #define __shfl_xor_sync(mask, x, lanes) cpu::shuffle_xor(x, lanes)
+#define __shfl_sync(mask, x, lane) cpu::shuffle(x, lane)
 #define __cvta_generic_to_shared(x) \
   static_cast<uint32_t>(reinterpret_cast<const char*>(x) - cpu::shared)
 #define __ldg(x) cpu::load(x)

@@ -35,7 +35,7 @@ struct Problem {
   float* checkpoints;            // (chunks, H, K, V)
   float* final_state;            // (chains, H, K, V)
   void* y;                       // (B, S, H, V)
-  float* y_parts;                // (groups, B, S, H, V)
+  float* y_parts;                // (groups, B, S, H, V), or null with one group
   const void* dy;                // (B, S, H, V) contiguous, or null
   const float* d_final;          // (chains, H, K, V), or null
   void *dq, *dk, *dv;            // as q, k, v, contiguous
@@ -48,6 +48,7 @@ struct Problem {
   int32_t chains, batch, tokens, heads, q_heads, k_heads, k_dim, stages;
   int32_t groups;                // blocks that share a head's rows
   float clamp;                   // 0 or less: none
+  int32_t exact_tanh;            // 0: the GPU's instruction, for 16-bit inputs
 };
 
 // A block's place: which rows of which chain, and where its tokens lie.

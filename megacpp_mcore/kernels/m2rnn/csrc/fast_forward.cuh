@@ -1,216 +1,229 @@
-// Forward for 16-bit inputs. A block has 32 rows of a chain: four warps run the recurrence, eight
-// rows each, and two read the inputs ahead of them and sum y behind them.
+// Forward for 16-bit inputs: a warp has eight rows of a chain from its first step to its last, a
+// block 64 (or 32), and nothing is exchanged but, once in eight steps, the warps' parts of y.
 //
-// Of m16n8k16 these warps use half the rows: what the recurrence waits for are the special
-// functions of its own warp's elements, and half as many a warp are done in half the time.
+// The state is kept transposed, h^T: thread 4 g + t has columns g, g + 8 of rows 2 t, 2 t + 1. That
+// is how m16n8k16 returns W^T h^T, and the left operand of y^T += h^T q. As the right operand of
+// the next step's product it goes, in fp16, through two `movmatrix`. A unit's inputs, eight steps
+// of them, are read one unit ahead; of k or q one step's, and zeros for the others, are the right
+// operand of v^T k and h^T q.
 #pragma once
 
 #include "fast.cuh"
 
 namespace m2rnn {
 
-constexpr int kForwardRows = 32;
-constexpr int kStrip = 8;                                        // rows of a warp
-constexpr int kRecurrenceThreads = kForwardRows / kStrip * 32;
-constexpr int kForwardTiles = kForwardRows / kTileRows;
-constexpr int kForwardThreads = kRecurrenceThreads + 64;
-constexpr int kPaddedUnit = kUnit + 4;  // so that four steps of eight rows meet every bank once
+constexpr int kStripRows = 8;  // of a warp
+constexpr int kUnitValues = kUnit * kColumns;
 
+// Parts of y of a unit: warp by warp, [column][step].
+template <int kWarps>
 struct FastForwardShared {
-  alignas(16) char h[2][kUnit][kForwardTiles][kTileBytes];  // behind each step
-  struct {
-    float k[kForwardRows][kPaddedUnit], v[kUnit][kColumns];
-    float4 decay[kUnit];  // f, 1 - f, -2 (1 - f), .
-  } in[2];
+  float y[2][kWarps][kUnitValues];
 };
 
-// Of a and b, both at least 1, at the price of one: forward waits for the reciprocals' unit.
-__device__ inline void reciprocals(float& a, float& b) {
-  const float both = reciprocal(a * b), x = a;
-  a = both * b;
-  b = both * x;
-}
-// 2^60 is far beyond where tanh rounds to 1, and its square is finite. A NaN stays one.
-__device__ inline float below_60(float x) {
-  float y;
-  asm("min.NaN.f32 %0, %1, 0f42700000;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// Where rows of h lie: eight lanes' rows, and eight rows of one half, meet every bank once.
-__device__ inline int strip_offset(int row, int half) {
-  const int upper = row >> 2 & 1;
-  return ((row & 3) | (upper ^ half) << 2 | upper << 3 | row >> 3 << 4) * 16;
-}
-
+// A unit's inputs as thread 4 g + t reads them: step g; rows 2 t, 2 t + 1; columns 2 t, 2 t + 1 and,
+// 8 on, two more. Steps behind the chain's last have f = 1 and zeros: they leave the state as it is.
 template <typename T>
-__device__ void forward_recurrence(FastForwardShared& shared, const Problem& p, const Place& at) {
+struct ForwardStage {
+  const T *q_at, *k_at, *v_at;
+  const float* f_at;
+  int left;  // steps of the chain from the next unit on
+  uint32_t q, k, v[2];
+  float f;
+
+  __device__ ForwardStage(const Problem& p, const Place& at, int row) : left(at.length) {
+    const int g = lane_g(), t = lane_t();
+    const Source<T> of_q = q_of<T>(p, at), of_k = k_of<T>(p, at), of_v = v_of<T>(p, at);
+    q_at = of_q.x + g * of_q.token + row + 2 * t;
+    k_at = of_k.x + g * of_k.token + row + 2 * t;
+    v_at = of_v.x + g * of_v.token + 2 * t;
+    f_at = p.f + at.batch * p.f_batch + (at.start + g) * p.f_token + at.head * p.f_head;
+  }
+  __device__ void load(const Problem& p) {
+    const bool valid = lane_g() < left;
+    q = valid ? load_here(q_at) : 0;
+    k = valid ? load_here(k_at) : 0;
+    v[0] = valid ? load_here(v_at) : 0;
+    v[1] = valid ? load_here(v_at + 8) : 0;
+    f = valid ? __uint_as_float(load_here(f_at)) : 1.f;
+    q_at += kUnit * p.q_token, k_at += kUnit * p.k_token, v_at += kUnit * p.v_token;
+    f_at += kUnit * p.f_token;
+    left -= kUnit;
+  }
+};
+
+// q: a right operand, columns are steps. k: one too, rows are steps, and v, the left one, has its
+// columns for steps: thread 4 g + t has steps 2 t, 2 t + 1.
+struct ForwardUnit {
+  uint32_t q, k, v[2];
+  float f;
+
+  template <typename T>
+  __device__ void take(const ForwardStage<T>& from) {
+    q = from.q, f = from.f;
+    k = transposed(from.k);
+    v[0] = transposed(from.v[0]), v[1] = transposed(from.v[1]);
+  }
+};
+
+// W^T as the left operand: off the diagonal in fp16, the diagonal apart in fp32.
+struct ForwardWeight {
+  uint32_t a[4];
+  float diagonal[2];  // of columns g, g + 8
+
+  __device__ explicit ForwardWeight(const float* W) {
+    const int g = lane_g(), t = lane_t();
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int to = g + e % 2 * 8, from = 2 * t + e / 2 * 8;
+      a[e] = pack<__half>(from == to ? 0.f : W[from * kColumns + to],
+                          from + 1 == to ? 0.f : W[(from + 1) * kColumns + to]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) diagonal[r] = W[(g + 8 * r) * (kColumns + 1)];
+  }
+};
+
+// What goes from step to step; element 2 r + i is column g + 8 r of row 2 t + i.
+template <typename T, bool kExact>
+struct ForwardState {
+  float h[4], y[4];
+  float given[4];      // k v^T of the next step
+  uint32_t packed[2];  // h in fp16, as it lies in h
+
+  __device__ void pack_h() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) packed[r] = pack<__half>(h[2 * r], h[2 * r + 1]);
+  }
+  // k v^T of a step of `unit`. mask: the step's bits in the thread's two of them.
+  __device__ void give(const ForwardUnit& unit, uint32_t mask) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) given[e] = 0.f;
+    mma8<T>(given, unit.v[0], unit.v[1], unit.k & mask);
+  }
+  // y of the step that h is of. q: zeros in lanes of other steps.
+  __device__ void add_y(uint32_t q) {
+    mma8<T>(y, pack<T>(h[0], h[1]), pack<T>(h[2], h[3]), q);
+  }
+  // One step. q: of the step before. unit, mask: of the next.
+  __device__ void step(const ForwardWeight& w, float f, uint32_t q, const ForwardUnit& unit,
+                       uint32_t mask) {
+    float z[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) z[e] = fmaf(h[e], w.diagonal[e / 2], given[e]);
+    mma16<__half>(z, w.a, transposed(packed[0]), transposed(packed[1]));
+    give(unit, mask);
+    add_y(q);
+    tanh_of<kExact>(z);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) h[e] = fmaf(1.f - f, z[e], f * h[e]);
+    pack_h();
+  }
+  __device__ void put_y(float* to) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      *reinterpret_cast<float2*>(to + r * (kUnitValues / 2)) = make_float2(y[2 * r], y[2 * r + 1]);
+      y[2 * r] = y[2 * r + 1] = 0.f;
+    }
+  }
+  __device__ void load(const float* state) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) h[e] = state[e % 2 * kColumns + e / 2 * 8];
+  }
+  __device__ void store(float* state) const {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) state[e % 2 * kColumns + e / 2 * 8] = h[e];
+  }
+};
+
+// Adds up the warps' parts of y and stores it: a unit the first four warps, the next unit the last
+// four. A thread has one column of one step.
+template <typename T, int kWarps>
+struct ForwardSum {
+  int place, left;  // left: of the chain, from the thread's step of the next unit on
+  T* y;
+  float* parts;
+
+  __device__ ForwardSum(const Problem& p, const Place& at) {
+    const int step = threadIdx.x % kUnitValues / kColumns, column = threadIdx.x % kColumns;
+    place = column * kUnit + step;
+    left = at.length - step;
+    const int64_t to = (at.token(p, step) * p.heads + at.head) * kColumns + column;
+    y = static_cast<T*>(p.y) + to;
+    parts = p.y_parts ? p.y_parts + to + at.group * (static_cast<int64_t>(p.batch) * p.tokens) *
+                                            p.heads * kColumns
+                      : nullptr;
+  }
+  __device__ void store(const Problem& p, const float (&from)[kWarps][kUnitValues], int unit) {
+    if (kWarps == 4 || threadIdx.x / kUnitValues == unit % 2) {
+      float sum = from[0][place];
+#pragma unroll
+      for (int w = 1; w < kWarps; ++w) sum += from[w][place];
+      if (left > 0 && parts) *parts = sum;
+      if (left > 0 && !parts) *y = static_cast<T>(sum);
+    }
+    const int64_t unit_of_y = static_cast<int64_t>(p.heads) * kColumns * kUnit;
+    y += unit_of_y, parts += parts ? unit_of_y : 0;
+    left -= kUnit;
+  }
+};
+
+template <typename T, bool kExact, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32, 16 / kWarps)
+fast_forward(const __grid_constant__ Problem p) {
+  extern __shared__ __align__(16) char memory[];
+  auto& shared = *reinterpret_cast<FastForwardShared<kWarps>*>(memory);
   const int warp = threadIdx.x / 32, g = lane_g(), t = lane_t();
-  const int64_t state = (static_cast<int64_t>(at.head) * p.k_dim + at.row0 + warp * kStrip + g) *
-                            kColumns + 4 * t;
-  const TileWeight w(p.W + at.head * kColumns * kColumns);
-  const int row = warp * kStrip + g;
-  const int own = strip_offset(row % kTileRows, t / 2) + t % 2 * 8;
-  char* const out = shared.h[0][0][row / kTileRows] + own;
-  float h[4] = {};
-  if (p.initial) load4(h, p.initial + at.chain * state_size(p) + state);
-  uint32_t packed[4] = {pack<__half>(h[0], h[1]), 0, pack<__half>(h[2], h[3]), 0};
-  const int units = Place::ceil_div(at.length, kUnit), units_a_chunk = 2 * p.stages;
-  int in_chunk = 0;
+  const Place at(p, kWarps * kStripRows);
+  const int64_t state =
+      (static_cast<int64_t>(at.head) * p.k_dim + at.row0 + warp * kStripRows + 2 * t) * kColumns + g;
+  const ForwardWeight w(p.W + at.head * kColumns * kColumns);
+  ForwardSum<T, kWarps> sum(p, at);
   float* checkpoint = p.checkpoints + at.first_chunk * state_size(p) + state;
-  __syncthreads();
+  float* part = shared.y[0][warp] + g * kUnit + 2 * t;
+  int flip = kWarps * kUnitValues, in_chunk = 0;
+  const int units = Place::ceil_div(at.length, kUnit), units_a_chunk = 2 * p.stages;
+
+  ForwardState<T, kExact> x = {};
+  if (p.initial) x.load(p.initial + at.chain * state_size(p) + state);
+  x.pack_h();
+  ForwardStage<T> next(p, at, warp * kStripRows);
+  next.load(p);
+  ForwardUnit now;
+  now.take(next);
+  const uint32_t low = 0xffffu, high = 0xffff0000u;
+  x.give(now, t == 0 ? low : 0);
+  uint32_t q = 0;  // of the unit whose y is being made, which is one step behind h
   for (int unit = 0; unit < units; ++unit) {
-    const auto& in = shared.in[unit % 2];
+    next.load(p);
     if (in_chunk == 0) {
-      store4(checkpoint, h);
+      x.store(checkpoint);
       checkpoint += state_size(p);
     }
     if (++in_chunk == units_a_chunk) in_chunk = 0;
-    char* const to = out + unit % 2 * static_cast<int>(sizeof(shared.h[0]));
-    float k[4];
-#pragma unroll 4
-    for (int i = 0; i < kUnit; ++i) {
-      if (i % 4 == 0) load4(k, &in.k[row][i]);
-      float v[4], c[2][4];
-      load4(v, &in.v[i][4 * t]);
-      const float4 decay = in.decay[i];
+    x.step(w, __shfl_sync(kAll, now.f, 0), g == kUnit - 1 ? q : 0, now, t == 0 ? high : 0);
+    x.put_y(part);
+    part += flip, flip = -flip;
+    q = now.q;
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int j = 2 * n + e;
-          c[n][e] = fmaf(h[j], w.diagonal[j], k[i % 4] * v[j]);
-          c[n][2 + e] = 0.f;
-        }
-        w.multiply(c[n], packed, n);
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float& x = c[j / 2][j % 2];
-        x = 1.f + exp2_of(below_60(x));
-        if (j % 2 == 1) reciprocals(c[j / 2][0], c[j / 2][1]);
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        h[j] = fmaf(decay.z, c[j / 2][j % 2], fmaf(decay.x, h[j], decay.y));
-      packed[0] = pack<__half>(h[0], h[1]);
-      packed[2] = pack<__half>(h[2], h[3]);
-      *reinterpret_cast<uint2*>(to + i * static_cast<int>(sizeof(shared.h[0][0]))) =
-          make_uint2(pack<T>(h[0], h[1]), pack<T>(h[2], h[3]));
+    for (int i = 1; i < kUnit - 1; i += 2) {
+      const bool own = t == (i + 1) / 2;
+      x.step(w, __shfl_sync(kAll, now.f, 4 * i), g == i - 1 ? q : 0, now, own ? low : 0);
+      x.step(w, __shfl_sync(kAll, now.f, 4 * i + 4), g == i ? q : 0, now, own ? high : 0);
     }
+    const float f = __shfl_sync(kAll, now.f, 4 * (kUnit - 1));
+    now.take(next);
+    x.step(w, f, g == kUnit - 2 ? q : 0, now, t == 0 ? low : 0);
     __syncthreads();
+    if (unit > 0) sum.store(p, shared.y[unit % 2], unit);
   }
-  store4(p.final_state + at.chain * state_size(p) + state, h);
-}
-
-// What one of the 64 other threads brings in of a unit: four rows of k of a step; and four columns
-// of v in the first 32, f in eight of the rest.
-template <typename T>
-struct ForwardStage {
-  const T *k_at, *v_at;
-  const float* f_at;
-  int left, step, quad;  // left: of the chain, from the thread's step of the next unit
-  uint2 k, v;
-  float f;
-
-  __device__ ForwardStage(const Problem& p, const Place& at, int thread)
-      : step(thread / 8), quad(thread % 8 * 4) {
-    const Source<T> of_k = k_of<T>(p, at), of_v = v_of<T>(p, at);
-    k_at = of_k.x + step * of_k.token + quad;
-    v_at = of_v.x + thread % 32 / 4 * of_v.token + thread % 4 * 4;
-    f_at = p.f + at.batch * p.f_batch + (at.start + thread % 8) * p.f_token + at.head * p.f_head;
-    left = at.length;
-  }
-  __device__ void load(const Problem& p, int thread) {
-    k = load_unit(k_at, step < left);
-    v = load_unit(v_at, thread < 32 && thread / 4 < left);
-    f = thread % 8 < left ? __ldg(f_at) : 1.f;
-    k_at += kUnit * p.k_token, v_at += kUnit * p.v_token, f_at += kUnit * p.f_token;
-    left -= kUnit;
-  }
-  template <typename Inputs>
-  __device__ void store(Inputs& to, int thread) const {
-    const T* type = nullptr;
-    const float4 x = widen(k, type);
-    const float scaled[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) to.k[quad + e][step] = scaled[e] * kTwoLog2E;
-    if (thread < 32)
-      *reinterpret_cast<float4*>(&to.v[thread / 4][thread % 4 * 4]) = widen(v, type);
-    else if (thread < 40)
-      to.decay[thread - 32] = make_float4(f, 1.f - f, -2.f * (1.f - f), 0.f);
-  }
-};
-
-// The block's part of y = q^T h, columns by steps: q of a step is in that step's column of the
-// right operand, and zeros in the others. A warp has every second step.
-template <typename T>
-__device__ void forward_surroundings(FastForwardShared& shared, const Problem& p,
-                                     const Place& at) {
-  constexpr int kStepBytes = kForwardTiles * kTileBytes;
-  const int thread = threadIdx.x - kRecurrenceThreads, parity = thread / 32;
-  const int g = lane_g(), t = lane_t(), lane = threadIdx.x % 32;
-  const bool has_step = g % 2 == parity;
-  ForwardStage<T> next(p, at, thread);
-  next.load(p, thread);
-  next.store(shared.in[0], thread);
-  next.load(p, thread);
-  const Source<T> source = q_of<T>(p, at);
-  const T* q_at = source.x + g * source.token + 2 * t;
-  const int64_t token = static_cast<int64_t>(p.heads) * kColumns;
-  float* to = p.y_parts + at.group * (static_cast<int64_t>(p.batch) * p.tokens) * token +
-              at.token(p, 2 * t + parity) * token + at.head * kColumns + g;
-  uint32_t h_at = shared_address(shared.h) + parity * kStepBytes +
-                  strip_offset(lane % 8 + lane / 16 * 8, lane / 8 & 1);
-  uint32_t q[kForwardTiles][2];
-  const int units = Place::ceil_div(at.length, kUnit);
-  int left = at.length;
-  __syncthreads();
-  int flip = kUnit * kStepBytes;
-  for (int unit = 0; unit <= units; ++unit) {
-    if (unit > 0) {
-      float y[2][4] = {};
-#pragma unroll
-      for (int j = 0; j < kUnit / 2; ++j) {
-        const bool own = g == 2 * j + parity;
-#pragma unroll
-        for (int tile = 0; tile < kForwardTiles; ++tile) {
-          Packed h;
-          load_columns(h, h_at + 2 * j * kStepBytes + tile * kTileBytes);
-          mma16<T>(y[tile], h, own ? q[tile][0] : 0, own ? q[tile][1] : 0);
-        }
-      }
-      if (2 * t + parity < left) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c)
-          to[8 * c] = parity ? y[0][2 * c + 1] + y[1][2 * c + 1] : y[0][2 * c] + y[1][2 * c];
-      }
-      to += kUnit * token;
-      h_at += flip;
-      flip = -flip;
-      left -= kUnit;
-    }
-    if (unit == units) break;
-#pragma unroll
-    for (int tile = 0; tile < kForwardTiles; ++tile)
-      load_pairs(q[tile], q_at + tile * kTileRows, has_step && g < left);
-    q_at += kUnit * source.token;
-    next.store(shared.in[(unit + 1) % 2], thread);
-    next.load(p, thread);
+  if (units > 0) {
+    x.add_y(g == kUnit - 1 ? q : 0);
+    x.put_y(part);
     __syncthreads();
+    sum.store(p, shared.y[units % 2], units);
   }
-}
-
-template <typename T>
-__global__ void __launch_bounds__(kForwardThreads, 4)
-fast_forward(const __grid_constant__ Problem p) {
-  extern __shared__ __align__(16) char memory[];
-  auto& shared = *reinterpret_cast<FastForwardShared*>(memory);
-  const Place at(p, kForwardRows);
-  if (threadIdx.x < kRecurrenceThreads)
-    forward_recurrence<T>(shared, p, at);
-  else
-    forward_surroundings<T>(shared, p, at);
+  x.store(p.final_state + at.chain * state_size(p) + state);
 }
 
 }  // namespace m2rnn
