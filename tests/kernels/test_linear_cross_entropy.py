@@ -22,6 +22,7 @@ from megacpp_mcore.kernels.linear_cross_entropy import (
     walk,
     weighted_linear_cross_entropy,
 )
+from megacpp_mcore.kernels.linear_cross_entropy import triton as kernels
 from megacpp_mcore.kernels.linear_cross_entropy.cce import CCE
 from megacpp_mcore.kernels.linear_cross_entropy.chunked import CHUNKED
 from megacpp_mcore.kernels.linear_cross_entropy.megatron import MEGATRON
@@ -142,6 +143,46 @@ def test_what_is_not_wanted_is_not_made(monkeypatch, chunks_of_five):
     with torch.no_grad():
         CHUNKED.weighted(**leaves(tensors, torch.float32), loss_weights=given)
     assert made == ["logits"] * chunks
+
+
+class TestKernels:
+    """In blocks and tiles that are small enough for several of them here."""
+
+    @pytest.mark.parametrize("vocab", [5, 32, 33])
+    def test_rows_of_several_blocks(self, vocab, monkeypatch, chunks_of_five):
+        monkeypatch.setattr(kernels, "_LANES", 8)
+        monkeypatch.setattr(kernels, "_DEEP", 2)
+        tensors = draw("cpu", torch.float32, vocab)
+        given = weights(tensors["labels"])
+        for options in (
+            {},
+            {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "logit_scale": 0.7},
+        ):
+            truth = per_token(REFERENCE, tensors, torch.float64, given, **options)
+            truth += weighted(REFERENCE, tensors, torch.float64, given, by=3.0, **options)
+            found = per_token(CHUNKED, tensors, torch.float32, given, **options)
+            found += weighted(CHUNKED, tensors, torch.float32, given, by=3.0, **options)
+            for actual, expected in zip(found, truth, strict=True):
+                close(actual, expected, torch.float32, largest_logit=6 + vocab / 100)
+
+    @pytest.mark.parametrize("shape", [(1, 1), (4, 8), (7, 13), (0, 3)])
+    def test_transposed(self, shape, monkeypatch):
+        monkeypatch.setattr(kernels, "_TILE", 4)
+        rows, columns = shape
+        x = torch.randn(rows, columns + 2).bfloat16()[:, 1 : 1 + columns]
+        room = torch.full((columns + 1, rows), 9.0, dtype=torch.bfloat16)
+        assert torch.equal(kernels.transposed(x, room[:columns]), x.t())
+        assert (room[columns:] == 9).all()
+
+    @pytest.mark.parametrize("by", [1.0, -0.5])
+    def test_scaled(self, by, monkeypatch):
+        monkeypatch.setattr(kernels, "_SCALE_BLOCK", 8)
+        monkeypatch.setattr(kernels, "_SCALE_PROGRAMS", 3)
+        x, factor = torch.randn(71).bfloat16(), torch.tensor(by)
+        expected = (x.float() * factor).bfloat16()
+        assert torch.equal(kernels.scaled(x, factor), expected)
+        kernels.scale_(x, factor)
+        assert torch.equal(x, expected)
 
 
 class TestChunks:

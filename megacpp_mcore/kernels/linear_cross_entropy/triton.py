@@ -2,7 +2,10 @@
 
 A program takes one row: it reads it for the statistics, then again for the gradient, which it
 writes in place. A launch does one or the other or both; with both, the second read is from the
-device's L2 cache.
+device's caches, from the end of the row back.
+
+Each of LANES columns has a largest value and a sum of its own until the row's end, so that threads
+wait for each other once a row.
 """
 
 import contextlib
@@ -16,8 +19,10 @@ from megacpp_mcore.kernels.linear_cross_entropy.inputs import Options
 from megacpp_mcore.kernels.linear_cross_entropy.reference import smoothing_of
 
 STATISTICS = 4
-_BLOCK, _WARPS = 16384, 16  # columns at a time, and who takes them: the fastest on an H200
-_SCALE_BLOCK = 8192
+ELSEWHERE, NOT_COUNTED = -1, -2  # labels
+_LANES, _DEEP, _WARPS = 4096, 4, 16  # the fastest on an H200: columns at a time are _DEEP _LANES
+_SCALE_BLOCK, _SCALE_PROGRAMS = 8192, 1056  # eight to a multiprocessor of an H200
+_TILE = 64
 
 
 def softmax_rows(
@@ -33,10 +38,11 @@ def softmax_rows(
     """Statistics of the logits' rows, and their replacement by a gradient, or one of the two.
 
     logits: (tokens, classes), rows contiguous, of one rank. z is a logit scaled and capped. labels:
-    (tokens,), a column of logits each, or -1 for none. vocab_size: classes of all ranks.
+    (tokens,), a column of logits each, or ELSEWHERE for one of another rank's, or NOT_COUNTED for a
+    token that has no gradient. vocab_size: classes of all ranks.
 
     statistics: (4, tokens) float32, to be written: the largest z, the sum of exp(z - largest), the
-    label's z (0 without a label), and with label smoothing the sum of z, else 0.
+    label's z (0 without a column), and with label smoothing the sum of z, else 0.
 
     loss_gradients: (tokens,) float32. The logits are then replaced by the gradient of the sum of
     loss_gradients times losses. lse: (tokens,) float32, log(sum(exp(z))) of the whole vocabulary;
@@ -46,7 +52,8 @@ def softmax_rows(
     if not tokens:
         return
     smoothing = smoothing_of(options, vocab_size)
-    block = min(_BLOCK, triton.next_power_of_2(classes))
+    lanes = min(_LANES, triton.next_power_of_2(classes))
+    deep = min(_DEEP, triton.cdiv(triton.next_power_of_2(classes), lanes))
     with _on(logits):
         _rows[(tokens,)](
             logits, logits.stride(0), labels,
@@ -54,36 +61,38 @@ def softmax_rows(
             loss_gradients, lse, classes,
             options.logit_scale, options.softcap, options.z_loss,
             1 - smoothing, smoothing / vocab_size,
+            NOT_COUNTED=NOT_COUNTED,
             HAS_STATISTICS=statistics is not None, HAS_GRADIENT=loss_gradients is not None,
-            HAS_SOFTCAP=options.softcap > 0, HAS_SMOOTHING=smoothing > 0,
-            EVEN=classes % block == 0, BLOCK=block, num_warps=_WARPS,
+            HAS_SCALE=options.logit_scale != 1, HAS_SOFTCAP=options.softcap > 0,
+            HAS_SMOOTHING=smoothing > 0,
+            EVEN=classes % (deep * lanes) == 0, DEEP=deep, LANES=lanes, num_warps=_WARPS,
         )  # fmt: skip
 
 
 @triton.jit
-def _capped(x, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+def _capped(x, scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """z of a logit. tanh(a) as 1 - 2 / (exp(2a) + 1): right at both ends, and off by an epsilon of
     1 in the middle."""
-    z = x.to(tl.float32) * scale
+    z = x.to(tl.float32)
+    if HAS_SCALE:
+        z *= scale
     if HAS_SOFTCAP:
         z = softcap * (1 - 2 / (tl.exp(2 * (z / softcap)) + 1))
     return z
 
 
 @triton.jit
-def _block(logits, start, columns, classes, EVEN: tl.constexpr, other: tl.constexpr):
-    """Columns start + columns of a row, `other` past its end."""
+def _logits(logits, at, classes, EVEN: tl.constexpr):
+    """Those of a row in the columns `at`, 0 past its end."""
     if EVEN:
-        return tl.load(logits + start + columns)
-    return tl.load(logits + start + columns, mask=start + columns < classes, other=other)
+        return tl.load(logits + at)
+    return tl.load(logits + at, mask=at < classes, other=0.0)
 
 
 @triton.jit
-def _gradient(
-    z, lse, softmax_factor, uniform_part, picked_part, scale, softcap, HAS_SOFTCAP: tl.constexpr
-):
-    """Of a logit; picked_part is 0 but for the label's."""
-    g = (tl.exp(z - lse) * softmax_factor - uniform_part - picked_part) * scale
+def _gradient(z, lse, softmax_factor, other_factor, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Of a logit."""
+    g = tl.exp(z - lse) * softmax_factor - other_factor
     if HAS_SOFTCAP:
         g *= 1 - (z / softcap) * (z / softcap)
     return g
@@ -93,59 +102,84 @@ def _gradient(
 def _rows(
     logits, row_stride, labels, statistics, statistics_stride, loss_gradients, lse_given, classes,
     scale, softcap, z_loss, picked_share, uniform_share,
-    HAS_STATISTICS: tl.constexpr, HAS_GRADIENT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK: tl.constexpr,
+    NOT_COUNTED: tl.constexpr, HAS_STATISTICS: tl.constexpr, HAS_GRADIENT: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    EVEN: tl.constexpr, DEEP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     logits += row.to(tl.int64) * row_stride
     label = tl.load(labels + row)
-    columns = tl.arange(0, BLOCK)
+    columns = tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    blocks = tl.cdiv(classes, DEEP * LANES)
     picked = tl.load(logits + label, mask=label >= 0, other=0.0)
-    picked = _capped(picked, scale, softcap, HAS_SOFTCAP)
+    picked = _capped(picked, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
     if HAS_STATISTICS:
-        largest = -float("inf")
-        exponentials = 0.0
-        total = 0.0
-        for start in range(0, classes, BLOCK):
-            x = _block(logits, start, columns, classes, EVEN, 0.0)
-            z = _capped(x, scale, softcap, HAS_SOFTCAP)
+        tops = tl.full([LANES], -float("inf"), tl.float32)
+        sums = tl.zeros([LANES], tl.float32)
+        totals = tl.zeros([LANES], tl.float32)
+        for block in range(blocks):
+            at = block * DEEP * LANES + columns
+            z = _capped(_logits(logits, at, classes, EVEN), scale, softcap, HAS_SCALE, HAS_SOFTCAP)
             if HAS_SMOOTHING:
-                total += tl.sum(tl.where(start + columns < classes, z, 0.0), 0)
+                totals += tl.sum(tl.where(at < classes, z, 0.0), 0)
             if not EVEN:
-                z = tl.where(start + columns < classes, z, -float("inf"))
-            before = largest
-            largest = tl.maximum(before, tl.max(z, 0))
-            exponentials = exponentials * tl.exp(before - largest) + tl.sum(tl.exp(z - largest), 0)
+                z = tl.where(at < classes, z, -float("inf"))
+            before = tops
+            tops = tl.maximum(before, tl.max(z, 0))
+            base = tl.where(tops == -float("inf"), 0.0, tops)  # of a lane past the row's end
+            sums = sums * tl.exp(before - base) + tl.sum(tl.exp(z - base[None, :]), 0)
+        largest = tl.max(tops, 0)
+        exponentials = tl.sum(sums * tl.exp(tops - largest), 0)
         lse = largest + tl.log(exponentials)
         statistics += row
         tl.store(statistics, largest)
         tl.store(statistics + statistics_stride, exponentials)
         tl.store(statistics + 2 * statistics_stride, tl.where(label >= 0, picked, 0.0))
-        tl.store(statistics + 3 * statistics_stride, total)
+        tl.store(statistics + 3 * statistics_stride, tl.sum(totals, 0))
     else:
         lse = tl.load(lse_given + row)
     if HAS_GRADIENT:
-        factor = tl.load(loss_gradients + row)
+        factor = tl.load(loss_gradients + row) * scale
+        factor = tl.where(label == NOT_COUNTED, 0.0, factor)
         softmax_factor = factor * (1 + 2 * z_loss * lse)
         uniform_part = factor * uniform_share
         tl.debug_barrier()  # every thread has read the label's logit
-        for start in range(0, classes, BLOCK):
-            x = _block(logits, start, columns, classes, EVEN, 0.0)
-            z = _capped(x, scale, softcap, HAS_SOFTCAP)
-            g = _gradient(
-                z, lse, softmax_factor, uniform_part, 0.0, scale, softcap, HAS_SOFTCAP
-            ).to(logits.dtype.element_ty)
+        for block in range(blocks):
+            at = (blocks - 1 - block) * DEEP * LANES + columns
+            z = _capped(_logits(logits, at, classes, EVEN), scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+            g = _gradient(z, lse, softmax_factor, uniform_part, softcap, HAS_SOFTCAP)
+            g = g.to(logits.dtype.element_ty)
             if EVEN:
-                tl.store(logits + start + columns, g)
+                tl.store(logits + at, g)
             else:
-                tl.store(logits + start + columns, g, mask=start + columns < classes)
+                tl.store(logits + at, g, mask=at < classes)
         tl.debug_barrier()  # the label's is written last, whole: it may cancel to very little
-        g = _gradient(
-            picked, lse, softmax_factor, uniform_part, factor * picked_share, scale, softcap,
-            HAS_SOFTCAP,
-        )  # fmt: skip
+        others = uniform_part + factor * picked_share
+        g = _gradient(picked, lse, softmax_factor, others, softcap, HAS_SOFTCAP)
         tl.store(logits + label, g.to(logits.dtype.element_ty), mask=label >= 0)
+
+
+def transposed(x: Tensor, out: Tensor) -> Tensor:
+    """x (n, m), rows contiguous, into out (m, n), rows contiguous, several times as fast as torch
+    copies it."""
+    n, m = x.shape
+    if x.numel():
+        with _on(x):
+            _transpose[(triton.cdiv(n, _TILE), triton.cdiv(m, _TILE))](
+                x, x.stride(0), out, out.stride(0), n, m, TILE=_TILE
+            )
+    return out
+
+
+@triton.jit
+def _transpose(x, x_stride, out, out_stride, n, m, TILE: tl.constexpr):
+    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = (rows < n)[:, None] & (columns < m)[None, :]
+    at = rows.to(tl.int64)[:, None] * x_stride + columns[None, :]
+    tile = tl.trans(tl.load(x + at, mask=inside))
+    at = columns.to(tl.int64)[:, None] * out_stride + rows[None, :]
+    tl.store(out + at, tile, mask=tl.trans(inside))
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
@@ -162,10 +196,9 @@ def scaled(x: Tensor, factor: Tensor) -> Tensor:
 
 def _scale_into(out: Tensor, x: Tensor, factor: Tensor) -> None:
     if x.numel():
+        programs = min(triton.cdiv(x.numel(), _SCALE_BLOCK), _SCALE_PROGRAMS)
         with _on(x):
-            _scale[(triton.cdiv(x.numel(), _SCALE_BLOCK),)](
-                x, factor, out, x.numel(), IN_PLACE=out is x, BLOCK=_SCALE_BLOCK
-            )
+            _scale[(programs,)](x, factor, out, x.numel(), IN_PLACE=out is x, BLOCK=_SCALE_BLOCK)
 
 
 def _on(x: Tensor) -> contextlib.AbstractContextManager:
@@ -174,10 +207,11 @@ def _on(x: Tensor) -> contextlib.AbstractContextManager:
 
 @triton.jit
 def _scale(x, factor, out, size, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
-    by = tl.load(factor) + tl.zeros([BLOCK], tl.float32)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    wanted = at < size
+    by = tl.load(factor)
     if IN_PLACE:
-        wanted = wanted & (by != 1.0)
-    value = tl.load(x + at, mask=wanted).to(tl.float32) * by
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=wanted)
+        size = tl.where(by == 1.0, 0, size)
+    columns = tl.arange(0, BLOCK)
+    for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
+        at = tl.cast(block, tl.int64) * BLOCK + columns
+        value = tl.load(x + at, mask=at < size).to(tl.float32) * by
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=at < size)

@@ -10,7 +10,13 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from megacpp_mcore.kernels.linear_cross_entropy.inputs import Options, check_labels, rank_of
 from megacpp_mcore.kernels.linear_cross_entropy.reference import smoothing_of
-from megacpp_mcore.kernels.linear_cross_entropy.triton import STATISTICS, softmax_rows
+from megacpp_mcore.kernels.linear_cross_entropy.triton import (
+    ELSEWHERE,
+    NOT_COUNTED,
+    STATISTICS,
+    softmax_rows,
+    transposed,
+)
 from megacpp_mcore.kernels.linear_cross_entropy.weight_gradient import WeightGradient
 
 # Logits in the buffer. The weight's gradient is read and written in float32 once a chunk, so that
@@ -41,19 +47,22 @@ class Walk:
     ) -> None:
         self.hidden, self.weight, self.options = hidden.contiguous(), weight.contiguous(), options
         self.group = _resolve_process_group(group_name) if group_name else None
-        rank, ranks = rank_of(self.group)
-        own = weight.shape[0]
-        self.vocab_size = own * ranks
-        check_labels(labels, self.vocab_size, options.ignore_index)
-        self.is_ignored = labels == options.ignore_index
-        labels = labels - rank * own
-        is_own = (labels >= 0) & (labels < own) & ~self.is_ignored
-        self.labels = labels.masked_fill(~is_own, -1)
+        self.rank, ranks = rank_of(self.group)
+        self.vocab_size = weight.shape[0] * ranks
+        self.given_labels = labels
         self.statistics = hidden.new_empty(STATISTICS, hidden.shape[0], dtype=torch.float32)
-        self.length = chunk_length(hidden.shape[0], own)
+        self.length = chunk_length(hidden.shape[0], weight.shape[0])
+        self._beside = _Beside(hidden.device)
+        self._beside.follow()
+        self._losses: tuple[Tensor, Tensor] | None = None
 
     def losses(self) -> tuple[Tensor, Tensor]:
-        """The losses and lse, (T,) each, from the statistics."""
+        """The losses and lse, (T,) each, of the walk that made the statistics."""
+        if not self.hidden.shape[0]:
+            return self.statistics[0], self.statistics[0].clone()
+        return self._losses or self._losses_of_statistics()
+
+    def _losses_of_statistics(self) -> tuple[Tensor, Tensor]:
         largest, exponentials, picked, total = self.statistics
         logarithm = exponentials.log()
         lse = largest + logarithm
@@ -63,12 +72,13 @@ class Walk:
             losses = losses + smoothing * (largest - total / self.vocab_size)
         if self.options.z_loss:
             losses = losses + self.options.z_loss * lse**2
-        return losses.masked_fill(self.is_ignored, 0.0), lse
+        return losses.masked_fill(self.labels == NOT_COUNTED, 0.0), lse
 
     def make_statistics(self) -> None:
         """Without any gradient."""
         for chunk, buffer in self._chunks():
             logits = self._logits(chunk, buffer)
+            self._beside.join()
             self._softmax(logits, chunk, statistics=self.statistics[:, chunk])
         self.statistics = self._over_ranks(self.statistics)
 
@@ -79,29 +89,34 @@ class Walk:
 
         lse: (T,) of an earlier walk; without it this one makes the statistics.
         """
-        hidden = self.hidden
-        loss_gradients = loss_gradients.masked_fill(self.is_ignored, 0.0)
-        d_hidden = hidden.new_empty(hidden.shape) if wants_hidden else None
-        chunks = -(-hidden.shape[0] // self.length)
-        d_weight = WeightGradient(self.weight, chunks) if wants_weight else None
-        beside = _Beside(hidden.device)
+        hidden, weight, beside = self.hidden, self.weight, self._beside
+        tokens = hidden.shape[0]
+        d_hidden = hidden.new_empty(hidden.shape if wants_hidden else 0)
+        d_weight = weight.new_zeros(weight.shape if wants_weight and not tokens else 0)
+        total = WeightGradient(weight, -(-tokens // self.length)) if wants_weight else None
         for chunk, buffer in self._chunks():
-            beside.follow()
-            with beside:
-                hidden_t = self._transposed(chunk, d_hidden) if wants_weight else None
+            is_last = chunk.stop == tokens
             logits = self._logits(chunk, buffer)
-            self._differentiate(logits, chunk, loss_gradients[chunk], lse)
-            beside.follow()
-            # The tiles of this product rarely fill the GPU a whole number of times; those of the
-            # other one take what is left over.
-            if wants_hidden:
-                torch.mm(logits, self.weight, out=d_hidden[chunk])
             with beside:
-                if wants_weight:
-                    d_weight.add(logits, hidden_t)
+                hidden_t = self._transposed(chunk, d_hidden, is_last) if wants_weight else None
             beside.join()
-        none = hidden.new_empty(0)
-        return d_hidden if wants_hidden else none, d_weight.result() if wants_weight else none
+            self._differentiate(logits, chunk, loss_gradients[chunk], lse)
+            if wants_weight and is_last:
+                total.add(logits, hidden_t)
+            beside.follow()
+            # The tiles of this product rarely fill the GPU a whole number of times: what runs
+            # beside it, the other product or at last the rounding of its sum, takes what is left.
+            if wants_hidden:
+                torch.mm(logits, weight, out=d_hidden[chunk])
+            with beside:
+                if wants_weight and is_last:
+                    d_weight = total.result()
+                elif wants_weight:
+                    total.add(logits, hidden_t)
+                if lse is None and is_last:
+                    self._losses = self._losses_of_statistics()
+            beside.join()
+        return d_hidden, d_weight
 
     def _chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """The slice of tokens of every chunk, and room for its logits: the same each time."""
@@ -112,7 +127,21 @@ class Walk:
             yield slice(start, stop), buffer[: stop - start]
 
     def _logits(self, chunk: slice, buffer: Tensor) -> Tensor:
-        return torch.mm(self.hidden[chunk], self.weight.t(), out=buffer)
+        """The chunk's. Beside the first ones the labels are looked at, behind them in the queue:
+        with CUDA_DEVICE_MAX_CONNECTIONS=1 streams share one."""
+        logits = torch.mm(self.hidden[chunk], self.weight.t(), out=buffer)
+        if chunk.start == 0:
+            with self._beside:
+                self.labels = self._labels()
+        return logits
+
+    def _labels(self) -> Tensor:
+        """Those that `softmax_rows` takes, of all tokens."""
+        own, ignored = self.weight.shape[0], self.options.ignore_index
+        check_labels(self.given_labels, self.vocab_size, ignored)
+        labels = self.given_labels - self.rank * own
+        labels = labels.masked_fill((labels < 0) | (labels >= own), ELSEWHERE)
+        return labels.masked_fill(self.given_labels == ignored, NOT_COUNTED)
 
     def _differentiate(
         self, logits: Tensor, chunk: slice, loss_gradients: Tensor, lse: Tensor | None
@@ -144,25 +173,27 @@ class Walk:
         exponentials = (exponentials * (largest - whole).exp()).sum(0)
         return torch.stack([whole, exponentials, picked.sum(0), total.sum(0)])
 
-    def _transposed(self, chunk: slice, d_hidden: Tensor | None) -> Tensor:
+    def _transposed(self, chunk: slice, d_hidden: Tensor, is_last: bool) -> Tensor:
         """The chunk of hidden as (h, tokens), in memory too where d_hidden has room for it: in rows
-        of chunks to come. The vendor's product is faster so by a twelfth."""
-        rows = self.hidden[chunk].t()
-        if d_hidden is None:
-            return rows
-        room = d_hidden[chunk.stop :].view(-1)[: rows.numel()]
-        return room.view(rows.shape).copy_(rows) if room.numel() == rows.numel() else rows
+        of chunks to come, or those of the last one, which come last. The vendor's product is faster
+        so by a twelfth."""
+        rows = self.hidden[chunk]
+        room = d_hidden[chunk if is_last else slice(chunk.stop, None)].view(-1)[: rows.numel()]
+        if room.numel() < rows.numel():
+            return rows.t()
+        return transposed(rows, room.view(rows.shape[1], rows.shape[0]))
 
 
 class _Beside:
-    """A second stream of a GPU beside the current one; on a CPU, the one there is.
+    """A second stream of a GPU beside the current one, its own; on a CPU, the one there is.
 
-    As a context manager: what is queued inside runs on it.
+    As a context manager: what is queued inside runs on it. It is to follow before anything is: then
+    memory that was taken on it and handed out is free again where it is taken the next time.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._main = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._stream = _stream(device) if device.type == "cuda" else None
+        self._stream = _stream(self._main) if device.type == "cuda" else None
         self._entered = torch.cuda.stream(self._stream)  # nothing for None
 
     def __enter__(self) -> None:
@@ -183,5 +214,5 @@ class _Beside:
 
 
 @functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _stream(main: torch.cuda.Stream) -> torch.cuda.Stream:
+    return torch.cuda.Stream(main.device)
