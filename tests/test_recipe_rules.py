@@ -262,6 +262,8 @@ REFUSED = [
     (["launch.environment.WORLD_SIZE=2"], "launch.environment", "WORLD_SIZE"),
     (["launch.environment.MEGACPP_RECIPE=x"], "launch.environment", "launcher sets it"),
     (["launch.environment.A-B=2"], "launch.environment", "no variable name"),
+    (["launch.cuda_graph_impl=local", "launch.cuda_graph_modules=mlp"],
+     "launch.cuda_graph_modules", "no letter is a dense layer"),
     (['launch.cuda_graph_modules=["attn"]'], "launch.cuda_graph_modules", "is read with"),
     (["launch.cuda_graph_impl=full_iteration"], "schedule.check_for_nan_in_loss_and_grad", "false"),
     (["launch.cuda_graph_impl=local", *FULL, "parallel.recompute_method=uniform",

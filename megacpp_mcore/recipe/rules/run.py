@@ -169,6 +169,7 @@ def _graphs(r: Rules) -> None:
     if impl == "none":
         r.refuse(modules, key, 'is read with a launch.cuda_graph_impl other than "none" only')
         return
+    r.refuse("mlp" in modules, key, "may not name mlp: no letter is a dense layer")
     r.refuse(
         impl == "full_iteration" and modules,
         key,
