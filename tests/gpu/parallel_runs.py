@@ -302,8 +302,11 @@ def _read(receipt: Path, log: Path) -> tuple[dict[int, float], dict[int, float]]
     text = log.read_text() if log.exists() else ""
     number = r"([-+.\dE]+)"
     found = re.findall(rf"iteration +(\d+)/.*lm loss: {number}.*grad norm: {number}", text)
-    return ({int(step): float(loss) for step, loss, _ in found},
-            {int(step): float(norm) for step, _, norm in found})  # fmt: skip
+    losses = {int(step): float(loss) for step, loss, _ in found}
+    first = min(losses, default=0)
+    if first + 1 in losses:  # Megatron does not reset its sum of losses after the first step
+        losses[first + 1] = 2 * losses[first + 1] - losses[first]
+    return losses, {int(step): float(norm) for step, _, norm in found}
 
 
 def bound(step: int) -> float:

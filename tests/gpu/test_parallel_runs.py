@@ -59,3 +59,14 @@ def test_gpus_are_shared_out_emptiest_first(packed):
     packed.gpus = ["1", "1", "3"]
     assert packed._can_start(DP2) and DP2.gpus == 2
     assert not packed._can_start(Run("four", 4))
+
+
+def test_losses_of_megatrons_own_log(tmp_path):
+    """The second of its lines has the mean of the first two steps."""
+    row = " iteration {:8}/      20 | lm loss: {:.6E} | loss scale: 1.0 | grad norm: {} |\n"
+    shown = [(1, 4.868805, 14.686), (2, 4.889406, 14.157), (3, 4.367006, 11.618)]
+    (tmp_path / "log").write_text("".join(row.format(*values) for values in shown))
+    losses, norms = parallel_runs._read(tmp_path / "receipt.json", tmp_path / "log")
+    assert losses == pytest.approx({1: 4.868805, 2: 4.910007, 3: 4.367006}, abs=1e-6)
+    assert norms == {1: 14.686, 2: 14.157, 3: 11.618}
+    assert parallel_runs._read(tmp_path / "receipt.json", tmp_path / "absent") == ({}, {})
