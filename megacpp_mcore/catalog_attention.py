@@ -152,8 +152,8 @@ ROPE_QK = (
         removes="all but one read and one write of the projection each way: the queries' copy, two "
         "launches for RoPE, and the concatenation of three gradients. 0.084 / 0.164 ms, packed or "
         "not, 85 % of what a copy moves, against Megatron's 0.291 / 0.509 with TE's kernels; the "
-        "whole layer took 8.51 ms against 8.83, with 8 documents 7.08 against 7.64, when the "
-        "kernel took 0.094 / 0.184 (layer-gqa.json, layer-gqa-thd.json)",
+        "whole layer takes 8.46 ms against 8.80, with 8 documents 7.03 against 7.61 "
+        "(layer-gqa.json, layer-gqa-thd.json)",
         layout=_ROPE_LAYOUT,
         dtypes="bf16, fp16, fp32; angles, sine and turns in fp32, rounded once",
         fallback="megatron",
