@@ -141,6 +141,10 @@ class _Race:
             if self.clock.device == "cuda"
             else "peak memory: the process's"
         )
+        if len(self.subjects) > 1:
+            self.notes.append(
+                f"cold: the first call of each, in one process: {', '.join(self.subjects)}"
+            )
         self._phase("forward", forward)
         self._phase("forward_backward", training)
         if not optimizer:
