@@ -1,6 +1,7 @@
 """Taking times: cold once, then warm and interleaved, on a CPU or by CUDA's own events."""
 
 import math
+import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -99,7 +100,8 @@ def interleave(clock: Clock, calls: Mapping[str, Call], seconds: float) -> dict[
     """Warm samples of every call, taken in turns, in about `seconds`, in the order taken.
 
     A call gets from FEWEST to MOST samples, as its share of the time allows, spread evenly over
-    the rounds; so whatever slows the machine down for a while slows them all.
+    the rounds; so whatever slows the machine down for a while slows them all. A round has an order
+    of its own: a GPU that one call has heated is slower for the next.
     """
     wanted = {}
     for name, call in calls.items():
@@ -111,10 +113,15 @@ def interleave(clock: Clock, calls: Mapping[str, Call], seconds: float) -> dict[
     rounds = max(wanted.values(), default=0)
     samples: dict[str, list[float]] = {name: [] for name in calls}
     turns = {name: _Turn(call) for name, call in calls.items()}
+    order = random.Random(0)
     for index in range(rounds):
-        for name, count in wanted.items():
-            if (index + 1) * count // rounds > index * count // rounds:
-                samples[name].append(clock.sample(turns[name]))
+        due = [
+            name
+            for name, count in wanted.items()
+            if (index + 1) * count // rounds > index * count // rounds
+        ]
+        for name in order.sample(due, len(due)):
+            samples[name].append(clock.sample(turns[name]))
     return samples
 
 
