@@ -332,6 +332,11 @@ inline float approximate_tanh(float x) {
 
 inline float least_or_nan(float x, float y) { return std::isnan(x) ? x : x < y ? x : y; }
 
+inline __half2 multiply_add(__half2 x, __half2 y, __half2 z) {
+  const float2 a = __half22float2(x), b = __half22float2(y), c = __half22float2(z);
+  return __floats2half2_rn(std::fmaf(a.x, b.x, c.x), std::fmaf(a.y, b.y, c.y));
+}
+
 template <typename T>
 T load(const T* from) {
   if (reinterpret_cast<size_t>(from) % sizeof(T)) fail("a load that is not aligned");
@@ -356,6 +361,7 @@ To bits_as(From x) {
 #define __shfl_sync(mask, x, lane) cpu::shuffle(x, lane)
 #define __cvta_generic_to_shared(x) \
   static_cast<uint32_t>(reinterpret_cast<const char*>(x) - cpu::shared)
+#define __hfma2(x, y, z) cpu::multiply_add(x, y, z)
 #define __ldg(x) cpu::load(x)
 #define __float_as_uint(x) cpu::bits_as<uint32_t>(static_cast<float>(x))
 #define __uint_as_float(x) cpu::bits_as<float>(static_cast<uint32_t>(x))

@@ -83,7 +83,7 @@ def _instruction(statement: str) -> str:
         "min.NaN.f32 %0, %1, 0f41F00000": "{0} = cpu::least_or_nan({1}, 30.f);",
         "min.NaN.f32 %0, %1, 0f42700000": "{0} = cpu::least_or_nan({1}, 60.f);",
         "cvt.rna.tf32.f32": "{0} = cpu::rounded_tf32({1});",
-        "bar.sync 1, 64": "cpu::barrier(1, 64);",
+        "bar.sync %0, %1": "cpu::barrier({0}, {1});",
     }
     for name, meaning in instructions.items():
         if name in statement:

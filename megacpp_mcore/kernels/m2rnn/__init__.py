@@ -27,7 +27,7 @@ def m2rnn(
     *,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    chunk_size: int = 64,
+    chunk_size: int = 32,
     grad_clamp: float | None = None,
     tanh: str = "approximate",
 ) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,8 @@ fixed order: a result does not change from run to run.
 2^-11 |z| or 2^-21, and an element of the state, if it was off by e before a step, by f e + (1 - f)
 (w e + d) after it, w = max_j sum_i |W_ij|, for tanh is nowhere steeper than 1. Where w < 1 that is
 never more than d / (1 - w), however many steps there are. Backwards a state is made again from the
-last checkpoint, the gradient of tanh's argument a is multiplied with W^T at 11 bits, and what is
+last checkpoint, which keeps 11 bits of it; W's diagonal goes to 11 bits there, too, and so do z, 1
+- z^2 and h - z. The gradient of tanh's argument a is multiplied with W^T at 11 bits, and what is
 summed up (h for y, dq and dW, a for dk, dv and dW) is rounded to the inputs' dtype first, as the
 operands of any 16-bit matrix product are. Eight steps are summed up at a time: a NaN of one shows
 in y and in q's, k's and v's gradients of all eight.
@@ -45,7 +46,7 @@ def m2rnn(
     *,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    chunk_size: int = 64,
+    chunk_size: int = 32,
     grad_clamp: float | None = None,
     tanh: str = "approximate",
 ) -> tuple[Tensor, Tensor]:
@@ -230,7 +231,7 @@ def _forward(
     exact_tanh: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, the final state, and the state before each chunk (chunks, H, K, V)."""
-    sizes = _Sizes(q, k, v, bounds, chunk_size, None, exact_tanh, _block_rows(q))
+    sizes = _Sizes(q, k, v, bounds, chunk_size, None, exact_tanh, _block_rows(q, v, bounds))
     y, final_state, checkpoints = _outputs(v, f, sizes)
     _launch(
         "m2rnn_forward", sizes, v.dtype, v.device,
@@ -243,15 +244,28 @@ def _forward(
     return y, final_state, checkpoints
 
 
-def _block_rows(q: Tensor) -> int:
-    """Rows of a state that one block of the forward kernel takes."""
-    wide = q.dtype != torch.float32 and q.shape[-1] % (2 * ROWS) == 0
-    return 2 * ROWS if wide else ROWS
+def _block_rows(q: Tensor, v: Tensor, bounds: Tensor | None) -> int:
+    """Rows of a state that one block takes: those that leave the fullest multiprocessor less."""
+    if q.dtype == torch.float32 or q.shape[-1] % (2 * ROWS):
+        return ROWS
+    chains = v.shape[0] if bounds is None else bounds.numel() - 1
+    blocks = chains * v.shape[2] * (q.shape[-1] // (2 * ROWS))
+    processors = _processors(q.device)
+    return ROWS if -(-2 * blocks // processors) < 2 * -(-blocks // processors) else 2 * ROWS
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _outputs(v: Tensor, f: Tensor, sizes: _Sizes) -> tuple[Tensor, Tensor, Tensor]:
-    states = (f.new_empty(sizes.state(rows)) for rows in (sizes.chains, sizes.chunks))
-    return v.new_empty(v.shape), *states
+    kept = torch.float32 if v.dtype == torch.float32 else torch.float16
+    return (
+        v.new_empty(v.shape),
+        f.new_empty(sizes.state(sizes.chains)),
+        f.new_empty(sizes.state(sizes.chunks), dtype=kept),
+    )
 
 
 @_forward.register_fake
@@ -275,7 +289,8 @@ def _backward(
     exact_tanh: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dW, df, d_initial from the gradients of y and of the final state."""
-    sizes = _Sizes(q, k, v, bounds, chunk_size, grad_clamp, exact_tanh)
+    sizes = _Sizes(q, k, v, bounds, chunk_size, grad_clamp, exact_tanh, _block_rows(q, v, bounds))
+    in_parts = sizes.groups > 1 or v.dtype == torch.float32
     dq, dk, dv, dW, df, d_initial = _gradient_outputs(q, k, v, W, f, sizes)
     _launch(
         "m2rnn_backward", sizes, v.dtype, v.device,
@@ -284,7 +299,8 @@ def _backward(
         dy=_whole(dy), d_final=_whole(d_final),
         dq=dq, dk=dk, dv=dv, dW=dW, df=df, d_initial=d_initial,
         dq_parts=sizes.key_parts(dq), dk_parts=sizes.key_parts(dk),
-        dv_parts=sizes.parts(f, V_HEAD_DIM), df_parts=sizes.parts(f),
+        dv_parts=sizes.parts(f, V_HEAD_DIM) if in_parts else None,
+        df_parts=sizes.parts(f) if in_parts else None,
         dW_parts=f.new_empty(sizes.chains * sizes.groups, *W.shape),
     )  # fmt: skip
     return dq, dk, dv, dW, df, d_initial

@@ -130,9 +130,11 @@ struct ForwardState {
 #pragma unroll
     for (int e = 0; e < 4; ++e) h[e] = state[e % 2 * kColumns + e / 2 * 8];
   }
-  __device__ void store(float* state) const {
+  template <typename State>
+  __device__ void store(State* state) const {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) state[e % 2 * kColumns + e / 2 * 8] = h[e];
+    for (int e = 0; e < 4; ++e)
+      state[e % 2 * kColumns + e / 2 * 8] = static_cast<State>(h[e]);
   }
 };
 
@@ -179,7 +181,8 @@ fast_forward(const __grid_constant__ Problem p) {
       (static_cast<int64_t>(at.head) * p.k_dim + at.row0 + warp * kStripRows + 2 * t) * kColumns + g;
   const ForwardWeight w(p.W + at.head * kColumns * kColumns);
   ForwardSum<T, kWarps> sum(p, at);
-  float* checkpoint = p.checkpoints + at.first_chunk * state_size(p) + state;
+  auto* checkpoint =
+      static_cast<__half*>(p.checkpoints) + at.first_chunk * state_size(p) + state;
   float* part = shared.y[0][warp] + g * kUnit + 2 * t;
   int flip = kWarps * kUnitValues, in_chunk = 0;
   const int units = Place::ceil_div(at.length, kUnit), units_a_chunk = 2 * p.stages;

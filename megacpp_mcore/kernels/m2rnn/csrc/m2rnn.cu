@@ -53,11 +53,15 @@ cudaError_t run_forward(const Problem& p, cudaStream_t stream) {
 
 template <typename T, bool kClamp>
 cudaError_t launch_backward(const Problem& p, cudaStream_t stream) {
-  if constexpr (sizeof(T) == 2)
-    return launch(fast_backward<T, kClamp>, p, kBackwardThreads, sizeof(FastBackwardShared),
-                  stream);
-  else
+  if constexpr (sizeof(T) == 4) {
     return launch(backward<kClamp>, p, kThreads, sizeof(BackwardShared), stream);
+  } else {
+    const int tiles = p.k_dim / p.groups / kTileRows;
+    const size_t shared = tiles * sizeof(BackwardTile);
+    return p.exact_tanh
+               ? launch(fast_backward<T, kClamp, true>, p, tiles * 64, shared, stream)
+               : launch(fast_backward<T, kClamp, false>, p, tiles * 64, shared, stream);
+  }
 }
 
 template <typename T>
