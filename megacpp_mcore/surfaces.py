@@ -255,10 +255,9 @@ _SURFACES = (
     Surface(
         "linear_cross_entropy",
         (
-            Backend("megatron", f"{_LOSS}.megatron:MEGATRON", megatron_heads),
-            # Behind one that takes all that they take: they serve whoever names them. Chunked goes
-            # to the front when receipts show a model's whole step with it on an H200.
             Backend("chunked", f"{_LOSS}.chunked:CHUNKED", loss_support.chunked_loss),
+            Backend("megatron", f"{_LOSS}.megatron:MEGATRON", megatron_heads),
+            # Behind one that takes all that they take: they serve whoever names them.
             Backend("liger", f"{_LOSS}.liger:LIGER", loss_support.liger_loss),
             Backend("cce", f"{_LOSS}.cce:CCE", loss_support.cce_loss),
             Backend(REFERENCE, f"{_LOSS}:REFERENCE", always),

@@ -63,6 +63,19 @@ def test_the_times_that_a_catalog_row_claims_are_its_receipts(row):
         assert claimed == f"{medians[phase]:.{len(claimed.partition('.')[2])}f}"
 
 
+def test_without_logits_the_step_is_faster_and_ten_gib_smaller():
+    rows, _ = _rows("model-nam56r-quarter-mtp2")
+    ours, megatrons = rows["model", "step"], rows["linear_cross_entropy=megatron", "step"]
+    assert ours["median_ms"] < megatrons["median_ms"]
+    assert ours["peak_memory_bytes"] <= megatrons["peak_memory_bytes"] - 10 * 2**30
+
+
+def test_chunked_losses_are_faster_than_ligers_mean():
+    rows, _ = _rows("linear_cross_entropy-mean")
+    phase = "forward_backward"
+    assert rows["chunked", phase]["median_ms"] < rows["liger_mean", phase]["median_ms"]
+
+
 @pytest.mark.parametrize("name", ["mla_rope", "mla_rope-thd8"])
 def test_mla_rope_moves_four_fifths_of_what_a_copy_does(name):
     rows, copied = _rows(name)
