@@ -35,14 +35,15 @@ def step(model):
     check.finish()
 
 
-def test_a_bucket_that_nobody_waits_for_is_refused():
+@pytest.mark.parametrize("buckets", [1, 2])
+def test_a_weight_that_nobody_waits_for_is_refused_whoever_is_in_its_bucket(buckets):
+    """The others of its bucket may be called after it is read."""
     with pytest.raises(GatherError, match=r"read second\.weight, second\.bias without a call"):
-        step(Model(waits=False))
+        step(Model(waits=False, buckets=buckets))
 
 
-def test_a_weight_taken_through_gathered_or_in_a_bucket_with_others_is_fine():
+def test_a_weight_taken_through_gathered_is_fine():
     step(Model(waits=True))
-    step(Model(waits=False, buckets=1))
 
 
 def test_gathered_runs_the_hooks_of_a_call_and_nothing_stays():
