@@ -239,7 +239,8 @@ HEAD = (
         backend="reference",
         role="fallback",
         keep="keep",
-        removes="nothing: logits of every token, then their cross entropy: 22.7 / 55.9 ms, 12.0 GiB",
+        removes="nothing: logits of every token, then their cross entropy: 22.7 / 55.9 ms and "
+        "12.0 GiB",
         layout=_LOGITS_LAYOUT,
         dtypes="bf16, fp16, fp32, fp64; the sum and the losses in fp32 or wider",
         tests=SPLIT_LOSS_TESTS,
@@ -251,8 +252,8 @@ HEAD = (
         role="vendor",
         keep="keep",
         removes="nothing: Megatron's own heads, with logits and a float32 softmax of every token "
-        "and MTP depth in memory: 23.0 / 48.1 ms. They serve where chunked cannot (fp16), and models of Megatron's "
-        "own class have no others",
+        "and MTP depth in memory: 23.0 / 48.1 ms. They serve where chunked cannot (fp16), and "
+        "models of Megatron's own class have no others",
         layout=_LOGITS_LAYOUT,
         dtypes="bf16, fp16, fp32; the sum and the losses in fp32",
         fallback="reference",
