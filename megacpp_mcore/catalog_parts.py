@@ -223,8 +223,8 @@ HEAD = (
         keep="borderline",
         removes="the logits, all of them: made tile by tile in registers, twice: 13.7 / 136.1 "
         "ms without its filter",
-        layout="hidden [..., h], weight [V, h], labels [...] -> losses [...]; a softcap, no other "
-        "option",
+        layout="hidden [..., h], weight [V, h], labels [...] -> losses [...]; no option but "
+        "ignore_index: its softcap counts columns past the vocabulary's end",
         dtypes="bf16, fp16; the sums of both gradients in the same",
         fallback="chunked",
         tests=LOSS_TESTS,

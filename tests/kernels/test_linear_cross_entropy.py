@@ -278,24 +278,25 @@ class TestCutCrossEntropy:
 
     class _Losses(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, hidden, weight, labels):
+        def forward(ctx, hidden, weight, labels, ignore_index):
             ctx.save_for_backward(hidden, weight, labels)
-            return REFERENCE.per_token(hidden, weight, labels)
+            ctx.ignore_index = ignore_index
+            return REFERENCE.per_token(hidden, weight, labels, ignore_index=ignore_index)
 
         @staticmethod
         def backward(ctx, gradient):
             hidden, weight, labels = (x.detach() for x in ctx.saved_tensors)
             inputs = hidden.requires_grad_(), weight.requires_grad_()
             with torch.enable_grad():
-                losses = REFERENCE.per_token(*inputs, labels)
+                losses = REFERENCE.per_token(*inputs, labels, ignore_index=ctx.ignore_index)
             read = gradient.view(-1).as_strided((gradient.numel(),), (1,))
-            return *torch.autograd.grad(losses, inputs, read.view(losses.shape)), None
+            return *torch.autograd.grad(losses, inputs, read.view(losses.shape)), None, None
 
     @pytest.fixture(autouse=True)
     def package(self, monkeypatch):
-        def linear_cross_entropy(e, c, targets, reduction, filter_eps, **options):
-            assert reduction == "none" and filter_eps is None
-            return self._Losses.apply(e, c, targets)
+        def linear_cross_entropy(e, c, targets, ignore_index, reduction, filter_eps, impl):
+            assert (reduction, filter_eps, impl) == ("none", None, "cce")
+            return self._Losses.apply(e, c, targets, ignore_index)
 
         stand_in = SimpleNamespace(linear_cross_entropy=linear_cross_entropy)
         monkeypatch.setitem(sys.modules, "cut_cross_entropy", stand_in)
@@ -321,6 +322,12 @@ class TestCutCrossEntropy:
             gradients += [inputs["hidden"].grad, inputs["weight"].grad]
         for actual, wanted in zip(found, expected, strict=True):
             close(actual, wanted.double(), torch.float32)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_options_are_refused(self, dtype):
+        CONTRACTS["options_are_served_or_refused"](CCE, "cpu", dtype)
+        with pytest.raises(LinearCrossEntropyInputError, match=r"softcap 5.0.*use the backend"):
+            CCE.per_token(**draw("cpu", dtype), softcap=5.0)
 
 
 class TestDispatch:

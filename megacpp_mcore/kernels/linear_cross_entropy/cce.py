@@ -2,6 +2,8 @@
 
 Without its filter, which leaves out gradients below an epsilon. Both gradients are summed in the
 16-bit dtype, tile after tile in whatever order the locks are taken: they differ from call to call.
+
+No softcap: 25.1.1 puts -inf where a tile goes past the vocabulary's end, and then caps it too.
 """
 
 from typing import Any
@@ -25,14 +27,15 @@ def per_token(
     """As the surface's, on one GPU.
 
     Raises LinearCrossEntropyInputError also for what Cut Cross Entropy has not: a split vocabulary,
-    label_smoothing, a z_loss, a logit_scale.
+    label_smoothing, a z_loss, a logit_scale, a right softcap.
     """
     ranks = rank_of(tp_group)[1]
-    if ranks > 1 or options.label_smoothing or options.z_loss or options.logit_scale != 1.0:
+    if ranks > 1 or options != Options(options.ignore_index):
         raise LinearCrossEntropyInputError(
             f"a vocabulary over {ranks} ranks, label_smoothing {options.label_smoothing}, z_loss "
-            f"{options.z_loss}, logit_scale {options.logit_scale}: Cut Cross Entropy takes one "
-            "rank and has only a softcap; use the backend 'chunked'"
+            f"{options.z_loss}, softcap {options.softcap or None}, logit_scale "
+            f"{options.logit_scale}: Cut Cross Entropy takes one rank and none of these; use the "
+            "backend 'chunked'"
         )
     if not labels.numel():
         return reference.per_token(hidden, weight, labels, options)
@@ -44,7 +47,6 @@ def per_token(
         weight.contiguous(),
         labels.reshape(-1),
         ignore_index=options.ignore_index,
-        softcap=options.softcap or None,
         reduction="none",
         filter_eps=None,
         impl="cce",
