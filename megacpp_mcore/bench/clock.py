@@ -55,8 +55,10 @@ class CpuClock(Clock):
 class CudaClock(Clock):
     """CUDA events around a call that the host has queued behind a pause of the device.
 
-    The pause is as long as the host needed to queue the last such call, so that the device does not
-    wait for the host in between, as in a training step, where the host runs ahead.
+    The pause is as long as the host needed to queue the slowest of all calls so far, so that the
+    device does not wait for the host in between, as in a training step, where the host runs ahead.
+    It is the same for all: a GPU that has rested is faster, and a call that makes the host wait
+    would be the only one to rest.
     """
 
     device = "cuda"
@@ -72,7 +74,8 @@ class CudaClock(Clock):
     def sample(self, call: Callable[[], object]) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.wait()
-        pause = min(1.5 * self._host_ms.get(id(call), 1.0), self._LONGEST_PAUSE_MS)
+        slowest = max(self._host_ms.values(), default=1.0)
+        pause = min(1.5 * max(slowest, 1.0), self._LONGEST_PAUSE_MS)
         torch.cuda._sleep(int(pause * self._CYCLES_PER_MS))
         began = time.perf_counter()
         start.record()
