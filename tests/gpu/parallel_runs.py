@@ -318,25 +318,39 @@ def bound(step: int) -> float:
     return _BF16_EPS / 2 * math.sqrt(step)
 
 
-def differences(run: Run, outcome: Outcome, one: Outcome) -> list[str]:
-    """What of a run is not as the one-GPU run's: steps that are missing, losses and the first
-    step's gradient norm (of equal weights, or of the checkpoint's) out of bounds."""
+def differences(run: Run, outcomes: Mapping[str, Outcome]) -> list[str]:
+    """What of a run is not as it should be: steps that are missing; losses out of bounds of the
+    one-GPU run's; and of the run's whose checkpoint it goes on from, with the gradient norm of the
+    first step, since both have the weights of that step. (Another run's norms are far apart after
+    ten steps, where losses are not.)"""
+    outcome, one = outcomes[run.name], outcomes[ONE.name]
     steps = range(run.first_step, STEPS + 1)
     missing = [step for step in steps if step not in outcome.losses]
     if outcome.reason or missing:
         return [outcome.reason or f"no losses of steps {missing}"]
-    found = [
-        f"step {step}: loss {outcome.losses[step]:.6f}, one GPU {one.losses[step]:.6f}"
+    origin, first = _origin(run), run.first_step
+    found = _apart(outcome.losses, one.losses, "loss", "one GPU", steps, 0)
+    if origin != ONE.name:
+        found += _apart(outcome.losses, outcomes[origin].losses, "loss", origin, steps, first - 1)
+    norms = outcomes[origin].norms
+    return found + _apart(outcome.norms, norms, "gradient norm", origin, [first], first - 1)
+
+
+def _origin(run: Run) -> str:
+    """The run that has this one's weights before its first step."""
+    return run.start[0] if run.resumes else ONE.name
+
+
+def _apart(
+    found: dict[int, float], expected: dict[int, float], what: str, whose: str,
+    steps: Iterable[int], equal_at: int,
+) -> list[str]:  # fmt: skip
+    """equal_at: the step after which both had the same weights."""
+    return [
+        f"step {step}: {what} {found[step]:.6f}, {whose} {expected[step]:.6f}"
         for step in steps
-        if not abs(outcome.losses[step] / one.losses[step] - 1) <= bound(step)
+        if not abs(found[step] / expected[step] - 1) <= bound(step - equal_at)
     ]
-    first = run.first_step
-    if not abs(outcome.norms[first] / one.norms[first] - 1) <= bound(first):
-        found.append(
-            f"step {first}: gradient norm {outcome.norms[first]:.6f}, "
-            f"one GPU {one.norms[first]:.6f}"
-        )
-    return found
 
 
 def line(run: Run, outcome: Outcome) -> str:
@@ -354,14 +368,14 @@ def table(runs: Iterable[Run], outcomes: Mapping[str, Outcome]) -> str:
     """A verdict a run, with the largest differences of losses and of the first gradient norm."""
     one, lines = outcomes[ONE.name], []
     for run in runs:
-        outcome = outcomes[run.name]
+        outcome, origin = outcomes[run.name], outcomes[_origin(run)]
         off = [
             abs(outcome.losses[s] / one.losses[s] - 1) for s in outcome.losses if s in one.losses
         ]
         first = run.first_step
-        has_norm = first in outcome.norms and first in one.norms
-        norm = abs(outcome.norms[first] / one.norms[first] - 1) if has_norm else math.nan
-        wrong = differences(run, outcome, one)
+        has_norm = first in outcome.norms and first in origin.norms
+        norm = abs(outcome.norms[first] / origin.norms[first] - 1) if has_norm else math.nan
+        wrong = differences(run, outcomes)
         lines.append(
             f"{run.name:16} loss off by {max(off, default=math.nan):.2e} at most, first gradient "
             f"norm by {norm:.2e}: {'equal' if not wrong else 'DIFFERENT: ' + wrong[0]}"
@@ -391,7 +405,7 @@ def main(out: str, *names: str) -> int:
     runs = [run for run in runs_for(len(gpus)) if not names or run.name in names]
     outcomes = Packed(Path(out), gpus).run((SEED, ONE, *runs))
     print(table(runs, outcomes), flush=True)
-    return int(any(differences(run, outcomes[run.name], outcomes[ONE.name]) for run in runs))
+    return int(any(differences(run, outcomes) for run in runs))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def test_losses_are_those_of_one_gpu(run, outcomes):
     if run.name not in outcomes:
         pytest.skip("MEGACPP_MEGATRON_LM names no checkout" if run.script else "too few GPUs")
     assert not outcomes[ONE.name].reason, outcomes[ONE.name].reason
-    assert parallel_runs.differences(run, outcomes[run.name], outcomes[ONE.name]) == []
+    assert parallel_runs.differences(run, outcomes) == []
 
 
 def test_the_one_gpu_run_learns(outcomes):

@@ -1,9 +1,12 @@
 """The runs of test_parallel_losses.py as far as a machine without a GPU goes."""
 
+from pathlib import Path
+
 import parallel_runs
 import pytest
-from parallel_runs import ONE, RUNS, SEED, STEPS, STOCK, Outcome, Packed, Run
+from parallel_runs import ONE, ROUNDING, RUNS, SEED, STEPS, STOCK, Outcome, Packed, Run
 
+from megacpp_mcore import receipts
 from megacpp_mcore.recipe import check, load_recipe
 
 DP2 = next(run for run in RUNS if run.name == "dp2")
@@ -34,21 +37,45 @@ def outcome(losses, norm=2.0, reason=None):
     return Outcome(dict(zip(steps, losses, strict=True)), dict.fromkeys(steps, norm), 1.0, reason)
 
 
-def test_a_run_that_differs_is_told(packed):
-    one, run = outcome([4.0] * STEPS), DP2
-    assert parallel_runs.differences(run, one, one) == []
+def told(words, found, run, **others):
+    outcomes = {ONE.name: outcome([4.0] * STEPS), run.name: found, **others}
+    assert words in " ".join(parallel_runs.differences(run, outcomes))
+    assert f"DIFFERENT: {words}" in parallel_runs.table([run], outcomes)
 
-    def told(words, found, run=run):
-        assert words in " ".join(parallel_runs.differences(run, found, one))
-        assert f"DIFFERENT: {words}" in parallel_runs.table([run], {ONE.name: one, run.name: found})
 
-    told("exit status 1", outcome([], reason="exit status 1"))
-    told("no losses of steps [1]", outcome([4.0] * (STEPS - 1)))
-    told("step 20: loss 4.2", outcome([4.0] * (STEPS - 1) + [4.2]))
-    told("step 20: loss nan", outcome([4.0] * (STEPS - 1) + [float("nan")]))
-    told("step 1: gradient norm 2.1", outcome([4.0] * STEPS, norm=2.1))
-    resumed = Run("resumed", start=("one", 10))
-    told("step 11: gradient norm 2.1", outcome([4.0] * 10, norm=2.1), resumed)
+def test_a_run_that_differs_is_told():
+    one = outcome([4.0] * STEPS)
+    assert parallel_runs.differences(DP2, {ONE.name: one, DP2.name: one}) == []
+    told("exit status 1", outcome([], reason="exit status 1"), DP2)
+    told("no losses of steps [1]", outcome([4.0] * (STEPS - 1)), DP2)
+    told("step 20: loss 4.2", outcome([4.0] * (STEPS - 1) + [4.2]), DP2)
+    told("step 20: loss nan", outcome([4.0] * (STEPS - 1) + [float("nan")]), DP2)
+    told("step 1: gradient norm 2.1", outcome([4.0] * STEPS, norm=2.1), DP2)
+
+
+def test_a_run_that_resumes_goes_on_where_the_other_run_was():
+    run = Run("tp2-from-dp2", 2, start=("dp2", 10))
+    dp2 = outcome([4.05] * STEPS, norm=2.2)  # in the bounds of step 20, not of step 1
+    outcomes = {ONE.name: outcome([4.0] * 10 + [4.04] * 10), "dp2": dp2}
+    goes_on = outcome([4.05] * 10, norm=2.2)
+    assert parallel_runs.differences(run, outcomes | {run.name: goes_on}) == []
+    told("step 11: gradient norm 2.0", outcome([4.05] * 10, norm=2.0), run, dp2=dp2)
+    told("step 11: loss 4.02", outcome([4.02] + [4.05] * 9, norm=2.2), run, dp2=dp2)
+
+
+LAYOUTS = Path(__file__).parents[2] / "examples/receipts/h200/layouts"
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if run != ROUNDING], ids=lambda run: run.name)
+def test_receipts_of_four_h200s_have_the_losses_of_one(run):
+    outcomes = {
+        path.stem: Outcome(*parallel_runs._read(path, LAYOUTS / "none"))
+        for path in LAYOUTS.glob("*.json")
+    }
+    assert parallel_runs.differences(run, outcomes) == []
+    receipt = receipts.read(LAYOUTS / f"{run.name}.json")
+    assert receipt["topology"]["world_size"] == receipt["lane"]["device"]["count"] == run.gpus
+    assert receipt["lane"]["device"]["name"] == "NVIDIA H200"
 
 
 def test_gpus_are_shared_out_emptiest_first(packed):
