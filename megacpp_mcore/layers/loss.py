@@ -69,9 +69,7 @@ class HeadLosses:
     """
 
     def __init__(self, model: Any, decision: dispatch.Decision) -> None:
-        """model: a HybridModel that has its output layer. Raises LossError naming what the model's
-        config asks for and cannot have."""
-        _check(model)
+        """model: a HybridModel that has its output layer, and nothing that takes logits."""
         self.config = model.config
         self.cp_group = model.pg_collection.cp
         self.tp_group = model.tp_group if model.tp_group.size() > 1 else None
@@ -223,29 +221,47 @@ def check_asked_for(config: Any) -> None:
 
 
 def head_losses(model: Any) -> HeadLosses | None:
-    """What dispatch chooses for `model`, a HybridModel; None where that is Megatron's own heads.
+    """What dispatch chooses for `model`, a HybridModel; None where that is Megatron's own heads,
+    as it is, unless another backend is named, where the config takes the logits.
 
-    Raises DispatchError, and LossError for a config that the chosen backend cannot serve.
+    Raises DispatchError, and LossError for a config that the named backend cannot serve.
     """
     config = model.config
+    backends = plugin_settings(config).backends
+    _check_fusion(config, dispatch.requested(SURFACE, backends))
+    takers = _takes_logits(model)
+    if takers and dispatch.requested(SURFACE, backends) == dispatch.AUTO:
+        reason = "; ".join(takers)
+        dispatch.record(dispatch.Decision(SURFACE, dispatch.AUTO, MEGATRON, reason, _MEGATRONS))
+        return None
     problem = problems.linear_cross_entropy(problems.current_device(), config, model.vocab_size)
-    decision = dispatch.decide(SURFACE, problem, plugin_settings(config).backends)
-    return None if decision.observed == MEGATRON else HeadLosses(model, decision)
+    decision = dispatch.decide(SURFACE, problem, backends)
+    if decision.observed == MEGATRON:
+        return None
+    if takers:
+        raise LossError(
+            f"the losses cannot be made without logits: {'; '.join(takers)}. Change that, or name "
+            f'{SURFACE} = "{MEGATRON}" in [backends] for Megatron\'s own heads'
+        )
+    return HeadLosses(model, decision)
 
 
-def _check(model: Any) -> None:
-    config = model.config
-    wrong = [
+def _takes_logits(model: Any) -> list[str]:
+    """What of the model needs logits, each with why."""
+    takers = [
         f"{name} = {asked!r}: {why}"
         for name, (served, why) in _SERVED.items()
-        if (asked := getattr(config, name, served)) != served
+        if (asked := getattr(model.config, name, served)) != served
     ]
-    if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te":
-        wrong.append("cross_entropy_fusion_impl = 'te': its gradients are wrong at times")
     if not model.parallel_output and model.tp_group.size() > 1:
-        wrong.append("parallel_output = False: there are no logits to gather")
-    if wrong:
+        takers.append("parallel_output = False: there are no logits to gather")
+    return takers
+
+
+def _check_fusion(config: Any, asked: str) -> None:
+    fused = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te"
+    if fused and asked != MEGATRON:
         raise LossError(
-            f"the losses cannot be made without logits: {'; '.join(wrong)}. Change that, or name "
-            f'{SURFACE} = "{MEGATRON}" in [backends] for Megatron\'s own heads'
+            "cross_entropy_fusion_impl = 'te': its gradients are wrong at times. Take \"native\", "
+            f'or name {SURFACE} = "{MEGATRON}" in [backends] for Megatron\'s own heads as they are'
         )

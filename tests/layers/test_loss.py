@@ -235,17 +235,36 @@ def test_a_rate_that_is_not_counted_is_not_logged_as_a_number():
         ("mtp_report_acceptance", True),
         ("fine_grained_activation_offloading", True),
         ("gtp_weight_remat_size", 2),
-        ("cross_entropy_fusion_impl", "te"),
     ],
 )
-def test_what_needs_the_logits_is_refused(serving, field, value):
+def test_what_needs_the_logits_has_them_and_a_named_backend_is_refused(
+    serving, monkeypatch, field, value
+):
     with single_process(1):
         ours = models("mtp.mtp_num_layers=1").ours
         setattr(ours.config, field, value)
-        ours.config.cross_entropy_loss_fusion = True
+        dispatch.forget()
+        assert loss.head_losses(ours) is None
+        (decision,) = dispatch.decisions()
+        assert decision.observed == "megatron"
+        assert decision.reason.startswith(f"{field} = {value!r}: ")
+        monkeypatch.setenv("MEGACPP_BACKENDS", "linear_cross_entropy=reference")
         with pytest.raises(LossError, match=f"{field} = {value!r}.*megatron"):
             loss.head_losses(ours)
         serving("megatron")
+        monkeypatch.setenv("MEGACPP_BACKENDS", "linear_cross_entropy=megatron")
+        assert loss.head_losses(ours) is None
+
+
+def test_a_fusion_whose_gradients_are_wrong_serves_only_by_name(serving, monkeypatch):
+    with single_process(1):
+        ours = models("mtp.mtp_num_layers=1").ours
+        ours.config.cross_entropy_loss_fusion = True
+        ours.config.cross_entropy_fusion_impl = "te"
+        with pytest.raises(LossError, match=r"fusion_impl = 'te'.*megatron"):
+            loss.head_losses(ours)
+        serving("megatron")
+        monkeypatch.setenv("MEGACPP_BACKENDS", "linear_cross_entropy=megatron")
         assert loss.head_losses(ours) is None
 
 
