@@ -28,6 +28,27 @@ struct Walk {
   }
 };
 
+// Until no more are left than these: the rest have their turn beside a part's own steps.
+template <typename T, bool kExact>
+__device__ void run_leads(Remake<T, kExact>& remake, const Problem& p, const Place& at, int rest) {
+#pragma unroll 1
+  while (remake.left > rest) {
+    remake.enter_lead(p, at);
+#pragma unroll 2
+    for (int i = 0; i < kUnit; ++i) remake.step_lead(i);
+  }
+}
+template <bool kLead, typename T, bool kExact>
+__device__ void remake_unit(Remake<T, kExact>& remake, uint4* slot, int step, int tile) {
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) {
+    remake.step(i, slot);
+    if constexpr (kLead) remake.step_lead(i);
+    slot += step;
+    if (i % kStride == kStride - 1) meet(1 + tile, 64);
+  }
+}
+
 // The part behind the last has steps behind the chain's last only, the one before the first steps
 // before its first: both warps do one part more than there is.
 template <typename T, bool kExact>
@@ -38,32 +59,29 @@ __device__ void remake_chain(Slot* slots, const Problem& p, const Place& at, int
   Walk walk(slots, parts);
   const int64_t unit = static_cast<int64_t>(kUnit) * p.heads * p.k_dim;
   T* dq = static_cast<T*>(p.dq_parts) + rows_place(p, at, row) + (parts - 1) * kPartUnits * unit;
+  remake.begin_lead(p);
+  run_leads(remake, p, at, 0);
+  remake.end_lead();
   for (int part = parts - 1; part >= -1; --part) {
-    remake.begin();
-    for (int leads = part < 0 ? 0 : remake.leads; leads > 0; --leads) {
-      remake.enter(p, at);
-#pragma unroll 4
-      for (int i = 0; i < kUnit; ++i) remake.template step<false>(i, nullptr);
-    }
-    pack_tile<T>(remake.behind, remake.h);
+    remake.begin_lead(p);
+    run_leads(remake, p, at, kPartUnits);
     uint4* slot = walk.to_write;
 #pragma unroll 1
     for (int u = 0; u < kPartUnits; ++u) {
-      remake.enter(p, at);
-#pragma unroll
-      for (int i = 0; i < kUnit; i += kStride) {
-#pragma unroll
-        for (int j = 0; j < kStride; ++j) {
-          remake.template step<true>(i + j, slot);
-          slot += walk.step;
-        }
-        meet(1 + tile, 64);
+      remake.enter(p, at, u);
+      if (remake.left > 0) {
+        remake.enter_lead(p, at);
+        remake_unit<true>(remake, slot, walk.step, tile);
+      } else {
+        remake_unit<false>(remake, slot, walk.step, tile);
       }
+      slot += kUnit * walk.step;
       store_rows<T>(dq, remake.dq, has_step(part * kSteps + u * kUnit, at));
       dq += unit;
     }
     dq -= 2 * kPartUnits * unit;
     walk.turn();
+    remake.end_lead();
   }
 }
 

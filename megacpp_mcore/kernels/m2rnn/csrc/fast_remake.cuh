@@ -112,28 +112,78 @@ __device__ inline void tanh_tile(Tile& z) {
     }
 }
 
-// Of each part of a chain, the last first: the steps that lead to it from the checkpoint before it,
-// then its own. What is sent for lies one unit ahead.
+// Steps forwards, unit by unit, one unit's inputs ahead.
+template <typename T, bool kExact>
+struct Forwards {
+  Tile h;
+  Packed packed;  // h in fp16
+  struct {
+    uint32_t k[2];
+    uint2 v;
+    float f;
+  } next, now;
+
+  __device__ void load(const LaneInputs<T>& in, const Place& at, int t) {
+    const bool valid = has_step(t, at);
+    in.k.load(next.k, t, valid);
+    next.v = in.v.load(t, valid);
+    next.f = in.f.load_f(t, valid);
+  }
+  __device__ void take() {
+    now.k[0] = transposed(next.k[0]), now.k[1] = transposed(next.k[1]);
+    now.v = make_uint2(transposed(next.v.x), transposed(next.v.y));
+    now.f = next.f;
+  }
+  __device__ void start(const Packed& from) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      packed[j] = from[j];
+      const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&packed[j]));
+      h[j / 2][j % 2 * 2] = x.x, h[j / 2][j % 2 * 2 + 1] = x.y;
+    }
+  }
+  // Step i of the unit: z is what tanh returns.
+  __device__ void look(Tile& z, const uint32_t (&w)[2][2], int i) const {
+    const uint32_t mask = step_mask(i);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) z[n][e] = 0.f;
+      mma8<T>(z[n], now.k[0], now.k[1], (n ? now.v.y : now.v.x) & mask);
+      mma16<__half>(z[n], packed, w[n][0], w[n][1]);
+    }
+    tanh_tile<kExact>(z);
+  }
+  __device__ void go(const Tile& z, int i) {
+    const float f = __shfl_sync(kAll, now.f, 4 * i), rest = 1.f - f;
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) h[n][e] = fmaf(rest, z[n][e], f * h[n][e]);
+    pack_tile<__half>(packed, h);
+  }
+};
+
+// Of each part of a chain, the last first, its steps (`own`); and beside them those that lead from
+// a checkpoint to the part before (`lead`), where that is not a chunk's first.
 template <typename T, bool kExact>
 struct Remake {
   uint32_t w[2][2];
-  Tile h;
-  Packed packed, behind;  // h, in fp16 and in T
-  float dq[4];            // of the unit
-
   const LaneInputs<T>& in;
+  Forwards<T, kExact> own, lead;
+  Packed behind;    // own.h in T
+  uint2 next_dy, dy;
+  float dq[4];      // of the unit
+
   const uint2* checkpoint;
-  int t, leads, unit;  // of the inputs sent for: first token; units before the part's own; which
-  struct {
-    uint32_t k[2];
-    uint2 v, dy;
-    float f;
-  } next, now;
   Packed start;
+  int t, lead_t;          // first tokens of the units that are sent for
+  int part, part_in_chunk;  // of the part that `start` is of
+  int leads, left;        // units that lead to a part: in all, and left
 
   __device__ Remake(const Problem& p, const Place& at, const LaneInputs<T>& in, int row, int parts)
-      : in(in), t((parts - 1) / p.stages * p.stages * kSteps),
-        leads((parts - 1) % p.stages * kPartUnits), unit(0) {
+      : in(in), t((parts - 1) * kSteps), part(parts - 1),
+        part_in_chunk(parts > 0 ? (parts - 1) % p.stages : 0), leads(0), left(0) {
     const float* W = p.W + at.head * kColumns * kColumns;
 #pragma unroll
     for (int n = 0; n < 2; ++n)
@@ -147,87 +197,81 @@ struct Remake {
                           kColumns;
     checkpoint = static_cast<const uint2*>(p.checkpoints) +
                  (chunk * state_size(p) + state) / 4 + lane_t();
-    load_start(at);
-    load(p, at);
+    load_start();
+    lead_t = t - (part_in_chunk > 0 ? part_in_chunk : p.stages) * kSteps;
+    lead.load(in, at, lead_t);
+    own.load(in, at, t);
+    next_dy = in.dy.load(t, has_step(t, at) && p.dy != nullptr);
   }
-  __device__ void load_start(const Place& at) {
+  __device__ void load_start() {
     uint2 low = {}, high = {};
-    if (t >= 0 && t < at.length) {
+    if (part >= 0) {
       low = __ldg(checkpoint);
       high = __ldg(checkpoint + 8 * kColumns / 4);
     }
     start[0] = low.x, start[1] = high.x, start[2] = low.y, start[3] = high.y;
   }
-  __device__ void load(const Problem& p, const Place& at) {
-    const bool valid = has_step(t, at);
-    in.k.load(next.k, t, valid);
-    next.v = in.v.load(t, valid);
-    next.dy = in.dy.load(t, valid && p.dy != nullptr);
-    next.f = in.f.load_f(t, valid);
-  }
-  __device__ void begin() {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      packed[j] = start[j];
-      const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&packed[j]));
-      h[j / 2][j % 2 * 2] = x.x, h[j / 2][j % 2 * 2 + 1] = x.y;
+  // To the part before.
+  __device__ void begin_lead(const Problem& p) {
+    lead.start(start);
+    left = leads = part > 0 ? part_in_chunk * kPartUnits : 0;
+    --part;
+    if (--part_in_chunk < 0) {
+      part_in_chunk = p.stages - 1;
+      checkpoint -= state_size(p) / 4;
     }
+    load_start();
   }
-  // Takes the unit's inputs and sends for the next one's.
-  __device__ void enter(const Problem& p, const Place& at) {
-    now.k[0] = transposed(next.k[0]), now.k[1] = transposed(next.k[1]);
-    now.v = make_uint2(transposed(next.v.x), transposed(next.v.y));
-    now.dy = next.dy;
-    now.f = next.f;
-    t += kUnit;
-    if (++unit == leads + kPartUnits) {  // to the part before, of this chunk or of the one before
-      t -= unit * kUnit;
-      if (leads == 0) {
-        leads = p.stages * kPartUnits;
-        t -= leads * kUnit;
-        checkpoint -= state_size(p) / 4;
-      }
-      leads -= kPartUnits;
-      unit = 0;
-      load_start(at);
+  __device__ void enter_lead(const Problem& p, const Place& at) {
+    lead.take();
+    lead_t += kUnit;
+    if (--left == 0) {
+      lead_t -= leads * kUnit;
+      if (leads == kPartUnits) lead_t -= p.stages * kSteps;
     }
-    load(p, at);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) dq[e] = 0.f;
+    lead.load(in, at, lead_t);
   }
-
-  // Step i of the unit; own: the lane's elements of the step's slot.
-  template <bool kKeep>
-  __device__ void step(int i, uint4* own) {
-    const float f = __shfl_sync(kAll, now.f, 4 * i), rest = 1.f - f;
-    Tile z = {};
-    const uint32_t mask = step_mask(i);
-    mma8<T>(z[0], now.k[0], now.k[1], now.v.x & mask);
-    mma8<T>(z[1], now.k[0], now.k[1], now.v.y & mask);
+  __device__ void step_lead(int i) {
+    Tile z;
+    lead.look(z, w, i);
+    lead.go(z, i);
+  }
+  __device__ void end_lead() {
 #pragma unroll
-    for (int n = 0; n < 2; ++n) mma16<__half>(z[n], packed, w[n][0], w[n][1]);
-    tanh_tile<kExact>(z);
-    if constexpr (kKeep) {
-      Packed slope, gap;
-      pack_tile<__half>(slope, z);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        gap[j] = difference(packed[j], slope[j]);
-        slope[j] = one_minus_square(slope[j]);
-      }
-      own[0] = as_uint4(behind);
-      own[32] = as_uint4(slope);
-      own[64] = as_uint4(gap);
-    }
+    for (int j = 0; j < 4; ++j) own.packed[j] = lead.packed[j];
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) h[n][e] = fmaf(rest, z[n][e], f * h[n][e]);
-    pack_tile<__half>(packed, h);
-    if constexpr (kKeep) {
-      pack_tile<T>(behind, h);
-      mma_step<T>(dq, behind, now.dy.x, now.dy.y, i);
+      for (int e = 0; e < 4; ++e) own.h[n][e] = lead.h[n][e];
+    pack_tile<T>(behind, own.h);
+  }
+  // Unit u of the part.
+  __device__ void enter(const Problem& p, const Place& at, int u) {
+    own.take();
+    dy = next_dy;
+    t += u + 1 < kPartUnits ? kUnit : kUnit - 2 * kSteps;
+    own.load(in, at, t);
+    next_dy = in.dy.load(t, has_step(t, at) && p.dy != nullptr);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) dq[e] = 0.f;
+  }
+  // Step i of the unit; slot: the lane's elements of the step's.
+  __device__ void step(int i, uint4* slot) {
+    Tile z;
+    own.look(z, w, i);
+    Packed slope, gap;
+    pack_tile<__half>(slope, z);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      gap[j] = difference(own.packed[j], slope[j]);
+      slope[j] = one_minus_square(slope[j]);
     }
+    slot[0] = as_uint4(behind);
+    slot[32] = as_uint4(slope);
+    slot[64] = as_uint4(gap);
+    own.go(z, i);
+    pack_tile<T>(behind, own.h);
+    mma_step<T>(dq, behind, dy.x, dy.y, i);
   }
 };
 
