@@ -94,7 +94,7 @@ __device__ void undo_chain(FastBackwardShared& shared, const Problem& p, const P
                         (static_cast<int64_t>(at.head) * p.k_dim + at.row0 + row + lane_g()) *
                             kColumns;
   Undo<T, kClamp> undo(p, at, in, state, parts * kSteps + kUnit);
-  SumsOut<T> out(p, at, parts * kSteps + kUnit);
+  SumsOut<T> out(p, at, parts * kSteps + kUnit, tile * 32 + lane);
   auto& own = shared.tiles[tile];
   Walk walk(own.slots, parts);
   const int64_t unit = static_cast<int64_t>(kUnit) * p.heads * p.k_dim;
@@ -124,7 +124,7 @@ __device__ void undo_chain(FastBackwardShared& shared, const Problem& p, const P
     walk.turn();
   }
   undo.store(p.d_initial + state);
-  write_weight_sum(shared.tiles, p, at, undo.dW);
+  write_weight_sum(shared.tiles, p, at, undo.dW, tile * 32 + lane);
 }
 
 template <typename T, bool kClamp, bool kExact>
@@ -132,7 +132,10 @@ __global__ void __launch_bounds__(kBackwardTiles * 64, 2)
 fast_backward(const __grid_constant__ Problem p) {
   extern __shared__ __align__(16) char memory[];
   auto& shared = *reinterpret_cast<FastBackwardShared*>(memory);
-  const int tiles = blockDim.x / 64, warp = threadIdx.x / 32, tile = warp % tiles;
+  // A warp's number says which scheduler it is on. Blocks of four warps that are likely to share a
+  // multiprocessor of an H100 or H200 put both kinds of warps on each scheduler.
+  const int tiles = blockDim.x / 64, swapped = blockIdx.x / 132 % 2 * tiles;
+  const int warp = threadIdx.x / 32 ^ swapped, tile = warp % tiles;
   const Place at(p, tiles * kTileRows);
   const int parts = Place::ceil_div(at.length, kSteps);
   auto* slots = reinterpret_cast<uint4*>(shared.tiles[0].slots);

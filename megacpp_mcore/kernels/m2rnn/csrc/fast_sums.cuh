@@ -23,7 +23,7 @@ struct FastBackwardShared {
   BackwardTile tiles[kBackwardTiles];
 };
 
-// The first half of a block's warps undo, a tile each.
+// Half of a block's warps undo, a tile each.
 __device__ inline void meet_undoers() { meet(kUndoBarrier, blockDim.x / 2); }
 __device__ inline bool is_whole_block() { return blockDim.x == kBackwardTiles * 64; }
 __device__ inline float of_tiles(const float* x) {
@@ -58,9 +58,11 @@ struct SumsOut {
   char* dv;
   float* df;
 
+  int thread;  // of those that undo
+
   // first: of the first unit.
-  __device__ SumsOut(const Problem& p, const Place& at, int first) {
-    const int step = threadIdx.x / kColumns, column = threadIdx.x % kColumns;
+  __device__ SumsOut(const Problem& p, const Place& at, int first, int thread) : thread(thread) {
+    const int step = thread / kColumns, column = thread % kColumns;
     t = first + step;
     place = (column / 4 * 2 + column % 2 + column % 4 / 2 * 8) * kUnit + step;
     const int bytes = p.dv_parts ? sizeof(float) : sizeof(T);
@@ -89,17 +91,17 @@ struct SumsOut {
       *reinterpret_cast<float*>(to) = sum;
     else
       *reinterpret_cast<T*>(to) = static_cast<T>(sum);
-    if (threadIdx.x % kColumns == 0)
-      df[later ? unit_steps / 2 : 0] = of_tiles(first.df() + threadIdx.x / kColumns + later);
+    if (thread % kColumns == 0)
+      df[later ? unit_steps / 2 : 0] = of_tiles(first.df() + thread / kColumns + later);
   }
 };
 
 // The block's part of dW, through slots that nobody reads any more.
 __device__ inline void write_weight_sum(BackwardTile (&tiles)[kBackwardTiles], const Problem& p,
-                                        const Place& at, const float (&dW)[2][4]) {
+                                        const Place& at, const float (&dW)[2][4], int thread) {
   constexpr int kSize = kColumns * kColumns;
   const int g = lane_g(), t = lane_t();
-  float* own = reinterpret_cast<float*>(tiles[threadIdx.x / 32].slots);
+  float* own = reinterpret_cast<float*>(tiles[thread / 32].slots);
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -109,7 +111,7 @@ __device__ inline void write_weight_sum(BackwardTile (&tiles)[kBackwardTiles], c
   // Blocks of a head: its chains', in order, each with its groups of rows.
   const int64_t block = static_cast<int64_t>(at.chain) * at.groups + at.group;
   float* out = p.dW_parts + (block * p.heads + at.head) * kSize;
-  for (int i = threadIdx.x; i < kSize; i += blockDim.x / 2)
+  for (int i = thread; i < kSize; i += blockDim.x / 2)
     out[i] = of_tiles(reinterpret_cast<float*>(tiles[0].slots) + i);
 }
 
