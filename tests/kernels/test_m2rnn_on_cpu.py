@@ -157,6 +157,12 @@ def test_other_widths(on_cpu, dtype, k_dim):
     assert_close(run(inputs), expected(inputs), dtype)
 
 
+def test_more_blocks_than_multiprocessors(on_cpu):
+    """Of the blocks after the first 132 other warps have the same work."""
+    inputs = draw(1, 9, 48, k_dim=96)
+    assert_close(run(inputs), expected(inputs), torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chunk_size", [16, 48])
 def test_documents_and_the_clamp(on_cpu, dtype, chunk_size):
