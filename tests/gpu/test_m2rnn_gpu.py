@@ -99,6 +99,16 @@ def test_matches_float64(dtype, seq):
         assert_close(run(kernel(), inputs, tanh=tanh), expected, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_blocks_of_64_rows(dtype, monkeypatch):
+    """The few heads of other tests lie in blocks of 32 on a GPU's many multiprocessors."""
+    from megacpp_mcore.kernels.m2rnn import cuda
+
+    monkeypatch.setattr(cuda, "_processors", lambda device: 1)
+    inputs = draw(2, 200, 3, dtype=dtype)
+    assert_close(run(kernel(), inputs), run(reference, inputs, wide=True), dtype)
+
+
 @pytest.mark.parametrize("heads", [(1, 3), (3, 1), (3, 3)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_heads_of_q_and_k(dtype, heads):

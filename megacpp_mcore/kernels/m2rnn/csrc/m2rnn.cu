@@ -30,7 +30,7 @@ cudaError_t launch(Kernel kernel, const Problem& p, int threads, size_t shared,
 
 template <typename T, bool kExact, int kWarps>
 cudaError_t launch_forward(const Problem& p, cudaStream_t stream) {
-  return launch(fast_forward<T, kExact, kWarps>, p, kWarps * 32,
+  return launch(fast_forward<T, kExact, kWarps>, p, kWarps * 32 + kHelpers,
                 sizeof(FastForwardShared<kWarps>), stream);
 }
 
