@@ -29,7 +29,7 @@ def m2rnn(
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 32,
     grad_clamp: float | None = None,
-    tanh: str = "approximate",
+    tanh: str = "exact",
 ) -> tuple[Tensor, Tensor]:
     """M2RNN over sequences; differentiable in every tensor, the states included.
 

@@ -27,7 +27,7 @@ class M2RNNCase(Case):
     k_head_dim: int
     v_head_dim: int
     chunk_size: int
-    tanh: str = "approximate"
+    tanh: str = "exact"
 
     surface = "m2rnn"
     inputs = ("q", "k", "v", "W", "f")

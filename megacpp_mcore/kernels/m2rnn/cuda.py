@@ -48,7 +48,7 @@ def m2rnn(
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 32,
     grad_clamp: float | None = None,
-    tanh: str = "approximate",
+    tanh: str = "exact",
 ) -> tuple[Tensor, Tensor]:
     """`megacpp_mcore.kernels.m2rnn.m2rnn` on cuda; q, k and v in one of DTYPES.
 
