@@ -103,8 +103,6 @@ class Mamba3Mixer(RecurrentMixer):
             add("mimo_z", ones(*ranks, layout.head_dim))
             add("mimo_o", ones(*ranks, layout.head_dim) / layout.rank)
         self.wide = tuple(self._parameters)
-        for parameter in (self.dt_bias, self.D):
-            parameter._no_weight_decay = True
         if not layout.groups_are_split:
             groups = torch.tensor(layout.local_head_groups, device=device)
             self.register_buffer("head_groups", groups, persistent=False)

@@ -15,13 +15,11 @@ from megacpp_mcore.training.megatron_setup import quiet
 def build_optimizer(model: torch.nn.Module, args: Namespace) -> torch.optim.AdamW:
     """AdamW over the model's parameters in Megatron's two groups: with and without weight decay.
 
-    As in Megatron, biases and one-dimensional parameters are not decayed, nor are those that a
-    layer marks with `_no_weight_decay`.
+    As in Megatron, biases and one-dimensional parameters are not decayed.
     """
     decayed, exempt = [], []
     for name, parameter in model.named_parameters():
-        whole = name.endswith(".bias") or parameter.dim() == 1
-        is_exempt = whole or getattr(parameter, "_no_weight_decay", False)
+        is_exempt = name.endswith(".bias") or parameter.dim() == 1
         (exempt if is_exempt else decayed).append(parameter)
     groups = [
         {"params": parameters, "wd_mult": wd_mult, "lr_mult": 1.0}
