@@ -221,17 +221,17 @@ def test_missing_data_is_refused_with_how_to_build_it(small_recipe, tmp_path):
         train(recipe, tmp_path / "run")
 
 
-@pytest.mark.parametrize("override", [
-    "launch.device=cuda", "precision.bf16=true", "optimizer.optimizer=muon",
+@pytest.mark.parametrize("overrides", [
+    "launch.device=cuda moe.moe_grouped_gemm=true", "precision.bf16=true", "optimizer.optimizer=muon",
     "checkpoint.save=elsewhere", "data.reset_attention_mask=true",
     "schedule.exit_duration_in_mins=5",
 ])  # fmt: skip
 def test_a_key_that_the_lane_does_not_serve_is_refused_not_ignored(
-    small_recipe, override, tmp_path
+    small_recipe, overrides, tmp_path
 ):
-    key = override.split("=")[0]
+    key = overrides.split("=")[0]
     with pytest.raises(MegacppError, match=key.replace(".", r"\.")) as refused:
-        train(load_recipe(str(small_recipe), [override]), tmp_path / "run")
+        train(load_recipe(str(small_recipe), overrides.split()), tmp_path / "run")
     assert isinstance(refused.value, CpuLaneError) or "recipe" in str(refused.value)
     assert not (tmp_path / "run").exists()
 
