@@ -2,11 +2,15 @@
 
 import contextlib
 import os
+import sys
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from megacpp_mcore import dispatch
+from megacpp_mcore.lowering import lower
+from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, Recipe
 
 
 def contenders(as_it_is: str, against: Sequence[str]) -> dict[str, str]:
@@ -32,6 +36,19 @@ def serving(requests: str) -> Iterator[None]:
         del os.environ[dispatch.ENVIRONMENT_VARIABLE]
         if before is not None:
             os.environ[dispatch.ENVIRONMENT_VARIABLE] = before
+
+
+def build(recipe: Recipe, requests: str) -> tuple[torch.nn.Module, Namespace]:
+    """The model of `recipe` with the backends of `requests`, and Megatron's args of it."""
+    from megacpp_mcore.training import megatron_setup as setup
+
+    lowered = lower(recipe)
+    with serving(requests):
+        os.environ[ENVIRONMENT_VARIABLE] = lowered.environment[ENVIRONMENT_VARIABLE]
+        # The spec chooses its parts as it is imported, which may have been for another model.
+        sys.modules.pop("megacpp_mcore.specs.nam56r", None)
+        args = setup.megatron_args(lowered.argv, lowered.environment)
+        return setup.build_model(args), args
 
 
 def take_weights(own: torch.nn.Module, others: Mapping[str, torch.Tensor]) -> bool:

@@ -6,8 +6,6 @@ weights, and times its decoder without the final norm.
 
 import itertools
 import math
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,14 +15,13 @@ from torch import Tensor
 
 from megacpp_mcore import bench, bridges, dispatch, problems, receipts
 from megacpp_mcore.bench.clock import Clock, clock_for, interleave
-from megacpp_mcore.bench.contenders import contenders, serving, take_weights
+from megacpp_mcore.bench.contenders import build, contenders, take_weights
 from megacpp_mcore.bench.subject import in_half_precision, weight_flops
 from megacpp_mcore.bench.surface import environment
 from megacpp_mcore.kernels.core_attention.case import CoreAttentionCase
 from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds
-from megacpp_mcore.lowering import lower
 from megacpp_mcore.receipts.lane import lane
-from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, Recipe
+from megacpp_mcore.recipe import Recipe
 
 # What is asked for -> letter of the source pattern, and the kind of attention where it says so.
 _LAYERS = {"A": ("A", None), "+": ("A", "mla"), "*": ("A", "gqa"), "E": ("E", None),
@@ -135,15 +132,7 @@ class _Layer:
 
 
 def _layer(recipe: Recipe, requests: str, clock: Clock) -> _Layer:
-    from megacpp_mcore.training import megatron_setup as setup
-
-    lowered = lower(recipe)
-    with serving(requests):
-        os.environ[ENVIRONMENT_VARIABLE] = lowered.environment[ENVIRONMENT_VARIABLE]
-        # The spec chooses its parts as it is imported.
-        sys.modules.pop("megacpp_mcore.specs.nam56r", None)
-        args = setup.megatron_args(lowered.argv, lowered.environment)
-        model = setup.build_model(args)
+    model, args = build(recipe, requests)
     in_half_precision(model, args)
     stack = model.decoder
     stack.post_layer_norm = False

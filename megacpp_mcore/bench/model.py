@@ -5,9 +5,7 @@ and optimizer in memory, and what is told of a model's memory leaves out what th
 """
 
 import gc
-import os
 import resource
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -17,13 +15,12 @@ import torch
 
 from megacpp_mcore import bench, bridges, dispatch, problems, receipts
 from megacpp_mcore.bench.clock import Clock, clock_for, interleave
-from megacpp_mcore.bench.contenders import contenders, serving, take_weights
+from megacpp_mcore.bench.contenders import build, contenders, take_weights
 from megacpp_mcore.bench.subject import Subject, batches
 from megacpp_mcore.bench.surface import environment
 from megacpp_mcore.flops import count
-from megacpp_mcore.lowering import lower
 from megacpp_mcore.receipts.lane import lane
-from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, Recipe
+from megacpp_mcore.recipe import Recipe
 
 _SECONDS_A_PHASE = 15.0
 _AS_IT_IS = "model"
@@ -107,16 +104,8 @@ class _Race:
 
     def enter(self, name: str, recipe: Recipe, requests: str) -> None:
         """Build the model of `recipe` with the backends of `requests`."""
-        from megacpp_mcore.training import megatron_setup as setup
-
         before = self._allocated()
-        lowered = lower(recipe)
-        with serving(requests):
-            os.environ[ENVIRONMENT_VARIABLE] = lowered.environment[ENVIRONMENT_VARIABLE]
-            # The spec chooses its parts as it is imported, which may have been for another model.
-            sys.modules.pop("megacpp_mcore.specs.nam56r", None)
-            args = setup.megatron_args(lowered.argv, lowered.environment)
-            model = setup.build_model(args)
+        model, args = build(recipe, requests)
         data = batches(recipe, args, self.clock.device)
         self.subjects[name] = Subject(model, args, data, self.clock)
         self._kept[name] = self._allocated() - before
