@@ -174,7 +174,7 @@ M2RNN = (
         keep="keep",
         removes="the launches of 4096 dependent steps: two forward, two backward, the state in "
         "registers, the backward pass's replays and sums beside its recurrence; 0.84 / 3.08 ms at "
-        "44 heads, where XMA's Triton kernel takes 3.80 forward",
+        "44 heads",
         layout=f"{_M2RNN_LAYOUT}, K a multiple of 32",
         dtypes="bf16, fp16: h to 11 bits off W's diagonal, tanh 2^-21; fp32: products 2^-20",
         fallback="reference",
