@@ -228,11 +228,12 @@ def head_losses(model: Any) -> HeadLosses | None:
     """
     config = model.config
     backends = plugin_settings(config).backends
-    _check_fusion(config, dispatch.requested(SURFACE, backends))
+    asked = dispatch.requested(SURFACE, backends)
+    _check_fusion(config, asked)
     takers = _takes_logits(model)
-    if takers and dispatch.requested(SURFACE, backends) == dispatch.AUTO:
+    if takers and asked == dispatch.AUTO:
         reason = "; ".join(takers)
-        dispatch.record(dispatch.Decision(SURFACE, dispatch.AUTO, MEGATRON, reason, _MEGATRONS))
+        dispatch.record(dispatch.Decision(SURFACE, asked, MEGATRON, reason, _MEGATRONS))
         return None
     problem = problems.linear_cross_entropy(problems.current_device(), config, model.vocab_size)
     decision = dispatch.decide(SURFACE, problem, backends)
