@@ -31,8 +31,10 @@ class M2RNNSettings:
     v_head_dim: int = 16  # V: columns of the state
     num_heads: int | None = None  # None: hidden_size // (k_head_dim + v_head_dim)
     conv_kernel: int = 4
-    chunk_size: int = 64  # steps between the states the backward pass starts from
+    chunk_size: int = 32  # steps between the states the backward pass starts from
     grad_clamp: float | None = None  # limit of the state's gradient at each step (XMA's is 1)
+    # approximate: in 16-bit models the GPU's own instruction, off by at most 2^-11 of the value
+    tanh: Literal["approximate", "exact"] = "exact"
     dt_min: float = 1e-3
     dt_max: float = 1e-1
     dt_init_floor: float = 1e-4

@@ -240,6 +240,34 @@ void mma_16(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
   });
 }
 
+template <typename T>
+void mma_8(float* c, uint32_t a0, uint32_t a1, uint32_t b) {
+  const uint32_t left[2] = {a0, a1};
+  Product own{c, left, &b};
+  together(std::is_same_v<T, __half> ? 7 : 8, &own, [](void** lanes) {
+    multiply<8>(lanes, [](const Product& p, int g, int t, auto& a, auto& b) {
+      const auto *x = static_cast<const uint32_t*>(p.a), *y = static_cast<const uint32_t*>(p.b);
+      for (int i = 0; i < 2; ++i) {
+        for (int e = 0; e < 2; ++e) a[g + e * 8][2 * t + i] = element<T>(x[e], i);
+        b[2 * t + i][g] = element<T>(*y, i);
+      }
+    });
+  });
+}
+
+inline uint32_t movmatrix(uint32_t x) {
+  uint32_t own = x;
+  together(9, &own, [](void** lanes) {
+    uint16_t m[8][8];
+    for (int lane = 0; lane < 32; ++lane) std::memcpy(&m[lane / 4][lane % 4 * 2], lanes[lane], 4);
+    for (int lane = 0; lane < 32; ++lane) {
+      const int g = lane / 4, t = lane % 4 * 2;
+      *static_cast<uint32_t*>(lanes[lane]) = m[t][g] | static_cast<uint32_t>(m[t + 1][g]) << 16;
+    }
+  });
+  return own;
+}
+
 struct Matrices {
   uint32_t *x, from;
 };
@@ -279,6 +307,17 @@ inline float shuffle_xor(float x, int lanes) {
   return own.taken;
 }
 
+inline float shuffle(float x, int lane) {
+  Shuffle own{x, 0.f, lane};
+  together(10, &own, [](void** all) {
+    for (int lane = 0; lane < 32; ++lane) {
+      auto* shuffle = static_cast<Shuffle*>(all[lane]);
+      shuffle->taken = static_cast<Shuffle*>(all[shuffle->lanes])->given;
+    }
+  });
+  return own.taken;
+}
+
 inline uint32_t rounded_tf32(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
@@ -286,7 +325,17 @@ inline uint32_t rounded_tf32(float x) {
   return bits & 0xffffe000u;
 }
 
+// As far off as PTX lets it be: to 11 bits.
+inline float approximate_tanh(float x) {
+  return static_cast<float>(static_cast<__half>(std::tanh(x)));
+}
+
 inline float least_or_nan(float x, float y) { return std::isnan(x) ? x : x < y ? x : y; }
+
+inline __half2 multiply_add(__half2 x, __half2 y, __half2 z) {
+  const float2 a = __half22float2(x), b = __half22float2(y), c = __half22float2(z);
+  return __floats2half2_rn(std::fmaf(a.x, b.x, c.x), std::fmaf(a.y, b.y, c.y));
+}
 
 template <typename T>
 T load(const T* from) {
@@ -309,8 +358,10 @@ To bits_as(From x) {
 #define __syncthreads() cpu::barrier(0, cpu::threads.x)
 #define __syncwarp() cpu::together(0, nullptr, [](void**) {})
 #define __shfl_xor_sync(mask, x, lanes) cpu::shuffle_xor(x, lanes)
+#define __shfl_sync(mask, x, lane) cpu::shuffle(x, lane)
 #define __cvta_generic_to_shared(x) \
   static_cast<uint32_t>(reinterpret_cast<const char*>(x) - cpu::shared)
+#define __hfma2(x, y, z) cpu::multiply_add(x, y, z)
 #define __ldg(x) cpu::load(x)
 #define __float_as_uint(x) cpu::bits_as<uint32_t>(static_cast<float>(x))
 #define __uint_as_float(x) cpu::bits_as<float>(static_cast<uint32_t>(x))

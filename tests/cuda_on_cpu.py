@@ -71,13 +71,19 @@ def _instruction(statement: str) -> str:
     instructions = {
         "mma.sync.aligned.m16n8k8.row.col.f32.tf32": "cpu::mma_tf32(c, a, b);",
         "mma.sync.aligned.m16n8k16": "cpu::mma_16<T>(c, a, b0, b1);",
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16": "cpu::mma_8<T>(c, a0, a1, b);",
+        "mma.sync.aligned.m16n8k8.row.col.f32.bf16": "cpu::mma_8<T>(c, a0, a1, b);",
+        "movmatrix.sync.aligned.m8n8.trans": "{0} = cpu::movmatrix({1});",
         "ldmatrix.sync.aligned.m8n8.x4.trans": "cpu::ldmatrix<true>(x, from);",
         "ldmatrix.sync.aligned.m8n8.x4.shared": "cpu::ldmatrix<false>(x, from);",
         "ex2.approx.ftz.f32": "{0} = exp2f({1});",
         "rcp.approx.ftz.f32": "{0} = 1.f / ({1});",
+        "ld.global.b32": "x = cpu::load(static_cast<const uint32_t*>(from));",
+        "tanh.approx.f32": "{0} = cpu::approximate_tanh({1});",
+        "min.NaN.f32 %0, %1, 0f41F00000": "{0} = cpu::least_or_nan({1}, 30.f);",
         "min.NaN.f32 %0, %1, 0f42700000": "{0} = cpu::least_or_nan({1}, 60.f);",
         "cvt.rna.tf32.f32": "{0} = cpu::rounded_tf32({1});",
-        "bar.sync 1, 64": "cpu::barrier(1, 64);",
+        "bar.sync %0, %1": "cpu::barrier({0}, {1});",
     }
     for name, meaning in instructions.items():
         if name in statement:

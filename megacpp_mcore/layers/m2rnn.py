@@ -252,6 +252,7 @@ class M2RNNMixer(RecurrentMixer):
                 cu_seqlens=cu_seqlens,
                 chunk_size=self.settings.chunk_size,
                 grad_clamp=self.settings.grad_clamp,
+                tanh=self.settings.tanh,
             )  # fmt: skip
         next_state = M2RNNState(conv_in[projected.shape[0] :], recurrent)
         return self._gated_norm(y, v, gate), next_state

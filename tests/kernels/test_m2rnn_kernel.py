@@ -337,6 +337,7 @@ REFUSED = {
     "state": ({"initial_state": torch.ones(1, 4, 3, 2)}, {}, "must be (2, 4, 3, 2)"),
     "chunk": ({}, {"chunk_size": 0}, "chunk_size is 0"),
     "clamp": ({}, {"grad_clamp": 0.0}, "grad_clamp is 0.0"),
+    "tanh": ({}, {"tanh": "fast"}, "tanh is 'fast'; it must be 'approximate' or 'exact'"),
     "clamp-nan": ({}, {"grad_clamp": math.nan}, "grad_clamp is nan"),
     "documents-batch": ({}, {"cu_seqlens": torch.tensor([0, 5])}, "with batch 2"),
 }

@@ -338,6 +338,20 @@ def test_the_state_s_gradient_is_clamped_as_the_settings_say():
     assert (gradient(1e-4) - true).norm() > 1e-3 * true.norm()
 
 
+def test_the_recurrence_is_told_which_tanh_the_settings_name():
+    for tanh in ("approximate", "exact"):
+        mixer = build(dataclasses.replace(SETTINGS, tanh=tanh))
+        backend, told = mixer.m2rnn, []
+
+        def spy(*tensors, tanh, backend=backend, told=told, **options):
+            told.append(tanh)
+            return backend(*tensors, tanh=tanh, **options)
+
+        mixer.m2rnn = spy
+        mixer(hidden(20, 1, torch.float32))
+        assert told == [tanh]
+
+
 class DynamicContext(SimpleNamespace):
     def is_static_batching(self):
         return False

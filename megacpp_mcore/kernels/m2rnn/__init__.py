@@ -11,6 +11,8 @@ from megacpp_mcore.kernels.m2rnn.reference import m2rnn_chunked, m2rnn_step
 
 __all__ = ["M2RNNInputError", "check_inputs", "m2rnn", "m2rnn_step"]
 
+TANH = ("approximate", "exact")
+
 
 class M2RNNInputError(MegacppError):
     """Arguments of an M2RNN that do not fit together."""
@@ -25,8 +27,9 @@ def m2rnn(
     *,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    chunk_size: int = 64,
+    chunk_size: int = 32,
     grad_clamp: float | None = None,
+    tanh: str = "exact",
 ) -> tuple[Tensor, Tensor]:
     """M2RNN over sequences; differentiable in every tensor, the states included.
 
@@ -40,12 +43,14 @@ def m2rnn(
     chunk_size: steps between the states kept for the backward pass; changes memory and time only.
     grad_clamp: limit on every element of the state's gradient at every step of the backward pass,
     as in XMA (where it is 1 by default); None, the default here, is the true gradient.
+    tanh: "approximate" lets a backend take, for 16-bit q, k and v, a tanh that is off by at most
+    2^-11 of its value; "exact" does not. This function's own is exact either way.
 
     Returns y (B, S, H, V) in v's dtype and the final state (B, H, K, V). The computation and the
     states are in float32, or float64 when v is float64; gradients have the dtypes of their tensors.
     Raises M2RNNInputError (a MegacppError) for arguments that do not fit together.
     """
-    check_inputs(q, k, v, W, f, initial_state, cu_seqlens, chunk_size, grad_clamp)
+    check_inputs(q, k, v, W, f, initial_state, cu_seqlens, chunk_size, grad_clamp, tanh)
     return m2rnn_chunked(
         q, k, v, W, f,
         initial_state=initial_state, cu_seqlens=cu_seqlens,
@@ -63,6 +68,7 @@ def check_inputs(
     cu_seqlens: Tensor | None,
     chunk_size: int,
     grad_clamp: float | None,
+    tanh: str,
 ) -> None:
     """Raise M2RNNInputError unless the arguments of `m2rnn` fit together."""
     if v.dim() != 4 or q.dim() != 4 or 0 in v.shape:
@@ -90,6 +96,8 @@ def check_inputs(
         raise M2RNNInputError(f"chunk_size is {chunk_size}; it must be at least 1")
     if grad_clamp is not None and not grad_clamp > 0:
         raise M2RNNInputError(f"grad_clamp is {grad_clamp}; it must be positive, or None for none")
+    if tanh not in TANH:
+        raise M2RNNInputError(f"tanh is {tanh!r}; it must be {' or '.join(map(repr, TANH))}")
 
 
 def _check_documents(cu_seqlens: Tensor, batch: int, seq: int) -> int:

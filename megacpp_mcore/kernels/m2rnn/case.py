@@ -27,6 +27,7 @@ class M2RNNCase(Case):
     k_head_dim: int
     v_head_dim: int
     chunk_size: int
+    tanh: str = "exact"
 
     surface = "m2rnn"
     inputs = ("q", "k", "v", "W", "f")
@@ -39,7 +40,8 @@ class M2RNNCase(Case):
             return None
         names = ("heads", "k_head_dim", "v_head_dim", "chunk_size")
         batch, seq = recipe.schedule.micro_batch_size, recipe.model.seq_length
-        return cls(batch, seq, *(problem.size(name) for name in names))
+        sizes = (problem.size(name) for name in names)
+        return cls(batch, seq, *sizes, recipe.m2rnn.tanh)
 
     @classmethod
     def samples(cls) -> dict[str, Self]:
@@ -76,7 +78,7 @@ class M2RNNCase(Case):
 
     def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> Bound:
         def call(**tensors: Tensor) -> Tensors:
-            y, state = implementation(**tensors, chunk_size=self.chunk_size)
+            y, state = implementation(**tensors, chunk_size=self.chunk_size, tanh=self.tanh)
             return {"y": y, "state": state}
 
         return Bound(call)

@@ -1,16 +1,20 @@
 """M2RNN in CUDA C++, one way for 16-bit inputs and one for float32; the kernels are in csrc/.
 
-One launch forward and one backward, each with one more that adds up parts. The state and what is
-carried from step to step are float32. tanh is 1 - 2 / (1 + e^2x), absolute error 2^-21. Sums over
-rows, heads and batch are made in a fixed order: a result does not change from run to run.
+One launch forward and one backward, each with one more where parts are to be added up. The state
+and what is carried from step to step are float32. Sums over rows, heads and batch are made in a
+fixed order: a result does not change from run to run.
 
-16-bit inputs: of h W the diagonal of W is multiplied in float32, the rest with h rounded to 11
-bits and W in two parts of 11: a step adds at most (1 - f) (2^-21 + 2^-12 sum |h W|), off the
-diagonal, to the state's error, and what it finds there fades with f as the state itself does.
-Backwards a state is made again from the last checkpoint, the gradient of tanh's argument a is
-multiplied with W^T at 11 bits, and what is summed up (h for y, dq and dW, a for dk, dv and dW) is
-rounded to the inputs' dtype first, as the operands of any 16-bit matrix product are. Eight steps
-are summed up at a time: a NaN of one shows in y and in q's, k's and v's gradients of all eight.
+16-bit inputs: of h W the diagonal of W is multiplied in float32, the rest with h and W rounded to
+11 bits. tanh="approximate" is the GPU's own instruction, within 2^-11 of the value; "exact" is 1 -
+2 / (1 + e^2x), within 2^-21 of 1. So z is off by at most d = 2^-11 sum_i |h_i W_ij| (i != j) plus
+2^-11 |z| or 2^-21, and an element of the state, if it was off by e before a step, by f e + (1 - f)
+(w e + d) after it, w = max_j sum_i |W_ij|, for tanh is nowhere steeper than 1. Where w < 1 that is
+never more than d / (1 - w), however many steps there are. Backwards a state is made again from the
+last checkpoint, which keeps 11 bits of it; W's diagonal goes to 11 bits there, too, and so do z, 1
+- z^2 and h - z. The gradient of tanh's argument a is multiplied with W^T at 11 bits, and what is
+summed up (h for y, dq and dW, a for dk, dv and dW) is rounded to the inputs' dtype first, as the
+operands of any 16-bit matrix product are. Eight steps are summed up at a time: a NaN of one shows
+in y and in q's, k's and v's gradients of all eight.
 
 float32: all products with both factors in two parts of 11 bits (2^-20 of the sum of absolute
 products).
@@ -26,7 +30,7 @@ from megacpp_mcore.kernels import m2rnn as _public
 from megacpp_mcore.kernels.m2rnn.build import library
 
 V_HEAD_DIM = 16
-ROWS = 32  # of a state in a block: K is a multiple of it
+ROWS = 32  # of a state in a block, or twice as many: K is a multiple of it
 STEPS = 16  # chunk_size is a multiple of it
 CHUNK_SIZES = (16, 32, 48, 64)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -42,8 +46,9 @@ def m2rnn(
     *,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    chunk_size: int = 64,
+    chunk_size: int = 32,
     grad_clamp: float | None = None,
+    tanh: str = "exact",
 ) -> tuple[Tensor, Tensor]:
     """`megacpp_mcore.kernels.m2rnn.m2rnn` on cuda; q, k and v in one of DTYPES.
 
@@ -51,13 +56,14 @@ def m2rnn(
     W and the initial state stay below fp16's 65504. Raises M2RNNInputError for other sizes and
     dtypes, and KernelBuildError when the kernels cannot be built.
     """
-    _public.check_inputs(q, k, v, W, f, initial_state, cu_seqlens, chunk_size, grad_clamp)
+    _public.check_inputs(q, k, v, W, f, initial_state, cu_seqlens, chunk_size, grad_clamp, tanh)
     _check_served(q, k, v, chunk_size)
     initial_state = None if initial_state is None else initial_state.float()
     bounds = None if cu_seqlens is None else cu_seqlens.to(device=v.device, dtype=torch.int32)
     y, final_state, _ = _forward(
-        q, k, v, W.float(), f.float(), initial_state, bounds, chunk_size, grad_clamp
-    )
+        q, k, v, W.float(), f.float(), initial_state, bounds, chunk_size, grad_clamp,
+        tanh == "exact",
+    )  # fmt: skip
     return y, final_state
 
 
@@ -107,6 +113,7 @@ class _Problem(ctypes.Structure):
             "groups",
         )),
         ("clamp", ctypes.c_float),
+        ("exact_tanh", ctypes.c_int32),
     ]  # fmt: skip
 
 
@@ -116,6 +123,7 @@ def _launch(entry: str, sizes: "_Sizes", dtype: torch.dtype, device: torch.devic
         chains=sizes.chains, batch=sizes.batch, tokens=sizes.tokens, heads=sizes.heads,
         q_heads=sizes.q_heads, k_heads=sizes.k_heads, k_dim=sizes.k_dim,
         stages=sizes.chunk // STEPS, groups=sizes.groups, clamp=sizes.clamp,
+        exact_tanh=sizes.exact_tanh,
     )  # fmt: skip
     for name, x in tensors.items():
         setattr(problem, name, None if x is None else x.data_ptr())
@@ -156,13 +164,16 @@ class _Sizes:
         v: Tensor,
         bounds: Tensor | None,
         chunk_size: int,
-        grad_clamp: float | None,
+        grad_clamp: float | None = None,
+        exact_tanh: bool = False,
+        rows: int = ROWS,
     ) -> None:
         self.batch, self.tokens, self.heads, _ = v.shape
         self.q_heads, self.k_heads, self.k_dim = q.shape[2], k.shape[2], q.shape[3]
         self.chunk = chunk_size
-        self.groups = self.k_dim // ROWS  # blocks that share a head's rows
+        self.groups = self.k_dim // rows  # blocks that share a head's rows
         self.clamp = 0.0 if grad_clamp is None else grad_clamp
+        self.exact_tanh = exact_tanh
         if bounds is None:
             self.chains = self.batch
             self.chunks = self.batch * -(-self.tokens // chunk_size)
@@ -217,9 +228,10 @@ def _forward(
     bounds: Tensor | None,
     chunk_size: int,
     grad_clamp: float | None,
+    exact_tanh: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, the final state, and the state before each chunk (chunks, H, K, V)."""
-    sizes = _Sizes(q, k, v, bounds, chunk_size, grad_clamp)
+    sizes = _Sizes(q, k, v, bounds, chunk_size, None, exact_tanh, _block_rows(q, v, bounds))
     y, final_state, checkpoints = _outputs(v, f, sizes)
     _launch(
         "m2rnn_forward", sizes, v.dtype, v.device,
@@ -227,19 +239,38 @@ def _forward(
         initial=_whole(initial), bounds=bounds,
         first_chunk=_first_chunks(bounds, chunk_size), checkpoints=checkpoints,
         final_state=final_state, y=y,
-        y_parts=sizes.parts(f, V_HEAD_DIM),
+        y_parts=None if sizes.groups == 1 else sizes.parts(f, V_HEAD_DIM),
     )  # fmt: skip
     return y, final_state, checkpoints
 
 
+def _block_rows(q: Tensor, v: Tensor, bounds: Tensor | None) -> int:
+    """Rows of a state that one block takes: those that leave the fullest multiprocessor less."""
+    if q.dtype == torch.float32 or q.shape[-1] % (2 * ROWS):
+        return ROWS
+    chains = v.shape[0] if bounds is None else bounds.numel() - 1
+    blocks = chains * v.shape[2] * (q.shape[-1] // (2 * ROWS))
+    processors = _processors(q.device)
+    return ROWS if -(-2 * blocks // processors) < 2 * -(-blocks // processors) else 2 * ROWS
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _outputs(v: Tensor, f: Tensor, sizes: _Sizes) -> tuple[Tensor, Tensor, Tensor]:
-    states = (f.new_empty(sizes.state(rows)) for rows in (sizes.chains, sizes.chunks))
-    return v.new_empty(v.shape), *states
+    kept = torch.float32 if v.dtype == torch.float32 else torch.float16
+    return (
+        v.new_empty(v.shape),
+        f.new_empty(sizes.state(sizes.chains)),
+        f.new_empty(sizes.state(sizes.chunks), dtype=kept),
+    )
 
 
 @_forward.register_fake
-def _(q, k, v, W, f, initial, bounds, chunk_size, grad_clamp):
-    return _outputs(v, f, _Sizes(q, k, v, bounds, chunk_size, grad_clamp))
+def _(q, k, v, W, f, initial, bounds, chunk_size, grad_clamp, exact_tanh):
+    return _outputs(v, f, _Sizes(q, k, v, bounds, chunk_size))
 
 
 @torch.library.custom_op("megacpp::m2rnn_cuda_backward", mutates_args=(), device_types="cuda")
@@ -255,9 +286,11 @@ def _backward(
     checkpoints: Tensor,
     chunk_size: int,
     grad_clamp: float | None,
+    exact_tanh: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dW, df, d_initial from the gradients of y and of the final state."""
-    sizes = _Sizes(q, k, v, bounds, chunk_size, grad_clamp)
+    sizes = _Sizes(q, k, v, bounds, chunk_size, grad_clamp, exact_tanh, _block_rows(q, v, bounds))
+    in_parts = sizes.groups > 1 or v.dtype == torch.float32
     dq, dk, dv, dW, df, d_initial = _gradient_outputs(q, k, v, W, f, sizes)
     _launch(
         "m2rnn_backward", sizes, v.dtype, v.device,
@@ -266,7 +299,8 @@ def _backward(
         dy=_whole(dy), d_final=_whole(d_final),
         dq=dq, dk=dk, dv=dv, dW=dW, df=df, d_initial=d_initial,
         dq_parts=sizes.key_parts(dq), dk_parts=sizes.key_parts(dk),
-        dv_parts=sizes.parts(f, V_HEAD_DIM), df_parts=sizes.parts(f),
+        dv_parts=sizes.parts(f, V_HEAD_DIM) if in_parts else None,
+        df_parts=sizes.parts(f) if in_parts else None,
         dW_parts=f.new_empty(sizes.chains * sizes.groups, *W.shape),
     )  # fmt: skip
     return dq, dk, dv, dW, df, d_initial
@@ -278,8 +312,8 @@ def _gradient_outputs(q, k, v, W, f, sizes: _Sizes) -> tuple[Tensor, ...]:
 
 
 @_backward.register_fake
-def _(dy, d_final, q, k, v, W, f, bounds, checkpoints, chunk_size, grad_clamp):
-    sizes = _Sizes(q, k, v, bounds, chunk_size, grad_clamp)
+def _(dy, d_final, q, k, v, W, f, bounds, checkpoints, chunk_size, grad_clamp, exact_tanh):
+    sizes = _Sizes(q, k, v, bounds, chunk_size)
     return _gradient_outputs(q, k, v, W, f, sizes)
 
 
@@ -294,7 +328,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _gradients(ctx, dy, d_final, _):
     *gradients, d_initial = _backward(dy, d_final, *ctx.saved_tensors, *ctx.options)
-    return *gradients, d_initial if ctx.has_initial else None, None, None, None
+    return *gradients, d_initial if ctx.has_initial else None, None, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

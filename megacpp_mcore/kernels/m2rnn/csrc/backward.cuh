@@ -191,7 +191,8 @@ __global__ void __launch_bounds__(kThreads, 3) backward(const __grid_constant__ 
   float starts[kMaxStages][4];  // the state before each stage of the chunk
   if (p.d_final) load4(dh, p.d_final + at.chain * state_size(p) + at.state);
 
-  const float* checkpoint = p.checkpoints + at.first_chunk * state_size(p) + at.state;
+  const float* checkpoint =
+      static_cast<const float*>(p.checkpoints) + at.first_chunk * state_size(p) + at.state;
   Stage next;
   Job job{};
   job.enter(p, at, Place::ceil_div(at.length, kSteps * p.stages) - 1);

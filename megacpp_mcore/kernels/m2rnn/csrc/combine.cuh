@@ -43,8 +43,9 @@ struct CombineSizes {
 __host__ __device__ inline CombineSizes combine_sizes(const Problem& p) {
   const int64_t tokens = static_cast<int64_t>(p.batch) * p.tokens, values = tokens * p.heads;
   const int64_t keys = tokens * (p.k_dim / 4);
-  return {p.dq_parts != p.dq ? keys : 0, p.dk_parts != p.dk ? keys : 0, values * (kColumns / 4),
-          values, static_cast<int64_t>(p.heads) * kColumns * kColumns / 4};
+  return {p.dq_parts != p.dq ? keys : 0, p.dk_parts != p.dk ? keys : 0,
+          p.dv_parts ? values * (kColumns / 4) : 0, p.df_parts ? values : 0,
+          static_cast<int64_t>(p.heads) * kColumns * kColumns / 4};
 }
 
 template <typename T>

@@ -32,22 +32,23 @@ struct Problem {
   const float* initial;          // (chains, H, K, V), or null
   const int32_t* bounds;         // (documents + 1,) tokens in row 0, or null: every row a document
   const int32_t* first_chunk;    // (documents,), index of a document's first checkpoint, or null
-  float* checkpoints;            // (chunks, H, K, V)
+  void* checkpoints;             // (chunks, H, K, V), in fp16, for float inputs in float
   float* final_state;            // (chains, H, K, V)
   void* y;                       // (B, S, H, V)
-  float* y_parts;                // (groups, B, S, H, V)
+  float* y_parts;                // (groups, B, S, H, V), or null with one group
   const void* dy;                // (B, S, H, V) contiguous, or null
   const float* d_final;          // (chains, H, K, V), or null
   void *dq, *dk, *dv;            // as q, k, v, contiguous
   float *dW, *df, *d_initial;    // (H, V, V), (B, S, H), (chains, H, K, V)
   void *dq_parts, *dk_parts;     // (B, S, H, K), as q; dq and dk themselves with heads of their own
-  float *dv_parts, *df_parts;    // (groups, B, S, H, V), (groups, B, S, H)
+  float *dv_parts, *df_parts;    // (groups, B, S, H, V), (groups, B, S, H), or null with one group
   float* dW_parts;               // (chains * groups, H, V, V)
   int64_t q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head;
   int64_t f_batch, f_token, f_head;
   int32_t chains, batch, tokens, heads, q_heads, k_heads, k_dim, stages;
   int32_t groups;                // blocks that share a head's rows
   float clamp;                   // 0 or less: none
+  int32_t exact_tanh;            // 0: the GPU's instruction, for 16-bit inputs
 };
 
 // A block's place: which rows of which chain, and where its tokens lie.

@@ -1,216 +1,299 @@
-// Forward for 16-bit inputs. A block has 32 rows of a chain: four warps run the recurrence, eight
-// rows each, and two read the inputs ahead of them and sum y behind them.
+// Forward for 16-bit inputs: a warp has eight rows of a chain from its first step to its last, a
+// block 64 (or 32) of them, and four more warps that read the inputs ahead and add up y behind, 32
+// steps between two barriers.
 //
-// Of m16n8k16 these warps use half the rows: what the recurrence waits for are the special
-// functions of its own warp's elements, and half as many a warp are done in half the time.
+// The state is kept transposed, h^T: thread 4 g + t has columns g, g + 8 of rows 2 t, 2 t + 1. That
+// is how m16n8k16 returns W^T h^T, and the left operand of y^T += h^T q. As the right operand of
+// the next step's product it goes, in fp16, through two `movmatrix`. Of k and q of eight steps (a
+// unit) one step's, and zeros for the others, are the right operands of v^T k and h^T q.
 #pragma once
 
 #include "fast.cuh"
 
 namespace m2rnn {
 
-constexpr int kForwardRows = 32;
-constexpr int kStrip = 8;                                        // rows of a warp
-constexpr int kRecurrenceThreads = kForwardRows / kStrip * 32;
-constexpr int kForwardTiles = kForwardRows / kTileRows;
-constexpr int kForwardThreads = kRecurrenceThreads + 64;
-constexpr int kPaddedUnit = kUnit + 4;  // so that four steps of eight rows meet every bank once
+constexpr int kStripRows = 8;  // of a warp
+constexpr int kGroupUnits = 4, kGroup = kGroupUnits * kUnit;  // steps between two barriers
+constexpr int kUnitValues = kUnit * kColumns;
+constexpr int kHelpers = kUnitValues;  // threads
 
+// A unit. Rows and columns in pairs, padded so that eight steps of four pairs meet every bank once.
+template <int kWarps>
+struct ForwardInputs {
+  float2 decay[kUnit];  // f, 1 - f
+  uint32_t q[kUnit][kWarps * 4 + 4], k[kUnit][kWarps * 4 + 4], v[kUnit][kColumns / 2 + 4];
+};
+// y: warp by warp, [column][step] of a unit.
+template <int kWarps>
 struct FastForwardShared {
-  alignas(16) char h[2][kUnit][kForwardTiles][kTileBytes];  // behind each step
-  struct {
-    float k[kForwardRows][kPaddedUnit], v[kUnit][kColumns];
-    float4 decay[kUnit];  // f, 1 - f, -2 (1 - f), .
-  } in[2];
+  alignas(16) ForwardInputs<kWarps> in[2][kGroupUnits];
+  float y[2][kGroupUnits][kWarps][kUnitValues];
 };
 
-// Of a and b, both at least 1, at the price of one: forward waits for the reciprocals' unit.
-__device__ inline void reciprocals(float& a, float& b) {
-  const float both = reciprocal(a * b), x = a;
-  a = both * b;
-  b = both * x;
-}
-// 2^60 is far beyond where tanh rounds to 1, and its square is finite. A NaN stays one.
-__device__ inline float below_60(float x) {
-  float y;
-  asm("min.NaN.f32 %0, %1, 0f42700000;" : "=f"(y) : "f"(x));
-  return y;
-}
+// All ones in the lanes of one g or t, else zeros. The compiler would make them again at each use,
+// were they not shuffled.
+struct LaneMasks {
+  uint32_t g[kUnit], t[4];
 
-// Where rows of h lie: eight lanes' rows, and eight rows of one half, meet every bank once.
-__device__ inline int strip_offset(int row, int half) {
-  const int upper = row >> 2 & 1;
-  return ((row & 3) | (upper ^ half) << 2 | upper << 3 | row >> 3 << 4) * 16;
-}
-
-template <typename T>
-__device__ void forward_recurrence(FastForwardShared& shared, const Problem& p, const Place& at) {
-  const int warp = threadIdx.x / 32, g = lane_g(), t = lane_t();
-  const int64_t state = (static_cast<int64_t>(at.head) * p.k_dim + at.row0 + warp * kStrip + g) *
-                            kColumns + 4 * t;
-  const TileWeight w(p.W + at.head * kColumns * kColumns);
-  const int row = warp * kStrip + g;
-  const int own = strip_offset(row % kTileRows, t / 2) + t % 2 * 8;
-  char* const out = shared.h[0][0][row / kTileRows] + own;
-  float h[4] = {};
-  if (p.initial) load4(h, p.initial + at.chain * state_size(p) + state);
-  uint32_t packed[4] = {pack<__half>(h[0], h[1]), 0, pack<__half>(h[2], h[3]), 0};
-  const int units = Place::ceil_div(at.length, kUnit), units_a_chunk = 2 * p.stages;
-  int in_chunk = 0;
-  float* checkpoint = p.checkpoints + at.first_chunk * state_size(p) + state;
-  __syncthreads();
-  for (int unit = 0; unit < units; ++unit) {
-    const auto& in = shared.in[unit % 2];
-    if (in_chunk == 0) {
-      store4(checkpoint, h);
-      checkpoint += state_size(p);
-    }
-    if (++in_chunk == units_a_chunk) in_chunk = 0;
-    char* const to = out + unit % 2 * static_cast<int>(sizeof(shared.h[0]));
-    float k[4];
-#pragma unroll 4
-    for (int i = 0; i < kUnit; ++i) {
-      if (i % 4 == 0) load4(k, &in.k[row][i]);
-      float v[4], c[2][4];
-      load4(v, &in.v[i][4 * t]);
-      const float4 decay = in.decay[i];
+  __device__ LaneMasks() {
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
+    for (int i = 0; i < kUnit; ++i) g[i] = kept(lane_g() == i);
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int j = 2 * n + e;
-          c[n][e] = fmaf(h[j], w.diagonal[j], k[i % 4] * v[j]);
-          c[n][2 + e] = 0.f;
-        }
-        w.multiply(c[n], packed, n);
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float& x = c[j / 2][j % 2];
-        x = 1.f + exp2_of(below_60(x));
-        if (j % 2 == 1) reciprocals(c[j / 2][0], c[j / 2][1]);
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        h[j] = fmaf(decay.z, c[j / 2][j % 2], fmaf(decay.x, h[j], decay.y));
-      packed[0] = pack<__half>(h[0], h[1]);
-      packed[2] = pack<__half>(h[2], h[3]);
-      *reinterpret_cast<uint2*>(to + i * static_cast<int>(sizeof(shared.h[0][0]))) =
-          make_uint2(pack<T>(h[0], h[1]), pack<T>(h[2], h[3]));
-    }
-    __syncthreads();
+    for (int i = 0; i < 4; ++i) t[i] = kept(lane_t() == i);
   }
-  store4(p.final_state + at.chain * state_size(p) + state, h);
+  __device__ static uint32_t kept(bool own) {
+    const float bits = __uint_as_float(own ? ~0u : 0u);
+    return __float_as_uint(__shfl_sync(kAll, bits, static_cast<int>(threadIdx.x % 32)));
+  }
+  // Of the step's half of a pair of steps.
+  __device__ uint32_t step(int i) const { return t[i / 2] & (i % 2 ? 0xffff0000u : 0xffffu); }
+};
+
+// A unit's inputs as a warp's operands. q: a right one, columns are steps. k: another, rows are
+// steps, and v, the left one, has its columns for steps: thread 4 g + t has steps 2 t, 2 t + 1.
+struct ForwardUnit {
+  uint32_t q, k, v[2];
+
+  template <int kWarps>
+  __device__ void take(const ForwardInputs<kWarps>& in) {
+    const int g = lane_g(), t = lane_t(), row = threadIdx.x / 32 * 4 + t;
+    q = in.q[g][row];
+    k = transposed(in.k[g][row]);
+    v[0] = transposed(in.v[g][t]), v[1] = transposed(in.v[g][t + 4]);
+  }
+};
+
+// W^T as the left operand: off the diagonal in fp16, the diagonal apart in fp32.
+struct ForwardWeight {
+  uint32_t a[4];
+  float diagonal[2];  // of columns g, g + 8
+
+  __device__ explicit ForwardWeight(const float* W) {
+    const int g = lane_g(), t = lane_t();
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int to = g + e % 2 * 8, from = 2 * t + e / 2 * 8;
+      a[e] = pack<__half>(from == to ? 0.f : W[from * kColumns + to],
+                          from + 1 == to ? 0.f : W[(from + 1) * kColumns + to]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) diagonal[r] = W[(g + 8 * r) * (kColumns + 1)];
+  }
+};
+
+// What goes from step to step; element 2 r + i is column g + 8 r of row 2 t + i.
+template <typename T, bool kExact>
+struct ForwardState {
+  float h[4], y[4];
+  float given[4];      // k v^T of the next step
+  uint32_t packed[2];  // h in fp16, as it lies in h
+
+  __device__ void pack_h() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) packed[r] = pack<__half>(h[2 * r], h[2 * r + 1]);
+  }
+  // k v^T of a step of `unit`. mask: the step's bits in the thread's two of them.
+  __device__ void give(const ForwardUnit& unit, uint32_t mask) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) given[e] = 0.f;
+    mma8<T>(given, unit.v[0], unit.v[1], unit.k & mask);
+  }
+  // y of the step that h is of. q: zeros in lanes of other steps.
+  __device__ void add_y(uint32_t q) {
+    mma8<T>(y, pack<T>(h[0], h[1]), pack<T>(h[2], h[3]), q);
+  }
+  // One step. q: of the step before. unit, mask: of the next.
+  __device__ void step(const ForwardWeight& w, float2 decay, uint32_t q, const ForwardUnit& unit,
+                       uint32_t mask) {
+    float z[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) z[e] = fmaf(h[e], w.diagonal[e / 2], given[e]);
+    mma16<__half>(z, w.a, transposed(packed[0]), transposed(packed[1]));
+    give(unit, mask);
+    add_y(q);
+    tanh_of<kExact>(z);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) h[e] = fmaf(decay.y, z[e], decay.x * h[e]);
+    pack_h();
+  }
+  __device__ void put_y(float* to) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      *reinterpret_cast<float2*>(to + r * (kUnitValues / 2)) = make_float2(y[2 * r], y[2 * r + 1]);
+      y[2 * r] = y[2 * r + 1] = 0.f;
+    }
+  }
+  __device__ void load(const float* state) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) h[e] = state[e % 2 * kColumns + e / 2 * 8];
+  }
+  template <typename State>
+  __device__ void store(State* state) const {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) state[e % 2 * kColumns + e / 2 * 8] = static_cast<State>(h[e]);
+  }
+};
+
+template <typename T, bool kExact, int kWarps>
+__device__ void forward_recurrence(FastForwardShared<kWarps>& shared, const Problem& p,
+                                   const Place& at) {
+  const int warp = threadIdx.x / 32, g = lane_g(), t = lane_t();
+  const int row = at.row0 + warp * kStripRows + 2 * t;
+  const int64_t state = (static_cast<int64_t>(at.head) * p.k_dim + row) * kColumns + g;
+  const ForwardWeight w(p.W + at.head * kColumns * kColumns);
+  const LaneMasks masks;
+  const int units = Place::ceil_div(at.length, kUnit), units_a_chunk = 2 * p.stages;
+  auto* checkpoint = static_cast<__half*>(p.checkpoints) + at.first_chunk * state_size(p) + state;
+  ForwardState<T, kExact> x = {};
+  if (p.initial) x.load(p.initial + at.chain * state_size(p) + state);
+  x.pack_h();
+  const ForwardInputs<kWarps>* in = shared.in[0];
+  float* y = shared.y[0][0][warp] + g * kUnit + 2 * t;
+  int in_chunk = 0, group = 1;
+  ForwardUnit now;
+  uint32_t q = 0;  // of the unit whose y is being made, which is one step behind h
+  __syncthreads();
+  now.take(*in);
+  x.give(now, masks.step(0));
+  for (int unit = 0; unit < units; unit += kGroupUnits, group = -group) {
+#pragma unroll 1
+    for (int u = unit; u < unit + kGroupUnits; ++u) {
+      if (in_chunk == 0 && u < units) {
+        x.store(checkpoint);
+        checkpoint += state_size(p);
+      }
+      if (++in_chunk == units_a_chunk) in_chunk = 0;
+      const float2* decay = in->decay;
+      x.step(w, decay[0], q & masks.g[kUnit - 1], now, masks.step(1));
+      x.put_y(y);
+      q = now.q;
+#pragma unroll
+      for (int i = 1; i < kUnit - 1; ++i)
+        x.step(w, decay[i], q & masks.g[i - 1], now, masks.step(i + 1));
+      now.take(in[u + 1 < unit + kGroupUnits]);  // the next group is taken behind the barrier
+      x.step(w, decay[kUnit - 1], q & masks.g[kUnit - 2], now, masks.step(0));
+      ++in, y += kWarps * kUnitValues;
+    }
+    if (group < 0) in -= 2 * kGroupUnits, y -= 2 * kGroupUnits * kWarps * kUnitValues;
+    __syncthreads();
+    now.take(*in);
+    x.give(now, masks.step(0));
+  }
+  x.add_y(q & masks.g[kUnit - 1]);
+  x.put_y(y);
+  __syncthreads();
+  x.store(p.final_state + at.chain * state_size(p) + state);
 }
 
-// What one of the 64 other threads brings in of a unit: four rows of k of a step; and four columns
-// of v in the first 32, f in eight of the rest.
-template <typename T>
+// A helper's part of a group's inputs: four rows of every kEvery-th step, four columns of one, f of
+// one. Steps behind the chain's last have f = 1 and zeros: they leave the state as it is.
+template <typename T, int kWarps>
 struct ForwardStage {
-  const T *k_at, *v_at;
+  static constexpr int kEvery = kHelpers / (kWarps * 2), kCount = kGroup / kEvery;
+  const T *q_at, *k_at, *v_at;
   const float* f_at;
-  int left, step, quad;  // left: of the chain, from the thread's step of the next unit
-  uint2 k, v;
+  int step, quad, v_step, left;  // left: of the chain, from the next group on
+  uint2 q[kCount], k[kCount], v;
   float f;
 
   __device__ ForwardStage(const Problem& p, const Place& at, int thread)
-      : step(thread / 8), quad(thread % 8 * 4) {
-    const Source<T> of_k = k_of<T>(p, at), of_v = v_of<T>(p, at);
-    k_at = of_k.x + step * of_k.token + quad;
-    v_at = of_v.x + thread % 32 / 4 * of_v.token + thread % 4 * 4;
-    f_at = p.f + at.batch * p.f_batch + (at.start + thread % 8) * p.f_token + at.head * p.f_head;
-    left = at.length;
+      : step(thread / (kWarps * 2)), quad(thread % (kWarps * 2)), v_step(thread / 4),
+        left(at.length) {
+    const Source<T> of_q = q_of<T>(p, at), of_k = k_of<T>(p, at), of_v = v_of<T>(p, at);
+    q_at = of_q.x + step * of_q.token + quad * 4;
+    k_at = of_k.x + step * of_k.token + quad * 4;
+    v_at = of_v.x + v_step * of_v.token + thread % 4 * 4;
+    f_at = p.f + at.batch * p.f_batch + (at.start + thread % kGroup) * p.f_token +
+           at.head * p.f_head;
   }
   __device__ void load(const Problem& p, int thread) {
-    k = load_unit(k_at, step < left);
-    v = load_unit(v_at, thread < 32 && thread / 4 < left);
-    f = thread % 8 < left ? __ldg(f_at) : 1.f;
-    k_at += kUnit * p.k_token, v_at += kUnit * p.v_token, f_at += kUnit * p.f_token;
-    left -= kUnit;
-  }
-  template <typename Inputs>
-  __device__ void store(Inputs& to, int thread) const {
-    const T* type = nullptr;
-    const float4 x = widen(k, type);
-    const float scaled[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-    for (int e = 0; e < 4; ++e) to.k[quad + e][step] = scaled[e] * kTwoLog2E;
-    if (thread < 32)
-      *reinterpret_cast<float4*>(&to.v[thread / 4][thread % 4 * 4]) = widen(v, type);
-    else if (thread < 40)
-      to.decay[thread - 32] = make_float4(f, 1.f - f, -2.f * (1.f - f), 0.f);
+    for (int j = 0; j < kCount; ++j) {
+      const bool valid = step + j * kEvery < left;
+      q[j] = load_unit(q_at + j * kEvery * p.q_token, valid);
+      k[j] = load_unit(k_at + j * kEvery * p.k_token, valid);
+    }
+    v = load_unit(v_at, v_step < left);
+    f = thread < kGroup && thread < left ? __ldg(f_at) : 1.f;
+    q_at += kGroup * p.q_token, k_at += kGroup * p.k_token, v_at += kGroup * p.v_token;
+    f_at += kGroup * p.f_token;
+    left -= kGroup;
+  }
+  __device__ void store(ForwardInputs<kWarps> (&to)[kGroupUnits], int thread) const {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const int i = step + j * kEvery;
+      *reinterpret_cast<uint2*>(&to[i / kUnit].q[i % kUnit][quad * 2]) = q[j];
+      *reinterpret_cast<uint2*>(&to[i / kUnit].k[i % kUnit][quad * 2]) = k[j];
+    }
+    *reinterpret_cast<uint2*>(&to[v_step / kUnit].v[v_step % kUnit][thread % 4 * 2]) = v;
+    if (thread < kGroup) to[thread / kUnit].decay[thread % kUnit] = make_float2(f, 1.f - f);
   }
 };
 
-// The block's part of y = q^T h, columns by steps: q of a step is in that step's column of the
-// right operand, and zeros in the others. A warp has every second step.
-template <typename T>
-__device__ void forward_surroundings(FastForwardShared& shared, const Problem& p,
-                                     const Place& at) {
-  constexpr int kStepBytes = kForwardTiles * kTileBytes;
-  const int thread = threadIdx.x - kRecurrenceThreads, parity = thread / 32;
-  const int g = lane_g(), t = lane_t(), lane = threadIdx.x % 32;
-  const bool has_step = g % 2 == parity;
-  ForwardStage<T> next(p, at, thread);
+// Adds up the warps' parts of y. The first unit that is written in a group is the last of the group
+// before: y is one step behind the state.
+template <typename T, int kWarps>
+struct ForwardSum {
+  int place, left;  // left: of the chain, from the thread's step of the next unit on
+  int64_t to, unit_of_y;
+
+  __device__ ForwardSum(const Problem& p, const Place& at, int thread)
+      : unit_of_y(static_cast<int64_t>(p.heads) * kColumns * kUnit) {
+    const int step = thread / kColumns, column = thread % kColumns;
+    place = column * kUnit + step;
+    left = at.length - step + kUnit;
+    to = (at.token(p, step) * p.heads + at.head) * kColumns + column - unit_of_y;
+    if (p.y_parts)
+      to += at.group * (static_cast<int64_t>(p.batch) * p.tokens) * p.heads * kColumns;
+  }
+  __device__ void store(const Problem& p, const float (&from)[kWarps][kUnitValues], bool valid) {
+    float sum = from[0][place];
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) sum += from[w][place];
+    if (valid && left > 0) {
+      if (p.y_parts)
+        p.y_parts[to] = sum;
+      else
+        static_cast<T*>(p.y)[to] = static_cast<T>(sum);
+    }
+    to += unit_of_y;
+    left -= kUnit;
+  }
+};
+
+template <typename T, int kWarps>
+__device__ void forward_help(FastForwardShared<kWarps>& shared, const Problem& p, const Place& at) {
+  const int thread = threadIdx.x - kWarps * 32, groups = Place::ceil_div(at.length, kGroup);
+  ForwardStage<T, kWarps> next(p, at, thread);
+  ForwardSum<T, kWarps> sum(p, at, thread);
   next.load(p, thread);
   next.store(shared.in[0], thread);
   next.load(p, thread);
-  const Source<T> source = q_of<T>(p, at);
-  const T* q_at = source.x + g * source.token + 2 * t;
-  const int64_t token = static_cast<int64_t>(p.heads) * kColumns;
-  float* to = p.y_parts + at.group * (static_cast<int64_t>(p.batch) * p.tokens) * token +
-              at.token(p, 2 * t + parity) * token + at.head * kColumns + g;
-  uint32_t h_at = shared_address(shared.h) + parity * kStepBytes +
-                  strip_offset(lane % 8 + lane / 16 * 8, lane / 8 & 1);
-  uint32_t q[kForwardTiles][2];
-  const int units = Place::ceil_div(at.length, kUnit);
-  int left = at.length;
   __syncthreads();
-  int flip = kUnit * kStepBytes;
-  for (int unit = 0; unit <= units; ++unit) {
-    if (unit > 0) {
-      float y[2][4] = {};
-#pragma unroll
-      for (int j = 0; j < kUnit / 2; ++j) {
-        const bool own = g == 2 * j + parity;
-#pragma unroll
-        for (int tile = 0; tile < kForwardTiles; ++tile) {
-          Packed h;
-          load_columns(h, h_at + 2 * j * kStepBytes + tile * kTileBytes);
-          mma16<T>(y[tile], h, own ? q[tile][0] : 0, own ? q[tile][1] : 0);
-        }
-      }
-      if (2 * t + parity < left) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c)
-          to[8 * c] = parity ? y[0][2 * c + 1] + y[1][2 * c + 1] : y[0][2 * c] + y[1][2 * c];
-      }
-      to += kUnit * token;
-      h_at += flip;
-      flip = -flip;
-      left -= kUnit;
+  for (int group = 0; group <= groups; ++group) {
+    if (group < groups) {
+      next.store(shared.in[1 - group % 2], thread);
+      next.load(p, thread);
     }
-    if (unit == units) break;
-#pragma unroll
-    for (int tile = 0; tile < kForwardTiles; ++tile)
-      load_pairs(q[tile], q_at + tile * kTileRows, has_step && g < left);
-    q_at += kUnit * source.token;
-    next.store(shared.in[(unit + 1) % 2], thread);
-    next.load(p, thread);
+    if (group > 0)
+      for (int u = 0; u < kGroupUnits; ++u)
+        sum.store(p, shared.y[1 - group % 2][u], group > 1 || u > 0);
     __syncthreads();
   }
+  sum.store(p, shared.y[groups % 2][0], groups > 0);
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kForwardThreads, 4)
+template <typename T, bool kExact, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32 + kHelpers, kWarps == 8 ? 2 : 3)
 fast_forward(const __grid_constant__ Problem p) {
   extern __shared__ __align__(16) char memory[];
-  auto& shared = *reinterpret_cast<FastForwardShared*>(memory);
-  const Place at(p, kForwardRows);
-  if (threadIdx.x < kRecurrenceThreads)
-    forward_recurrence<T>(shared, p, at);
+  auto& shared = *reinterpret_cast<FastForwardShared<kWarps>*>(memory);
+  const Place at(p, kWarps * kStripRows);
+  if (threadIdx.x < kWarps * 32)
+    forward_recurrence<T, kExact>(shared, p, at);
   else
-    forward_surroundings<T>(shared, p, at);
+    forward_help<T>(shared, p, at);
 }
 
 }  // namespace m2rnn

@@ -1,121 +1,118 @@
-// The role of fast_backward.cuh that makes the gradients that are sums.
+// The sums of fast_backward.cuh over a block's tiles: the gradients of v, f and W.
 #pragma once
 
-#include "fast_replay.cuh"
+#include "fast_remake.cuh"
 
 namespace m2rnn {
 
-// The right operands of a unit: lane 4 g + t has those of step g, and shows them at it only.
-struct Operands {
-  uint32_t dy[2], v[2], k[2];
+constexpr int kStride = 2;  // steps between two meetings of a tile's warps
+constexpr int kSlots = kSteps + kStride;
+constexpr int kBackwardTiles = 4;                 // of a block, at most: 64 rows
+constexpr int kUndoBarrier = kBackwardTiles + 1;  // of the warps that undo
+constexpr int kUnitColumns = kUnit * kColumns;
+
+struct BackwardTile {
+  alignas(16) Slot slots[kSlots];
+  // Of a unit: the lanes' shares of df; then dv, [column tile, column of it][step], and df.
+  alignas(16) float unit[kUnit][32];
+
+  __device__ float* dv() { return unit[0]; }
+  __device__ float* df() { return unit[0] + kUnitColumns; }
+};
+struct FastBackwardShared {
+  BackwardTile tiles[kBackwardTiles];
 };
 
-// The sums of a tile. A product's columns are steps: q's and k's gradients come as rows by steps,
-// v's as columns by steps.
+// Half of a block's warps undo, a tile each.
+__device__ inline void meet_undoers() { meet(kUndoBarrier, blockDim.x / 2); }
+__device__ inline bool is_whole_block() { return blockDim.x == kBackwardTiles * 64; }
+__device__ inline float of_tiles(const float* x) {
+  constexpr int kTile = sizeof(BackwardTile) / sizeof(float);
+  float sum = x[0] + x[kTile];
+  if (is_whole_block()) sum += x[2 * kTile] + x[3 * kTile];
+  return sum;
+}
+
+// The tile's parts of a unit.
+__device__ inline void put_sums(BackwardTile& own, const float (&dv)[4]) {
+  const int g = lane_g(), t = lane_t();
+  __syncwarp();
+  float x[4], y[4];
+  load4(x, &own.unit[g][8 * t]);
+  load4(y, &own.unit[g][8 * t + 4]);
+  float df = ((x[0] + x[1]) + (x[2] + x[3])) + ((y[0] + y[1]) + (y[2] + y[3]));
+  df += __shfl_xor_sync(kAll, df, 1);
+  df += __shfl_xor_sync(kAll, df, 2);
+  __syncwarp();
+  if (t == 0) own.df()[g] = df;
+  float* to = own.dv() + g * kUnit + 2 * t;
+  *reinterpret_cast<float2*>(to) = make_float2(dv[0], dv[1]);
+  *reinterpret_cast<float2*>(to + kUnitColumns / 2) = make_float2(dv[2], dv[3]);
+}
+
+// After a barrier, unit by unit backwards: the block's sums. A thread has one column of v, of one
+// step of a unit or, in a block of two warps, of two.
 template <typename T>
-__device__ void sums(FastBackwardShared& shared, const Problem& p, const Place& at, int tile) {
-  constexpr int kStepBytes = kBlockTiles * kTileBytes, kToA = offsetof(UnitTiles, a);
-  const Periods periods(p, at);
-  const int g = lane_g(), t = lane_t(), late = periods.units + 2;
-  const uint32_t tiles = shared_address(shared.units) + tile * kTileBytes;
-  const uint32_t rows = rows_offset(), columns = columns_offset(), halves = halves_offset();
-  int t0 = periods.last_unit(), kept = 0;
-  const Source<T> of_dy = dy_of<T>(p, at), of_v = v_of<T>(p, at), of_k = k_of<T>(p, at);
-  const T* dy_at = of_dy.x + (t0 + g) * of_dy.token + 2 * t;
-  const T* v_at = of_v.x + (t0 + g) * of_v.token + 2 * t;
-  const T* k_at = of_k.x + (t0 + g) * of_k.token + tile * kTileRows + 2 * t;
-  // What the lane writes: steps 2 t, 2 t + 1 of a unit, rows 2 g, 2 g + 1, columns g, g + 8.
-  int64_t token = at.token(p, t0 + 2 * t) * p.heads + at.head;
-  int64_t row = token * p.k_dim + at.row0 + tile * kTileRows + 2 * g;
-  token += static_cast<int64_t>(at.group) * p.batch * p.tokens * p.heads;
-  const int64_t row_step = static_cast<int64_t>(p.heads) * p.k_dim;
+struct SumsOut {
+  int t, place, unit_bytes, unit_steps;  // t: the thread's step of the unit in turn
+  char* dv;
+  float* df;
 
-  float dW[2][4] = {};  // its transpose
-  Packed behind = {};  // the state behind a step, for its q
-  Operands operands;
-  for (int period = 0; period < periods.count; ++period) {
-    if (period >= late - 1 && t0 >= 0) {
-      if (period >= late && t0 < at.length) {
-        const uint32_t unit = tiles + kept * static_cast<uint32_t>(sizeof(UnitTiles));
-        if (t0 + kUnit >= at.length) load_rows(behind, shared_address(shared.last[tile]) + rows);
-        float q[4] = {}, k[4] = {}, v[4] = {}, sum[2][4] = {};
-#pragma unroll kUnrolledSums
-        for (int i = kUnit - 1; i >= 0; --i) {
-          const bool own = g == i;
-          const uint32_t before = unit + i * kStepBytes;
-          Packed a, h;
-          mma16<T>(q, behind, own ? operands.dy[0] : 0, own ? operands.dy[1] : 0);
-          load_rows(behind, before + rows);
-          load_rows(a, before + kToA + rows);
-          mma16<T>(k, a, own ? operands.v[0] : 0, own ? operands.v[1] : 0);
-          load_columns(h, before + halves);
-          load_columns(a, before + kToA + columns);
-          mma16<T>(v, a, own ? operands.k[0] : 0, own ? operands.k[1] : 0);
-          mma16<T>(sum[0], a, h[0], h[1]);
-          mma16<T>(sum[1], a, h[2], h[3]);
-        }
-        // A tensor core cuts its sums: few terms each, then additions that round.
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) dW[n][e] += sum[n][e];
+  int thread;  // of those that undo
 
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          if (t0 + 2 * t + j >= at.length) continue;
-          const int64_t to = row + j * row_step;
-          *reinterpret_cast<uint32_t*>(static_cast<T*>(p.dq_parts) + to) = pack<T>(q[j], q[2 + j]);
-          *reinterpret_cast<uint32_t*>(static_cast<T*>(p.dk_parts) + to) = pack<T>(k[j], k[2 + j]);
-        }
-        // Both tiles' v and f.
-        float* const other = shared.dv[threadIdx.x % 32];
-        if (tile == 1) store4(other, v);
-        asm volatile("bar.sync 1, 64;" : : : "memory");
-        if (tile == 0) {
-          float more[4];
-          load4(more, other);
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            if (t0 + 2 * t + j >= at.length) continue;
-            const int64_t to = token + j * p.heads;
-            p.dv_parts[to * kColumns + g] = v[j] + more[j];
-            p.dv_parts[to * kColumns + g + 8] = v[2 + j] + more[2 + j];
-            if (g == 0) {
-              const float* df = shared.df[(period + 1) % 2][2 * t + j];
-              p.df_parts[to] = df[0] + df[1];
-            }
-          }
-        }
-      }
-      // In the period before the first, the operands alone.
-      if (period >= late) {
-        t0 -= kUnit;
-        row -= kUnit * row_step;
-        token -= kUnit * p.heads;
-        dy_at -= kUnit * of_dy.token, v_at -= kUnit * of_v.token, k_at -= kUnit * of_k.token;
-        if (++kept == kUnitsKept) kept = 0;
-      }
-      const bool valid = static_cast<unsigned>(t0 + g) < static_cast<unsigned>(at.length);
-      load_pairs(operands.dy, dy_at, valid && p.dy != nullptr);
-      load_pairs(operands.v, v_at, valid);
-      load_pairs(operands.k, k_at, valid);
-    }
-    __syncthreads();
+  // first: of the first unit.
+  __device__ SumsOut(const Problem& p, const Place& at, int first, int thread) : thread(thread) {
+    const int step = thread / kColumns, column = thread % kColumns;
+    t = first + step;
+    place = (column / 4 * 2 + column % 2 + column % 4 / 2 * 8) * kUnit + step;
+    const int bytes = p.dv_parts ? sizeof(float) : sizeof(T);
+    const int64_t part = at.group * (static_cast<int64_t>(p.batch) * p.tokens);
+    const int64_t to = at.token(p, t) * p.heads + at.head;
+    dv = p.dv_parts ? reinterpret_cast<char*>(p.dv_parts + part * p.heads * kColumns)
+                    : static_cast<char*>(p.dv);
+    dv += (to * kColumns + column) * bytes;
+    df = (p.df_parts ? p.df_parts + part * p.heads : p.df) + to;
+    unit_steps = kUnit * p.heads;
+    unit_bytes = unit_steps * kColumns * bytes;
   }
-  // The block's dW: the two warps', through memory that nobody reads any more.
-  float* other = shared.starts[0][0] + threadIdx.x % 32 * 8;
-  if (tile == 1) store4(other, dW[0]), store4(other + 4, dW[1]);
-  __syncthreads();
-  if (tile == 0) {
-    // Blocks of a head: its chains', in order, each with its groups of rows.
-    const int64_t block = static_cast<int64_t>(at.chain) * at.groups + at.group;
-    float* out = p.dW_parts + (block * p.heads + at.head) * kColumns * kColumns;
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        out[(8 * n + 2 * t + e % 2) * kColumns + g + e / 2 * 8] = dW[n][e] + other[4 * n + e];
+  __device__ void write(BackwardTile& first, const Problem& p, const Place& at) {
+    write_step(first, p, at, 0);
+    if (!is_whole_block()) write_step(first, p, at, kUnit / 2);
+    t -= kUnit;
+    dv -= unit_bytes;
+    df -= unit_steps;
   }
+  __device__ void write_step(BackwardTile& first, const Problem& p, const Place& at,
+                             int later) {
+    if (static_cast<unsigned>(t + later) >= static_cast<unsigned>(at.length)) return;
+    const float sum = of_tiles(first.dv() + place + later);
+    char* const to = dv + (later ? unit_bytes / 2 : 0);
+    if (p.dv_parts)
+      *reinterpret_cast<float*>(to) = sum;
+    else
+      *reinterpret_cast<T*>(to) = static_cast<T>(sum);
+    if (thread % kColumns == 0)
+      df[later ? unit_steps / 2 : 0] = of_tiles(first.df() + thread / kColumns + later);
+  }
+};
+
+// The block's part of dW, through slots that nobody reads any more.
+__device__ inline void write_weight_sum(BackwardTile (&tiles)[kBackwardTiles], const Problem& p,
+                                        const Place& at, const float (&dW)[2][4], int thread) {
+  constexpr int kSize = kColumns * kColumns;
+  const int g = lane_g(), t = lane_t();
+  float* own = reinterpret_cast<float*>(tiles[thread / 32].slots);
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      own[column_of(n, 2 * t + e % 2) * kColumns + column_of(e / 2, g)] = dW[n][e];
+  meet_undoers();
+  // Blocks of a head: its chains', in order, each with its groups of rows.
+  const int64_t block = static_cast<int64_t>(at.chain) * at.groups + at.group;
+  float* out = p.dW_parts + (block * p.heads + at.head) * kSize;
+  for (int i = thread; i < kSize; i += blockDim.x / 2)
+    out[i] = of_tiles(reinterpret_cast<float*>(tiles[0].slots) + i);
 }
 
 }  // namespace m2rnn

@@ -1,8 +1,8 @@
-// The role of fast_backward.cuh that carries the gradient of the state back.
+// What fast_backward.cuh does backward: the gradient of the state, carried back step by step, and
+// the sums it makes of a step.
 #pragma once
 
-#include "backward.cuh"
-#include "fast_replay.cuh"
+#include "fast_remake.cuh"
 
 namespace m2rnn {
 
@@ -28,110 +28,127 @@ struct TransposedWeight {
   }
 };
 
-// What a step backwards takes from shared memory, read one step ahead.
-struct Made {
-  Packed before, z;
-  float dy[4];
-  float2 q, decay;
+__device__ inline void unpack(float (&to)[8], const uint4& from) {
+  const uint32_t words[4] = {from.x, from.y, from.z, from.w};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&words[j]));
+    to[2 * j] = x.x, to[2 * j + 1] = x.y;
+  }
+}
 
-  __device__ void load(const UnitTiles& from, const WarpInputs& in, int i, int tile, int own) {
-    load_tile(z, from.a[i][tile], own);
-    load_tile(before, from.before[i][tile], own);
-    load4(dy, &in.columns[i][4 * lane_t()]);
-    q = *reinterpret_cast<const float2*>(&in.rows[i][2 * lane_g()]);
-    decay = *reinterpret_cast<const float2*>(&in.decay[i]);
+template <typename T, bool kClamp>
+struct Undo {
+  const TransposedWeight w;
+  const float clamp;
+  Tile dh;
+  float dW[2][4];                        // its transpose
+  float dk[4], dv[4], unit_dW[2][4];     // of the unit
+
+  const LaneInputs<T>& in;
+  int t;  // first token of the unit that is sent for
+  struct {
+    uint32_t q[2], k[2];
+    uint2 v, dy;
+    float f, limit;
+  } next, now;
+
+  // first: token of the first unit to undo.
+  __device__ Undo(const Problem& p, const Place& at, const LaneInputs<T>& in, int64_t state,
+                  int first)
+      : w(p.W + at.head * kColumns * kColumns), clamp(p.clamp), dh{}, dW{}, in(in), t(first) {
+    if (p.d_final) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) dh[n][e] = p.d_final[state + element(n, e)];
+    }
+    load(p, at);
+  }
+  // Offset of a lane's elements in a (K, V) state.
+  __device__ static int element(int n, int e) { return e / 2 * 8 * kColumns + 2 * n + e % 2; }
+  __device__ void store(float* state) const {
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) state[element(n, e)] = dh[n][e];
+  }
+  __device__ void load(const Problem& p, const Place& at) {
+    const bool valid = has_step(t, at);
+    in.q.load(next.q, t, valid);
+    in.k.load(next.k, t, valid);
+    next.v = in.v.load(t, valid);
+    next.dy = in.dy.load(t, valid && p.dy != nullptr);
+    next.f = in.f.load_f(t, valid);
+    // A chain without a step has no gradient to clamp.
+    if constexpr (kClamp) next.limit = t < at.length ? clamp : INFINITY;
+  }
+  // Takes the unit's inputs and sends for those of the unit before.
+  __device__ void enter(const Problem& p, const Place& at) {
+    now = next;
+    now.q[0] = transposed(next.q[0]), now.q[1] = transposed(next.q[1]);
+    now.dy = make_uint2(transposed(next.dy.x), transposed(next.dy.y));
+    t -= kUnit;
+    load(p, at);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) dk[e] = dv[e] = unit_dW[0][e] = unit_dW[1][e] = 0.f;
+  }
+  // A tensor core cuts its sums: few terms each, then additions that round.
+  __device__ void leave() {
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dW[n][e] += unit_dW[n][e];
+  }
+
+  // Step i of the unit, backwards; own: the lane's elements of its slot. Returns the lane's share
+  // of df.
+  __device__ float step(int i, const uint4* own) {
+    const float f = __shfl_sync(kAll, now.f, 4 * i), rest = 1.f - f;
+    float slope[8], gap[8];
+    unpack(slope, own[32]);
+    unpack(gap, own[64]);
+    if constexpr (kClamp) {
+      // A NaN stays one: it compares false with either limit.
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          dh[n][e] = dh[n][e] > now.limit    ? now.limit
+                     : dh[n][e] < -now.limit ? -now.limit
+                                             : dh[n][e];
+    }
+    const uint32_t mask = step_mask(i);
+    mma8<T>(dh[0], now.q[0], now.q[1], now.dy.x & mask);
+    mma8<T>(dh[1], now.q[0], now.q[1], now.dy.y & mask);
+    float df = 0.f;
+    Tile a;  // the gradient of tanh's argument
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float from_z = rest * dh[n][e];
+        df = fmaf(dh[n][e], gap[4 * n + e], df);
+        a[n][e] = from_z * slope[4 * n + e];
+        dh[n][e] -= from_z;
+      }
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float operand[4] = {a[j][0], a[j][2], a[j][1], a[j][3]};
+#pragma unroll
+      for (int n = 0; n < 2; ++n) mma(dh[n], operand, w.b[j][n]);
+    }
+    Packed packed, left;
+    pack_tile<T>(packed, a);
+    mma_step<T>(dk, packed, now.v.x, now.v.y, i);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) left[j] = transposed(packed[j % 2 * 2 + j / 2]);
+    mma_step<T>(dv, left, now.k[0], now.k[1], i);
+    const uint4 h = own[0];
+    mma16<T>(unit_dW[0], left, transposed(h.x), transposed(h.y));
+    mma16<T>(unit_dW[1], left, transposed(h.z), transposed(h.w));
+    return df;
   }
 };
-
-__device__ inline float2 widen_pair(uint32_t x, const __half*) {
-  return __half22float2(*reinterpret_cast<__half2*>(&x));
-}
-__device__ inline float2 widen_pair(uint32_t x, const __nv_bfloat16*) {
-  return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
-}
-
-// One step backwards; leaves a, the gradient of tanh's argument, packed, and returns the thread's
-// share of df.
-template <typename T, bool kClamp>
-__device__ inline float undo_step(const Made& made, const TransposedWeight& w, float clamp,
-                                  Tile& dh, Packed& packed) {
-  float df = 0.f;
-  Tile a;
-#pragma unroll
-  for (int n = 0; n < 2; ++n)
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float2 z = widen_pair(made.z[2 * n + r], static_cast<const __half*>(nullptr));
-      const float2 before = widen_pair(made.before[2 * n + r], static_cast<const T*>(nullptr));
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int e = 2 * r + i;
-        float x = dh[n][e];
-        // A NaN stays one: it compares false with either limit.
-        if constexpr (kClamp) x = x > clamp ? clamp : x < -clamp ? -clamp : x;
-        const float own_z = i ? z.y : z.x;
-        const float gradient = fmaf(r ? made.q.y : made.q.x, made.dy[2 * n + i], x);
-        a[n][e] = gradient * (made.decay.y * fmaf(-own_z, own_z, 1.f));
-        df = fmaf(gradient, (i ? before.y : before.x) - own_z, df);
-        dh[n][e] = made.decay.x * gradient;
-      }
-    }
-#pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    const float operand[4] = {a[j][0], a[j][2], a[j][1], a[j][3]};
-#pragma unroll
-    for (int n = 0; n < 2; ++n) mma(dh[n], operand, w.b[j][n]);
-  }
-  pack_tile<T>(packed, a);
-  return df;
-}
-
-template <typename T, bool kClamp>
-__device__ void undo(FastBackwardShared& shared, const Problem& p, const Place& at, int tile) {
-  const Periods periods(p, at);
-  const TransposedWeight w(p.W + at.head * kColumns * kColumns);
-  const int64_t state = at.chain * state_size(p) +
-                        (static_cast<int64_t>(at.head) * p.k_dim + at.row0) * kColumns +
-                        tile_state_offset(tile * kTileRows);
-  WarpInputs& in = shared.in[2 * kBlockTiles + tile];
-  const int own = own_offset(), late = periods.units + 1;
-  int t0 = periods.last_unit(), kept = 0;
-  WarpStage<T> next(p, at, q_of<T>(p, at), tile * kTileRows, dy_of<T>(p, at), t0);
-  next.load();
-  Tile dh = {};
-  if (p.d_final) load_state(dh, p.d_final + state);
-  for (int period = 0; period < periods.count; ++period) {
-    if (period >= late && t0 >= 0) {
-      next.store(in, 1.f);
-      next.move(-1);
-      next.load();
-      if (t0 < at.length) {
-        UnitTiles& tiles = shared.units[kept];
-        Made made;
-        made.load(tiles, in, kUnit - 1, tile, own);
-#pragma unroll kUnrolledUndo
-        for (int i0 = kUnit - 4; i0 >= 0; i0 -= 4) {
-          float df[4];
-#pragma unroll
-          for (int j = 3; j >= 0; --j) {
-            const Made now = made;
-            made.load(tiles, in, (i0 + j + kUnit - 1) % kUnit, tile, own);
-            Packed a;
-            df[j] = undo_step<T, kClamp>(now, w, p.clamp, dh, a);
-            store_tile(tiles.a[i0 + j][tile], own, a);
-          }
-          float sum = sum_of_own_step(df);
-#pragma unroll
-          for (int lanes = 4; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(kAll, sum, lanes);
-          if (threadIdx.x % 32 < 4) shared.df[period % 2][i0 + threadIdx.x % 4][tile] = sum;
-        }
-      }
-      t0 -= kUnit;
-      if (++kept == kUnitsKept) kept = 0;
-    }
-    __syncthreads();
-  }
-  store_state(p.d_initial + state, dh);
-}
 
 }  // namespace m2rnn

@@ -17,6 +17,9 @@ __global__ void __launch_bounds__(kThreads, 4) forward(const __grid_constant__ P
   const Place at(p, kRows);
   const int row = row_place(threadIdx.x / 4), column = threadIdx.x % 4 * 4;
   const int64_t parts = at.group * (static_cast<int64_t>(p.batch) * p.tokens);
+  float* const y_at = p.y_parts ? p.y_parts : static_cast<float*>(p.y);
+  float* checkpoints =
+      static_cast<float*>(p.checkpoints) + at.first_chunk * state_size(p) + at.state;
   Weight w;
   w.load(p.W + at.head * kColumns * kColumns, kColumns, 1, kTwoLog2E);
   float h[4] = {}, r[4];
@@ -31,7 +34,7 @@ __global__ void __launch_bounds__(kThreads, 4) forward(const __grid_constant__ P
     if (t0 + kSteps < at.length) next.load(p, at, t0 + kSteps);
     const int stage = t0 / kSteps;
     if (stage % p.stages == 0)
-      store4(p.checkpoints + (at.first_chunk + stage / p.stages) * state_size(p) + at.state, h);
+      store4(checkpoints + stage / p.stages * state_size(p), h);
 #pragma unroll 4
     for (int s = 0; s < kSteps; ++s) {
       float v[4];
@@ -43,7 +46,7 @@ __global__ void __launch_bounds__(kThreads, 4) forward(const __grid_constant__ P
     const float4 y = rows_sum(shared.h, shared.in.q);
     if (holds_sum() && t0 + summed_step() < at.length) {
       const int64_t out = (parts + at.token(p, t0 + summed_step())) * p.heads + at.head;
-      *reinterpret_cast<float4*>(p.y_parts + out * kColumns + summed_column()) = y;
+      *reinterpret_cast<float4*>(y_at + out * kColumns + summed_column()) = y;
     }
   }
   store4(p.final_state + at.chain * state_size(p) + at.state, h);

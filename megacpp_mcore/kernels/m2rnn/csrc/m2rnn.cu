@@ -28,14 +28,24 @@ cudaError_t launch(Kernel kernel, const Problem& p, int threads, size_t shared,
   return cudaGetLastError();
 }
 
+template <typename T, bool kExact, int kWarps>
+cudaError_t launch_forward(const Problem& p, cudaStream_t stream) {
+  return launch(fast_forward<T, kExact, kWarps>, p, kWarps * 32 + kHelpers,
+                sizeof(FastForwardShared<kWarps>), stream);
+}
+
 template <typename T>
 cudaError_t run_forward(const Problem& p, cudaStream_t stream) {
   cudaError_t error;
-  if constexpr (sizeof(T) == 2)
-    error = launch(fast_forward<T>, p, kForwardThreads, sizeof(FastForwardShared), stream);
-  else
+  if constexpr (sizeof(T) == 4)
     error = launch(forward, p, kThreads, sizeof(ForwardShared), stream);
-  if (error != cudaSuccess) return error;
+  else if (p.k_dim / p.groups == 4 * kStripRows)
+    error = p.exact_tanh ? launch_forward<T, true, 4>(p, stream)
+                         : launch_forward<T, false, 4>(p, stream);
+  else
+    error = p.exact_tanh ? launch_forward<T, true, 8>(p, stream)
+                         : launch_forward<T, false, 8>(p, stream);
+  if (error != cudaSuccess || p.y_parts == nullptr) return error;
   const int64_t units = static_cast<int64_t>(p.batch) * p.tokens * p.heads * (kColumns / 4);
   combine_forward<T><<<combine_blocks(units), kCombineThreads, 0, stream>>>(p);
   return cudaGetLastError();
@@ -43,11 +53,15 @@ cudaError_t run_forward(const Problem& p, cudaStream_t stream) {
 
 template <typename T, bool kClamp>
 cudaError_t launch_backward(const Problem& p, cudaStream_t stream) {
-  if constexpr (sizeof(T) == 2)
-    return launch(fast_backward<T, kClamp>, p, kBackwardThreads, sizeof(FastBackwardShared),
-                  stream);
-  else
+  if constexpr (sizeof(T) == 4) {
     return launch(backward<kClamp>, p, kThreads, sizeof(BackwardShared), stream);
+  } else {
+    const int tiles = p.k_dim / p.groups / kTileRows;
+    const size_t shared = tiles * sizeof(BackwardTile);
+    return p.exact_tanh
+               ? launch(fast_backward<T, kClamp, true>, p, tiles * 64, shared, stream)
+               : launch(fast_backward<T, kClamp, false>, p, tiles * 64, shared, stream);
+  }
 }
 
 template <typename T>
