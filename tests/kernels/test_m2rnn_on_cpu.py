@@ -88,8 +88,10 @@ def directions(v, state):
 def run(inputs, bounds=None, chunk_size=64, grad_clamp=None, exact_tanh=False):
     """The outputs, and the gradients by the operators' own functions, which autograd would call."""
     q, k, v, W, f, initial = inputs
-    options = (chunk_size, grad_clamp, exact_tanh)
-    y, final, checkpoints = cuda._forward._init_fn(q, k, v, W, f, initial, bounds, *options)
+    options = (chunk_size, grad_clamp)
+    y, final, checkpoints = cuda._forward._init_fn(
+        q, k, v, W, f, initial, bounds, *options, exact_tanh
+    )
     dy, d_final = directions(y, final)
     gradients = cuda._backward._init_fn(dy, d_final, q, k, v, W, f, bounds, checkpoints, *options)
     return [y, final, *gradients]

@@ -286,10 +286,10 @@ def _backward(
     checkpoints: Tensor,
     chunk_size: int,
     grad_clamp: float | None,
-    exact_tanh: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dW, df, d_initial from the gradients of y and of the final state."""
-    sizes = _Sizes(q, k, v, bounds, chunk_size, grad_clamp, exact_tanh, _block_rows(q, v, bounds))
+    rows = _block_rows(q, v, bounds)
+    sizes = _Sizes(q, k, v, bounds, chunk_size, grad_clamp, rows=rows)
     in_parts = sizes.groups > 1 or v.dtype == torch.float32
     dq, dk, dv, dW, df, d_initial = _gradient_outputs(q, k, v, W, f, sizes)
     _launch(
@@ -312,13 +312,13 @@ def _gradient_outputs(q, k, v, W, f, sizes: _Sizes) -> tuple[Tensor, ...]:
 
 
 @_backward.register_fake
-def _(dy, d_final, q, k, v, W, f, bounds, checkpoints, chunk_size, grad_clamp, exact_tanh):
+def _(dy, d_final, q, k, v, W, f, bounds, checkpoints, chunk_size, grad_clamp):
     sizes = _Sizes(q, k, v, bounds, chunk_size)
     return _gradient_outputs(q, k, v, W, f, sizes)
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, W, f, initial, bounds, *ctx.options = inputs
+    q, k, v, W, f, initial, bounds, *ctx.options, _ = inputs
     checkpoints = output[2]
     ctx.mark_non_differentiable(checkpoints)
     ctx.set_materialize_grads(False)

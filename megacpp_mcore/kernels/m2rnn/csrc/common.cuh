@@ -48,7 +48,7 @@ struct Problem {
   int32_t chains, batch, tokens, heads, q_heads, k_heads, k_dim, stages;
   int32_t groups;                // blocks that share a head's rows
   float clamp;                   // 0 or less: none
-  int32_t exact_tanh;            // 0: the GPU's instruction, for 16-bit inputs
+  int32_t exact_tanh;            // forward; 0: the GPU's instruction, for 16-bit inputs
 };
 
 // A block's place: which rows of which chain, and where its tokens lie.

@@ -29,8 +29,8 @@ struct Walk {
 };
 
 // Until no more are left than these: the rest have their turn beside a part's own steps.
-template <typename T, bool kExact>
-__device__ void run_leads(Remake<T, kExact>& remake, const Problem& p, const Place& at, int rest) {
+template <typename T>
+__device__ void run_leads(Remake<T>& remake, const Problem& p, const Place& at, int rest) {
 #pragma unroll 1
   while (remake.left > rest) {
     remake.enter_lead(p, at);
@@ -38,8 +38,8 @@ __device__ void run_leads(Remake<T, kExact>& remake, const Problem& p, const Pla
     for (int i = 0; i < kUnit; ++i) remake.step_lead(i);
   }
 }
-template <bool kLead, typename T, bool kExact>
-__device__ void remake_unit(Remake<T, kExact>& remake, uint4* slot, int step, int tile) {
+template <bool kLead, typename T>
+__device__ void remake_unit(Remake<T>& remake, uint4* slot, int step, int tile) {
 #pragma unroll
   for (int i = 0; i < kUnit; ++i) {
     remake.step(i, slot);
@@ -51,11 +51,11 @@ __device__ void remake_unit(Remake<T, kExact>& remake, uint4* slot, int step, in
 
 // The part behind the last has steps behind the chain's last only, the one before the first steps
 // before its first: both warps do one part more than there is.
-template <typename T, bool kExact>
+template <typename T>
 __device__ void remake_chain(Slot* slots, const Problem& p, const Place& at, int tile, int parts) {
   const int row = tile * kTileRows;
   const LaneInputs<T> in(p, at, row);
-  Remake<T, kExact> remake(p, at, in, row, parts);
+  Remake<T> remake(p, at, in, row, parts);
   Walk walk(slots, parts);
   const int64_t unit = static_cast<int64_t>(kUnit) * p.heads * p.k_dim;
   T* dq = static_cast<T*>(p.dq_parts) + rows_place(p, at, row) + (parts - 1) * kPartUnits * unit;
@@ -127,7 +127,7 @@ __device__ void undo_chain(FastBackwardShared& shared, const Problem& p, const P
   write_weight_sum(shared.tiles, p, at, undo.dW, tile * 32 + lane);
 }
 
-template <typename T, bool kClamp, bool kExact>
+template <typename T, bool kClamp>
 __global__ void __launch_bounds__(kBackwardTiles * 64, 2)
 fast_backward(const __grid_constant__ Problem p) {
   extern __shared__ __align__(16) char memory[];
@@ -145,7 +145,7 @@ fast_backward(const __grid_constant__ Problem p) {
   if (warp < tiles)
     undo_chain<T, kClamp>(shared, p, at, tile, parts);
   else
-    remake_chain<T, kExact>(shared.tiles[tile].slots, p, at, tile, parts);
+    remake_chain<T>(shared.tiles[tile].slots, p, at, tile, parts);
 }
 
 }  // namespace m2rnn

@@ -98,22 +98,9 @@ __device__ inline uint32_t difference(uint32_t x, uint32_t y) {
 }
 __device__ inline uint4 as_uint4(const Packed& x) { return make_uint4(x[0], x[1], x[2], x[3]); }
 
-// z <- tanh(z), as in forward; but a reciprocal for each, for here instructions are what is short.
-template <bool kExact>
-__device__ inline void tanh_tile(Tile& z) {
-#pragma unroll
-  for (int n = 0; n < 2; ++n)
-    if constexpr (kExact) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        z[n][e] = fmaf(-2.f, reciprocal(1.f + exp2_of(kTwoLog2E * z[n][e])), 1.f);
-    } else {
-      tanh_of<false>(z[n]);
-    }
-}
-
-// Steps forwards, unit by unit, one unit's inputs ahead.
-template <typename T, bool kExact>
+// Steps forwards, unit by unit, one unit's inputs ahead. tanh is the GPU's own, also where forward
+// was told to be exact: what it is off by lasts to the next checkpoint, and z is kept in fp16 here.
+template <typename T>
 struct Forwards {
   Tile h;
   Packed packed;  // h in fp16
@@ -151,8 +138,8 @@ struct Forwards {
       for (int e = 0; e < 4; ++e) z[n][e] = 0.f;
       mma8<T>(z[n], now.k[0], now.k[1], (n ? now.v.y : now.v.x) & mask);
       mma16<__half>(z[n], packed, w[n][0], w[n][1]);
+      tanh_of<false>(z[n]);
     }
-    tanh_tile<kExact>(z);
   }
   __device__ void go(const Tile& z, int i) {
     const float f = __shfl_sync(kAll, now.f, 4 * i), rest = 1.f - f;
@@ -166,11 +153,11 @@ struct Forwards {
 
 // Of each part of a chain, the last first, its steps (`own`); and beside them those that lead from
 // a checkpoint to the part before (`lead`), where that is not a chunk's first.
-template <typename T, bool kExact>
+template <typename T>
 struct Remake {
   uint32_t w[2][2];
   const LaneInputs<T>& in;
-  Forwards<T, kExact> own, lead;
+  Forwards<T> own, lead;
   Packed behind;    // own.h in T
   uint2 next_dy, dy;
   float dq[4];      // of the unit

@@ -58,9 +58,7 @@ cudaError_t launch_backward(const Problem& p, cudaStream_t stream) {
   } else {
     const int tiles = p.k_dim / p.groups / kTileRows;
     const size_t shared = tiles * sizeof(BackwardTile);
-    return p.exact_tanh
-               ? launch(fast_backward<T, kClamp, true>, p, tiles * 64, shared, stream)
-               : launch(fast_backward<T, kClamp, false>, p, tiles * 64, shared, stream);
+    return launch(fast_backward<T, kClamp>, p, tiles * 64, shared, stream);
   }
 }
 
