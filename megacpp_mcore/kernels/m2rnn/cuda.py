@@ -4,17 +4,18 @@ One launch forward and one backward, each with one more where parts are to be ad
 and what is carried from step to step are float32. Sums over rows, heads and batch are made in a
 fixed order: a result does not change from run to run.
 
-16-bit inputs: of h W the diagonal of W is multiplied in float32, the rest with h and W rounded to
-11 bits. tanh="approximate" is the GPU's own instruction, within 2^-11 of the value; "exact" is 1 -
-2 / (1 + e^2x), within 2^-21 of 1. So z is off by at most d = 2^-11 sum_i |h_i W_ij| (i != j) plus
-2^-11 |z| or 2^-21, and an element of the state, if it was off by e before a step, by f e + (1 - f)
-(w e + d) after it, w = max_j sum_i |W_ij|, for tanh is nowhere steeper than 1. Where w < 1 that is
-never more than d / (1 - w), however many steps there are. Backwards a state is made again from the
-last checkpoint, which keeps 11 bits of it; W's diagonal goes to 11 bits there, too, and so do z, 1
-- z^2 and h - z. The gradient of tanh's argument a is multiplied with W^T at 11 bits, and what is
-summed up (h for y, dq and dW, a for dk, dv and dW) is rounded to the inputs' dtype first, as the
-operands of any 16-bit matrix product are. Eight steps are summed up at a time: a NaN of one shows
-in y and in q's, k's and v's gradients of all eight.
+16-bit inputs: of h W the diagonal of W is multiplied in float32, the rest with h rounded to 11 bits
+and W in two parts of 11, for what W is off by adds up over steps. tanh="approximate" is the GPU's
+own instruction, within 2^-11 of the value; "exact" is 1 - 2 / (1 + e^2x), within 2^-21 of 1. So z
+is off by at most d = 2^-12 sum_i |h_i W_ij| (i != j) plus 2^-11 |z| or 2^-21, and an element of the
+state, if it was off by e before a step, by f e + (1 - f) (w e + d) after it, w = max_j sum_i
+|W_ij|, for tanh is nowhere steeper than 1. Where w < 1 that is never more than d / (1 - w), however
+many steps there are. Backwards a state is made again from the last checkpoint, which keeps 11 bits
+of it; W goes to 11 bits there, its diagonal too, and so do z, 1 - z^2 and h - z. The gradient of
+tanh's argument a is multiplied with W^T at 11 bits, and what is summed up (h for y, dq and dW, a
+for dk, dv and dW) is rounded to the inputs' dtype first, as the operands of any 16-bit matrix
+product are. Eight steps are summed up at a time: a NaN of one shows in y and in q's, k's and v's
+gradients of all eight.
 
 float32: all products with both factors in two parts of 11 bits (2^-20 of the sum of absolute
 products).

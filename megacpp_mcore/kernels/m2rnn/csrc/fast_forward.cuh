@@ -63,9 +63,10 @@ struct ForwardUnit {
   }
 };
 
-// W^T as the left operand: off the diagonal in fp16, the diagonal apart in fp32.
+// W^T as the left operand: off the diagonal in two fp16 parts, the diagonal apart in fp32. (What W
+// is off by is off the same way at every step, so that it adds up.)
 struct ForwardWeight {
-  uint32_t a[4];
+  uint32_t high[4], low[4];
   float diagonal[2];  // of columns g, g + 8
 
   __device__ explicit ForwardWeight(const float* W) {
@@ -73,8 +74,11 @@ struct ForwardWeight {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int to = g + e % 2 * 8, from = 2 * t + e / 2 * 8;
-      a[e] = pack<__half>(from == to ? 0.f : W[from * kColumns + to],
-                          from + 1 == to ? 0.f : W[(from + 1) * kColumns + to]);
+      const float x = from == to ? 0.f : W[from * kColumns + to];
+      const float y = from + 1 == to ? 0.f : W[(from + 1) * kColumns + to];
+      high[e] = pack<__half>(x, y);
+      const float2 rounded = __half22float2(*reinterpret_cast<const __half2*>(&high[e]));
+      low[e] = pack<__half>(x - rounded.x, y - rounded.y);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) diagonal[r] = W[(g + 8 * r) * (kColumns + 1)];
@@ -108,7 +112,9 @@ struct ForwardState {
     float z[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) z[e] = fmaf(h[e], w.diagonal[e / 2], given[e]);
-    mma16<__half>(z, w.a, transposed(packed[0]), transposed(packed[1]));
+    const uint32_t h0 = transposed(packed[0]), h1 = transposed(packed[1]);
+    mma16<__half>(z, w.low, h0, h1);
+    mma16<__half>(z, w.high, h0, h1);
     give(unit, mask);
     add_y(q);
     tanh_of<kExact>(z);
