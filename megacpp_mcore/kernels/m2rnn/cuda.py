@@ -11,11 +11,12 @@ is off by at most d = 2^-12 sum_i |h_i W_ij| (i != j) plus 2^-11 |z| or 2^-21, a
 state, if it was off by e before a step, by f e + (1 - f) (w e + d) after it, w = max_j sum_i
 |W_ij|, for tanh is nowhere steeper than 1. Where w < 1 that is never more than d / (1 - w), however
 many steps there are. Backwards a state is made again from the last checkpoint, which keeps 11 bits
-of it; W goes to 11 bits there, its diagonal too, and so do z, 1 - z^2 and h - z. The gradient of
-tanh's argument a is multiplied with W^T at 11 bits, and what is summed up (h for y, dq and dW, a
-for dk, dv and dW) is rounded to the inputs' dtype first, as the operands of any 16-bit matrix
-product are. Eight steps are summed up at a time: a NaN of one shows in y and in q's, k's and v's
-gradients of all eight.
+of it: W goes to 11 bits there, its diagonal too, tanh is the approximate one whatever `tanh` says,
+and z, 1 - z^2 and h - z are kept to 11 bits; none of it lasts beyond the next checkpoint. The
+gradient of tanh's argument a is multiplied with W^T at 11 bits, and what is summed up (h for y, dq
+and dW, a for dk, dv and dW) is rounded to the inputs' dtype first, as the operands of any 16-bit
+matrix product are. Eight steps are summed up at a time: a NaN of one shows in y and in q's, k's and
+v's gradients of all eight.
 
 float32: all products with both factors in two parts of 11 bits (2^-20 of the sum of absolute
 products).
