@@ -12,6 +12,9 @@ from megacpp_mcore.backend import Problem, import_reason
 
 TE_ATTENTION_CUDNN = 92200  # TE 2.17.1 is compiled against it
 _HALF = ("bfloat16", "float16")
+# Not `flash_attn`: version 4 alone is a package of that name, too, with nothing in it.
+FLASH_2_MODULE = "flash_attn.flash_attn_interface"
+FLASH_4_MODULE = "flash_attn.cute"
 _FLASH_3 = ("flash_attn_3.flash_attn_interface", "flash_attn_interface")
 _FLASH_4_VERSION = "4.0.0b20"  # the first that Megatron takes, too
 
@@ -74,7 +77,7 @@ def flash_attention(problem: Problem) -> str | None:
 def flash_2(problem: Problem) -> str | None:
     """The `supports` of the package flash-attn 2, v padded to dqk."""
     served = ("dropout", "deterministic_mode")
-    if reason := _package(problem, "flash-attn 2", served, ("flash_attn",), capability=(8, 0)):
+    if reason := _package(problem, "flash-attn 2", served, (FLASH_2_MODULE,), capability=(8, 0)):
         return reason
     return _padded_v(problem, 256)
 
@@ -84,12 +87,15 @@ def flash_3(problem: Problem) -> str | None:
     served = ("deterministic_mode",)
     if reason := _package(problem, "FlashAttention-3", served, _FLASH_3, (9, 0), (9, 0)):
         return reason
+    dqk, needs = problem.size("dqk", 0), problem.size("needs", ())
+    if "deterministic_mode" in needs and dqk > 192:
+        return f"deterministic_mode, dqk {dqk}: its backward pass has it up to 192"
     return _padded_v(problem, 256)
 
 
 def flash_4(problem: Problem) -> str | None:
     """The `supports` of FlashAttention-4 (CuTe DSL), which takes dv as it is."""
-    served, modules = ("deterministic_mode",), ("flash_attn.cute",)
+    served, modules = ("deterministic_mode",), (FLASH_4_MODULE,)
     if reason := _package(problem, "FlashAttention-4", served, modules, (9, 0), (11, 9)):
         return reason
     if reason := _flash_4_version():

@@ -67,7 +67,7 @@ PINS = (
     Pin("liger-kernel", "0.8.5", cuda=True, missing=WARN, why="fused loss and norm kernels"),
 )
 # Used where they are installed, in whatever version: a receipt names it.
-NOT_PINNED = ("cut-cross-entropy", "deep-ep", "flash-attn")
+NOT_PINNED = ("cut-cross-entropy", "deep-ep", "flash-attn", "flash-attn-3", "flash-attn-4")
 
 
 @dataclass(frozen=True)

@@ -211,21 +211,23 @@ class FlashCoreAttention(HeadsFirst):
 
 
 class PackageCoreAttention(TorchCoreAttention):
-    """One of the flash-attn packages."""
+    """One of the flash-attn packages, which must be installed."""
 
     package: ClassVar[packages.FlashPackage]
 
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.flash = self.package.load()
+
     def whole(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         rows = (x.transpose(0, 1) for x in (q, k, v))
-        y = self.package.whole(*rows, scale=self.softmax_scale, dropout=dropout)
-        return y.transpose(0, 1)
+        return self.flash.whole(*rows, scale=self.softmax_scale, dropout=dropout).transpose(0, 1)
 
     def packed(
         self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, dropout: float
     ) -> Tensor:
-        return self.package.packed(
-            q, k, v, bounds, longest, scale=self.softmax_scale, dropout=dropout
-        )
+        options = {"scale": self.softmax_scale, "dropout": dropout}
+        return self.flash.packed(q, k, v, bounds, longest, **options)
 
 
 class Flash2CoreAttention(PackageCoreAttention):

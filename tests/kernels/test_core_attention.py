@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import admission
@@ -235,7 +236,7 @@ def test_dropout_draws_from_the_ranks_own_states(monkeypatch, dropout):
         ({"needs": ("window", "dropout")}, "reference", None),
         ({"needs": ("deterministic_mode",)}, "sdpa_cudnn", "deterministic_mode"),
         ({"needs": ("softmax_type", "qk_clip")}, "reference", "softmax_type, qk_clip: it has none"),
-        ({"dqk": 128, "dv": 64}, "flash_2", "cannot import flash_attn:"),
+        ({"dqk": 128, "dv": 64}, "flash_2", "cannot import flash_attn.flash_attn_interface:"),
         ({"dqk": 128, "dv": 64}, "flash_3", "cannot import flash_attn_interface:"),
         ({"dqk": 128, "dv": 64}, "flash_4", "cannot import flash_attn.cute:"),
     ],
@@ -283,8 +284,10 @@ def flash_packages(monkeypatch):
 
         return call
 
-    for name, change in (("flash_attn", second), ("flash_attn_interface", lambda f: f),
-                         ("flash_attn.cute", fourth)):  # fmt: skip
+    for name, change in (
+        ("flash_attn.flash_attn_interface", second), ("flash_attn_interface", lambda f: f),
+        ("flash_attn.cute", fourth),
+    ):  # fmt: skip
         fake = ModuleType(name)
         fake.flash_attn_func, fake.flash_attn_varlen_func = change(whole), change(packed)
         fake.__path__ = []
@@ -322,7 +325,7 @@ def test_the_flash_packages_get_what_they_take(flash_packages, cls):
     "cls", [SDPACoreAttention, CudnnCoreAttention, FlashCoreAttention, Flash4CoreAttention]
 )
 @pytest.mark.parametrize("shape", [(0, 2), (5, 0), (0,)], ids=["no-tokens", "no-rows", "no-pack"])
-def test_no_tokens_are_no_work(cls, shape):
+def test_no_tokens_are_no_work(flash_packages, cls, shape):
     """Nothing comes out and gradients are zero; no kernel, and no package, is asked."""
     leaves = [draw(*shape, *x).requires_grad_() for x in ((4, 16), (2, 16), (2, 8))]
     packed = None
@@ -382,6 +385,69 @@ def test_a_package_for_other_gpus_or_of_another_version_says_so(flash_packages, 
     finally:
         attention_support.import_reason.cache_clear()
         attention_support._flash_4_version.cache_clear()
+
+
+def test_version_4_alone_is_no_version_2(tmp_path, monkeypatch):
+    """Its folder makes `flash_attn` a package, which imports, and holds no function."""
+    from megacpp_mcore import attention_support
+
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    attention_support.import_reason.cache_clear()
+    try:
+        assert attention_support.import_reason("flash_attn.cute") is None
+        problem = Problem.of("cuda", "bfloat16", dqk=128, dv=64)
+        reason = attention_support.flash_2(problem)
+        assert "cannot import flash_attn.flash_attn_interface" in reason
+    finally:
+        attention_support.import_reason.cache_clear()
+        for name in ("flash_attn", "flash_attn.cute"):
+            sys.modules.pop(name, None)
+
+
+def test_version_3s_deterministic_backward_ends_at_192(flash_packages, monkeypatch):
+    from megacpp_mcore import attention_support
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    attention_support.import_reason.cache_clear()
+    try:
+        for dqk, needs, refused in (
+            (192, ("deterministic_mode",), False), (256, (), False),
+            (256, ("deterministic_mode",), True), (200, ("deterministic_mode",), True),
+        ):  # fmt: skip
+            problem = Problem.of("cuda", "bfloat16", dqk=dqk, dv=64, needs=needs)
+            reason = attention_support.flash_3(problem)
+            assert ("up to 192" in reason) if refused else reason is None, (dqk, needs)
+    finally:
+        attention_support.import_reason.cache_clear()
+
+
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_torch_compile_keeps_one_graph_around_a_package(monkeypatch, version):
+    """An import or a look-up in a call would cut it; version 4, which cannot be traced, does."""
+    name = f"stand_in_{version}"
+    fake = ModuleType(name)
+    fake.flash_attn_func = lambda q, k, v, **options: q @ k.mT @ v
+    fake.flash_attn_varlen_func = fake.flash_attn_func
+    monkeypatch.setitem(sys.modules, name, fake)
+    flash = replace(getattr(packages, f"FLASH_{version}"), module=lambda: name).load()
+    taken = []
+
+    def keep(graph, inputs):
+        taken.append(graph)
+        return graph.forward
+
+    def block(q, k, v):
+        return flash.whole(q.sin(), k, v, scale=1.0, dropout=0.0).sin()
+
+    with torch._dynamo.config.patch(disable=False):
+        torch._dynamo.reset()
+        compiled = torch.compile(block, backend=keep)
+        compiled(*(draw(2, 5, 5, 5) for _ in range(3)))
+        torch._dynamo.reset()
+    assert len(taken) == (2 if version == 4 else 1)
 
 
 def test_flash_3_is_found_under_either_name(flash_packages, monkeypatch):

@@ -1,4 +1,4 @@
-"""The flash-attn packages 2, 3 and 4, each imported when it is called and nowhere else.
+"""The flash-attn packages 2, 3 and 4, each imported when a layer takes it and nowhere else.
 
 Shapes: q (b, s, h, dqk), k (b, s, g, dqk), v (b, s, g, dv) -> (b, s, h, dv), and packed as in
 `varlen.py`. All take grouped queries, and each its last axis side by side.
@@ -12,25 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_mcore.attention_support import flash_3_module
+from megacpp_mcore.attention_support import FLASH_2_MODULE, FLASH_4_MODULE, flash_3_module
 from megacpp_mcore.kernels.core_attention.varlen import padded_v, readable
 
 
 @dataclass(frozen=True)
-class FlashPackage:
-    """How one of the packages is called. module: where its two functions are.
+class FlashAttention:
+    """A package's two functions: for rows of one sequence each, and for packed documents.
 
-    pads_v: it needs dv == dqk. drops: it has dropout.
+    pads_v: they need dv == dqk. drops: they have dropout.
     """
 
-    module: Callable[[], str]
+    rows: Callable[..., Any]
+    documents: Callable[..., Any]
     pads_v: bool
     drops: bool
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float) -> Tensor:
         """Rows of one sequence each."""
-        call = self._function("flash_attn_func")
-        return self._run(call, q, k, v, **self._options(scale, dropout))
+        return self._run(self.rows, q, k, v, **self._options(scale, dropout))
 
     def packed(
         self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, *, scale: float,
@@ -41,10 +41,7 @@ class FlashPackage:
             "cu_seqlens_q": bounds, "cu_seqlens_k": bounds,
             "max_seqlen_q": longest, "max_seqlen_k": longest,
         }  # fmt: skip
-        return self._run(self._function("flash_attn_varlen_func"), q, k, v, **options)
-
-    def _function(self, name: str) -> Callable[..., Any]:
-        return getattr(importlib.import_module(self.module()), name)
+        return self._run(self.documents, q, k, v, **options)
 
     def _options(self, scale: float, dropout: float) -> dict[str, Any]:
         return {
@@ -62,6 +59,27 @@ class FlashPackage:
         return (padded_v(attend) if self.pads_v else attend)(*(readable(x) for x in qkv))
 
 
-FLASH_2 = FlashPackage(lambda: "flash_attn", pads_v=True, drops=True)
-FLASH_3 = FlashPackage(flash_3_module, pads_v=True, drops=False)
-FLASH_4 = FlashPackage(lambda: "flash_attn.cute", pads_v=False, drops=False)
+@dataclass(frozen=True)
+class FlashPackage:
+    """Where a package's functions are, and how they are called.
+
+    traced: torch.compile can look into them. Version 4 calls kernels that torch knows nothing of.
+    """
+
+    module: Callable[[], str]
+    pads_v: bool
+    drops: bool
+    traced: bool
+
+    def load(self) -> FlashAttention:
+        """Import it: once a layer, as an import in a call would cut torch.compile's graph there."""
+        module = importlib.import_module(self.module())
+        functions = module.flash_attn_func, module.flash_attn_varlen_func
+        if not self.traced:
+            functions = tuple(torch.compiler.disable(function) for function in functions)
+        return FlashAttention(*functions, self.pads_v, self.drops)
+
+
+FLASH_2 = FlashPackage(lambda: FLASH_2_MODULE, pads_v=True, drops=True, traced=True)
+FLASH_3 = FlashPackage(flash_3_module, pads_v=True, drops=False, traced=True)
+FLASH_4 = FlashPackage(lambda: FLASH_4_MODULE, pads_v=False, drops=False, traced=False)
