@@ -1,5 +1,6 @@
 """The bench: turns and times, what is kept of a backend that fails, receipts and the command."""
 
+import itertools
 import json
 import sys
 import time
@@ -65,16 +66,27 @@ class TestTurns:
     def test_calls_take_turns_and_slow_ones_fewer(self):
         clock = FakeClock()
         samples = clocks.interleave(clock, {"a": lambda turn: 10.0, "b": lambda turn: 40.0}, 0.8)
-        assert {name: len(taken) for name, taken in samples.items()} == {"a": 40, "b": 10}
+        assert {name: len(taken.ms) for name, taken in samples.items()} == {"a": 40, "b": 10}
         # b comes every fourth round, before or after the a of that round
         rounds = [clock.taken[start : start + 5] for start in range(0, 50, 5)]
         assert all(taken.count(40.0) == 1 for taken in rounds)
-        assert {taken.index(40.0) for taken in rounds} == {3, 4}
+        assert {taken.index(40.0) for taken in rounds} == {0, 1}
+        assert samples["a"].rounds == [*range(40)] and samples["b"].rounds == [*range(0, 40, 4)]
+
+    def test_calls_meet_in_as_many_rounds_as_the_slower_one_is_in(self):
+        calls = {
+            name: lambda turn, ms=ms: ms for name, ms in (("a", 19.0), ("b", 24.0), ("c", 90.0))
+        }
+        taken = clocks.interleave(FakeClock(), calls, 2.0)
+        a, b, c = (taken[name].rounds for name in "abc")
+        assert len(a) > len(b) > len(c) and {*c} < {*b} < {*a}
+        # and evenly: no stretch of three times the mean distance is without the slowest
+        assert max(after - before for before, after in itertools.pairwise(c)) < 3 * len(a) / len(c)
 
     def test_never_fewer_than_a_comparison_needs_nor_more_than_enough(self):
         calls = {"slow": lambda turn: 1e6, "fast": lambda turn: 1e-6}
         samples = clocks.interleave(FakeClock(), calls, 1.0)
-        assert {n: len(s) for n, s in samples.items()} == {
+        assert {n: len(s.ms) for n, s in samples.items()} == {
             "slow": clocks.FEWEST, "fast": clocks.MOST,
         }  # fmt: skip
 
@@ -166,6 +178,7 @@ def test_a_surface_is_timed_and_the_receipt_is_valid(name, tmp_path):
     ]  # fmt: skip
     for row in rows:
         assert len(row["samples_ms"]) >= clocks.FEWEST and row["cold_ms"] > 0
+        assert row["rounds"] == [*range(row["n"])]
         assert row["flops"] > 0 and row["bytes_floor"] > 0
         assert row["error"] is None
     assert rows[1]["flops"] >= rows[0]["flops"] and rows[1]["cold_ms"] > rows[0]["cold_ms"]

@@ -8,7 +8,8 @@ import pytest
 
 from megacpp_mcore import receipts
 from megacpp_mcore.catalog_rows import ROWS
-from megacpp_mcore.report.comparison import judge_runs, time_ratio, unlike
+from megacpp_mcore.report.comparison import judge_runs, unlike
+from megacpp_mcore.report.intervals import time_ratio
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples/receipts/h200"
 # Three runs of 13 layers over the same 100 batches, from the same weights.

@@ -172,6 +172,8 @@ WRONG_ROWS = {
     "median": ("median_ms", 0.5, r"rows\[0\].median_ms: 0.5, but the samples give"),
     "n": ("n", 41, r"rows\[0\].n: 41, but the samples give 40"),
     "error without tolerance": ("error", 0.1, r"rows\[0\]: error and tolerance go together"),
+    "too few rounds": ("rounds", [1], r"rows\[0\]: columns of unequal length .*'rounds': 1"),
+    "a round twice": ("rounds", [0, 0, *range(2, 40)], r"rows\[0\].rounds\[1\]: 0 comes after 0"),
     "twice": ("phase", "forward_backward", r"rows\[1\]: reference forward_backward is there twice"),
 }
 

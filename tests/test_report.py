@@ -9,10 +9,10 @@ import receipt_samples as samples
 from PIL import Image
 
 from megacpp_mcore.cli import main
-from megacpp_mcore.receipts import read, recipe_entry, write
+from megacpp_mcore.receipts import bench_row, read, recipe_entry, write
 from megacpp_mcore.receipts import run as run_receipt
 from megacpp_mcore.receipts.goodput import Goodput
-from megacpp_mcore.report.comparison import time_ratio
+from megacpp_mcore.report.intervals import ratio_in_turns, time_ratio
 
 TRITON = [{"surface": "m2rnn", "requested": "triton", "observed": "triton", "reason": "named"}]
 
@@ -288,6 +288,70 @@ def test_drift_widens_the_interval_instead_of_deciding():
     a, b = ([(1 + step / 2000) * own.gauss(1, 0.002) for step in range(200)] for _ in range(2))
     ratio = time_ratio(a, b)
     assert ratio.low < 0.99 and ratio.high > 1.01
+
+
+def _in_turns(own, rounds, factor, stays=0.0):
+    """Two calls' times by round: a machine that drifts by 10 % and has slow spells, spikes of its
+    own for each call, and noise of which `stays` is left in the next round."""
+    spell, noise, sides = 0.0, [0.0, 0.0], ({}, {})
+    for turn in range(rounds):
+        spell = 0.8 * spell + own.gauss(0, 0.03)
+        for side, times in enumerate(sides):
+            noise[side] = stays * noise[side] + own.gauss(0, 0.02) * (1 - stays**2) ** 0.5
+            spike = own.expovariate(10) if own.random() < 0.1 else 0.0
+            slow = 0.1 * turn / rounds + spell + noise[side] + spike
+            times[turn] = (factor if side else 1.0) * math.exp(slow)
+    return sides
+
+
+@pytest.mark.parametrize(("rounds", "stays"), [(8, 0.0), (20, 0.0), (40, 0.0), (40, 0.4)])
+def test_the_interval_by_round_holds_the_true_ratio_as_often_as_it_says(rounds, stays):
+    """99.2 % of intervals hold it: of 500, below 480 has a chance of 1e-9 (binomial)."""
+    own = random.Random(rounds)
+    ratios = [ratio_in_turns(*_in_turns(own, rounds, 0.9, stays)) for _ in range(500)]
+    assert sum(ratio.low <= 0.9 <= ratio.high for ratio in ratios) >= 480
+
+
+def test_by_round_a_drift_that_both_share_is_not_in_the_interval():
+    """Half as wide, and more, as that of times which were taken apart."""
+    own, widths = random.Random(3), []
+    for _ in range(50):
+        a, b = _in_turns(own, 40, 0.94)
+        for ratio in (ratio_in_turns(a, b), time_ratio([*a.values()], [*b.values()])):
+            widths.append(ratio.high - ratio.low)
+    assert sum(widths[::2]) < sum(widths[1::2]) / 2
+
+
+def test_by_round_only_rounds_in_common_count_and_eight_are_needed():
+    a = {turn: 1.0 + turn for turn in range(12)}
+    b = {turn: 2 * ms for turn, ms in a.items() if turn % 4 != 1} | {99: 1.0}
+    assert ratio_in_turns(a, b) == ratio_in_turns(a, dict(reversed(b.items())))
+    assert vars(ratio_in_turns(a, b)) == {"value": 2.0, "low": 2.0, "high": 2.0}
+    assert ratio_in_turns(a, dict.fromkeys(range(7), 1.0)) is None
+
+
+def test_a_bench_is_judged_by_round_and_two_benches_are_not(cli, tmp_path):
+    """A drift of 30 % hides 5 % from who does not look at the rounds."""
+
+    def table(*names):
+        status, out, _ = cli("report", *names)
+        assert status == 0
+        return next(line for line in out.splitlines() if line.startswith("te "))
+
+    def drifting(te, **turns):
+        receipt = samples.bench(te=te)
+        for row in receipt["rows"]:
+            times = [ms * (1 + 0.3 * turn / 40) for turn, ms in enumerate(row["samples_ms"])]
+            judged = {key: row[key] for key in ("error", "tolerance")}
+            row |= bench_row(row["backend"], row["phase"], times, **judged, **turns)
+        return receipt
+
+    write(tmp_path / "a.json", drifting(0.95, rounds=range(40)))
+    assert table("show", tmp_path / "a.json").rstrip().endswith("keep")
+    write(tmp_path / "b.json", drifting(0.95))
+    assert table("show", tmp_path / "b.json").rstrip().endswith("undecided")
+    write(tmp_path / "c.json", drifting(0.9, rounds=range(40)))
+    assert "undecided" in table("compare", tmp_path / "a.json", tmp_path / "c.json")
 
 
 @pytest.mark.parametrize(("fewer", "known"), [(4, False), (5, True)])

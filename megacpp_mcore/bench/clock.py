@@ -99,12 +99,20 @@ def clock_for(device: str) -> Clock:
     return CudaClock() if device == "cuda" else CpuClock()
 
 
-def interleave(clock: Clock, calls: Mapping[str, Call], seconds: float) -> dict[str, list[float]]:
-    """Warm samples of every call, taken in turns, in about `seconds`, in the order taken.
+@dataclass(frozen=True)
+class Samples:
+    """One call's, in the order taken. ms: warm. rounds: the round of each, growing."""
 
-    A call gets from FEWEST to MOST samples, as its share of the time allows, spread evenly over
-    the rounds; so whatever slows the machine down for a while slows them all. A round has an order
-    of its own: a GPU that one call has heated is slower for the next.
+    ms: list[float]
+    rounds: list[int]
+
+
+def interleave(clock: Clock, calls: Mapping[str, Call], seconds: float) -> dict[str, Samples]:
+    """Warm samples of every call, taken in turns, in about `seconds`.
+
+    A call gets from FEWEST to MOST samples, as its share of the time allows, each in a round of its
+    own; so whatever slows the machine down for a while slows them all. A round has an order of its
+    own: a GPU that one call has heated is slower for the next.
     """
     wanted = {}
     for name, call in calls.items():
@@ -114,18 +122,22 @@ def interleave(clock: Clock, calls: Mapping[str, Call], seconds: float) -> dict[
         fitting = seconds / len(calls) / (took / 1000) if took else MOST
         wanted[name] = max(FEWEST, min(MOST, math.floor(fitting)))
     rounds = max(wanted.values(), default=0)
-    samples: dict[str, list[float]] = {name: [] for name in calls}
+    samples = {name: Samples([], _rounds_of(count, rounds)) for name, count in wanted.items()}
     turns = {name: _Turn(call) for name, call in calls.items()}
     order = random.Random(0)
     for index in range(rounds):
-        due = [
-            name
-            for name, count in wanted.items()
-            if (index + 1) * count // rounds > index * count // rounds
-        ]
+        due = [name for name, taken in samples.items() if index in taken.rounds]
         for name in order.sample(due, len(due)):
-            samples[name].append(clock.sample(turns[name]))
+            samples[name].ms.append(clock.sample(turns[name]))
     return samples
+
+
+def _rounds_of(count: int, rounds: int) -> list[int]:
+    """Which of `rounds` a call is in that gets `count` samples: spread over all of them, and those
+    of a lower count among those of a higher one, so that calls meet as often as they can."""
+    digits = max(1, (rounds - 1).bit_length())
+    backwards = sorted(range(rounds), key=lambda index: f"{index:0{digits}b}"[::-1])
+    return sorted(backwards[:count])
 
 
 class _Turn:
@@ -162,5 +174,5 @@ def measure_rates(clock: Clock, dtype: torch.dtype) -> Rates:
     source = torch.zeros(count, dtype=torch.uint8, device=clock.device)
     target = torch.empty_like(source)
     calls = {"product": lambda turn: a @ b, "copy": lambda turn: target.copy_(source)}
-    best = {name: min(times) / 1000 for name, times in interleave(clock, calls, 0.2).items()}
+    best = {n: min(taken.ms) / 1000 for n, taken in interleave(clock, calls, 0.2).items()}
     return Rates(2 * size**3 / best["product"], 2 * count / best["copy"])

@@ -219,10 +219,11 @@ def _rows(
         say(f"{phase}: {', '.join(layers)}, in turns")
         calls = {name: getattr(layer, phase) for name, layer in layers.items()}
         peaks = {n: clock.peak_memory_bytes(lambda call=call: call(0)) for n, call in calls.items()}
-        for name, samples in interleave(clock, calls, _SECONDS_A_PHASE).items():
+        for name, taken in interleave(clock, calls, _SECONDS_A_PHASE).items():
             rows.append(
                 receipts.bench_row(
-                    name, phase, samples, peak_memory_bytes=peaks[name], error=errors[name],
+                    name, phase, taken.ms, rounds=taken.rounds,
+                    peak_memory_bytes=peaks[name], error=errors[name],
                     tolerance=None if errors[name] is None else tolerance,
                     flops=flops * (1 if phase == "forward" else 3),
                 )

@@ -177,10 +177,11 @@ class _Race:
             self._compare()
         peaks = {name: self._peak(name, phase) for name in calls}
         samples = interleave(self.clock, calls, _SECONDS_A_PHASE * len(calls))
-        for name, times in samples.items():
+        for name, taken in samples.items():
             self.rows.append(
                 receipts.bench_row(
-                    name, phase, times, cold_ms=cold[name], peak_memory_bytes=peaks[name],
+                    name, phase, taken.ms, rounds=taken.rounds, cold_ms=cold[name],
+                    peak_memory_bytes=peaks[name],
                     error=self._errors.get(name), flops=flops,
                     tolerance=self._tolerance if name in self._errors else None,
                 )

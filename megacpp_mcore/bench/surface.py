@@ -267,7 +267,8 @@ def _rows(
             error = None if is_reference else contender.error
             rows.append(
                 receipts.bench_row(
-                    contender.name, phase, samples[contender.name],
+                    contender.name, phase, samples[contender.name].ms,
+                    rounds=samples[contender.name].rounds,
                     cold_ms=contender.cold_ms[phase],
                     peak_memory_bytes=contender.peak_memory_bytes[phase],
                     error=error.error if error else None,

@@ -150,6 +150,7 @@ def bench_row(
     phase: str,
     samples_ms: Sequence[float],
     *,
+    rounds: Sequence[int] | None = None,
     cold_ms: float | None = None,
     peak_memory_bytes: int | None = None,
     error: float | None = None,
@@ -159,13 +160,15 @@ def bench_row(
 ) -> dict[str, Any]:
     """One backend's row of a bench; median, quartiles, minimum and n come from the samples.
 
-    phase: forward, forward_backward or step. samples_ms: warm calls in the order taken. cold_ms:
-    the first call. error: the worst error against the reference, in the unit that `tolerance`
+    phase: forward, forward_backward or step. samples_ms: warm calls in the order taken. rounds: of
+    each of them, where the backends of a phase took turns, once a round at most. cold_ms: the first
+    call. error: the worst error against the reference, in the unit that `tolerance`
     bounds; null for the reference itself. flops, bytes_floor: what one call needs at least.
     """
     if not samples_ms:
         raise ReceiptError(f"backend {backend!r}, {phase}: no samples")
     samples = [float(sample) for sample in samples_ms]
+    turns = {} if rounds is None else {"rounds": list(rounds)}
     return {
         "backend": backend,
         "phase": phase,
@@ -177,6 +180,7 @@ def bench_row(
         "flops": flops,
         "bytes_floor": bytes_floor,
         "samples_ms": samples,
+        **turns,
     }
 
 

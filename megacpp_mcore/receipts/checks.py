@@ -225,5 +225,8 @@ def _row_problems(rows: list[dict[str, Any]], baseline: str) -> Iterator[str]:
         for name, value in summary(row["samples_ms"]).items():
             if not math.isclose(row[name], value, rel_tol=1e-6):
                 yield f"rows[{index}].{name}: {row[name]}, but the samples give {value}"
+        if "rounds" in row:
+            columns = {name: row[name] for name in ("samples_ms", "rounds")}
+            yield from _column_problems(f"rows[{index}]", columns, "rounds")
         if (row["error"] is None) != (row["tolerance"] is None):
             yield f"rows[{index}]: error and tolerance go together; one of them is null"

@@ -11,12 +11,12 @@ from megacpp_mcore.report.comparison import (
     MARGIN,
     ROW_RULE,
     RUN_RULE,
-    Effect,
     differing,
     judge_rows,
     judge_runs,
     unlike,
 )
+from megacpp_mcore.report.intervals import Effect
 from megacpp_mcore.report.text import duration, gib, number, percent, rate, table, wrapped
 
 _BAR = 30
@@ -191,7 +191,7 @@ def _bench_table(rows: Sequence[Mapping[str, Any]], phase: str, baseline: str) -
         if base is None or row is base:
             line += ["", "", ""]
         else:
-            judgement = judge_rows(base, row, MARGIN)
+            judgement = judge_rows(base, row, MARGIN, in_turns=True)
             line += [number(judgement.time.value), _interval(judgement.time), judgement.verdict]
         cells.append(line)
     return table(cells, align="l" + "r" * 10 + "l")
@@ -206,7 +206,7 @@ def _compare_benches(a: Mapping[str, Any], b: Mapping[str, Any], margin: float) 
             "A and B have no backend and phase in common: "
             f"{', '.join(map(' '.join, rows_a))} | {', '.join(map(' '.join, rows_b))}"
         )
-    judged = {key: judge_rows(rows_a[key], rows_b[key], margin) for key in both}
+    judged = {key: judge_rows(rows_a[key], rows_b[key], margin, in_turns=False) for key in both}
     rows = [["backend", "phase", "A ms", "B ms", "B / A", "99 % interval", "A GiB", "B GiB", ""]]
     for key, judgement in judged.items():
         first, second = rows_a[key], rows_b[key]

@@ -2,12 +2,8 @@
 
 The rule of `judge_runs` (RUN_RULE) and `judge_rows` (ROW_RULE), which the report prints:
 
-- Samples in the order taken fall into 8 blocks of neighbours; a block counts as its median. So slow
-  drift (clocks, a busy neighbour) widens an interval instead of narrowing it.
-- B's time over A's is the Hodges-Lehmann estimate: the median of the ratios of each block of B to
-  each block of A. Its interval is a pair of order statistics of those ratios, chosen from the exact
-  Mann-Whitney distribution to hold with at least 99 %, whatever the shape of the noise (Hollander,
-  Wolfe, Chicken, Nonparametric Statistical Methods, 4.2 and 4.3). 5 samples a side are enough.
+- B's time over A's, and its interval, are as `intervals` says: backends of one bench took turns and
+  are compared round by round; two runs, two benches, and benches of fewer than 8 rounds are not.
 - Faster: that whole interval is below 1 - margin; slower: above 1 + margin. The margin is there
   because the interval knows the noise within a run and not the one between two runs.
 - Losses are paired: same step, same number of tokens; the last quarter of the pairs, 8 at least.
@@ -17,7 +13,6 @@ The rule of `judge_runs` (RUN_RULE) and `judge_rows` (ROW_RULE), which the repor
   2 s sqrt(2 / n), of the difference of two means of n losses, s the scatter from step to step.
 """
 
-import functools
 import itertools
 import math
 import statistics
@@ -27,9 +22,15 @@ from typing import Any, Literal
 
 from megacpp_mcore.receipts import ReceiptError
 from megacpp_mcore.receipts.run import warm_rows
+from megacpp_mcore.report.intervals import (
+    BLOCKS,
+    Effect,
+    block_medians,
+    ratio_in_turns,
+    time_ratio,
+)
 
 MARGIN = 0.01
-BLOCKS = 8
 RUN_RULE = (
     "drop: the loss is worse, or a step slower. keep: both runs are complete, a step is faster and "
     "the loss is not worse. undecided: anything else. Faster or slower: the whole 99 % interval of "
@@ -42,20 +43,12 @@ RUN_RULE = (
 ROW_RULE = (
     "drop: its error is beyond its tolerance, or it is slower. keep: its error is within the "
     "tolerance and it is faster. undecided: anything else. Faster or slower: the whole 99 % "
-    "interval of the ratio of times lies beyond the margin. Memory is shown, not judged"
+    "interval of the ratio of times lies beyond the margin. In turns: the ratio is taken round by "
+    "round, of 8 rounds or more. Memory is shown, not judged"
 )
 
 Verdict = Literal["keep", "drop", "undecided"]
 Speed = Literal["faster", "slower", "undecided"]
-
-
-@dataclass(frozen=True)
-class Effect:
-    """A ratio or a difference with its interval; `low` and `high` are None without enough data."""
-
-    value: float
-    low: float | None
-    high: float | None
 
 
 @dataclass(frozen=True)
@@ -77,41 +70,6 @@ class Judgement:
     reasons: tuple[str, ...]
     time: Effect
     loss: LossEffect | None = None
-
-
-def time_ratio(a: Sequence[float], b: Sequence[float]) -> Effect:
-    """How long b takes in units of a: Hodges-Lehmann ratio of positive times, 99 % interval."""
-    blocks_a, blocks_b = _block_medians(a), _block_medians(b)
-    ratios = sorted(after / before for before in blocks_a for after in blocks_b)
-    rank = _mann_whitney_rank(len(blocks_a), len(blocks_b))
-    if rank == 0:
-        return Effect(statistics.median(ratios), None, None)
-    return Effect(statistics.median(ratios), ratios[rank - 1], ratios[-rank])
-
-
-def _block_medians(values: Sequence[float]) -> list[float]:
-    """The medians of BLOCKS runs of neighbours; fewer values than that are their own blocks."""
-    blocks = min(BLOCKS, len(values))
-    edges = [len(values) * block // blocks for block in range(blocks + 1)]
-    return [statistics.median(values[start:end]) for start, end in itertools.pairwise(edges)]
-
-
-@functools.cache
-def _mann_whitney_rank(m: int, n: int) -> int:
-    """The largest k with P(U < k) <= 0.5 %, U the Mann-Whitney statistic of m and n samples."""
-    size = m * n + 1
-    # coefficients of the Gaussian binomial: in how many of the C(m + n, m) orders U takes a value
-    counts = [1] + [0] * (size - 1)
-    for i in range(1, m + 1):
-        for u in range(size - 1, n + i - 1, -1):
-            counts[u] -= counts[u - n - i]
-        for u in range(i, size):
-            counts[u] += counts[u - i]
-    rank, below = 0, counts[0]
-    while below <= 0.005 * math.comb(m + n, m):
-        rank += 1
-        below += counts[rank]
-    return rank
 
 
 def speed(ratio: Effect, margin: float) -> Speed:
@@ -180,9 +138,14 @@ def _brief(value: Any) -> str:
     return "{...}" if isinstance(value, dict) else str(value)
 
 
-def judge_rows(base: Mapping[str, Any], row: Mapping[str, Any], margin: float) -> Judgement:
-    """Judge one bench row against another of the same phase; the rule is ROW_RULE."""
-    ratio = time_ratio(base["samples_ms"], row["samples_ms"])
+def judge_rows(
+    base: Mapping[str, Any], row: Mapping[str, Any], margin: float, *, in_turns: bool
+) -> Judgement:
+    """Judge one bench row against another of the same phase; the rule is ROW_RULE. in_turns: they
+    are of one receipt."""
+    ratio = (in_turns and _ratio_by_round(base, row)) or time_ratio(
+        base["samples_ms"], row["samples_ms"]
+    )
     fast = speed(ratio, margin)
     if row["error"] is not None and row["error"] > row["tolerance"]:
         reason = f"wrong: error {row['error']:.3g} is beyond the tolerance {row['tolerance']:.3g}"
@@ -191,6 +154,14 @@ def judge_rows(base: Mapping[str, Any], row: Mapping[str, Any], margin: float) -
         return Judgement("undecided", ("faster, but its error was not measured",), ratio)
     verdicts: dict[str, Verdict] = {"faster": "keep", "slower": "drop", "undecided": "undecided"}
     return Judgement(verdicts[fast], (_time_reason(fast, ratio, margin),), ratio)
+
+
+def _ratio_by_round(base: Mapping[str, Any], row: Mapping[str, Any]) -> Effect | None:
+    if "rounds" not in base or "rounds" not in row:
+        return None
+    return ratio_in_turns(
+        *(dict(zip(r["rounds"], r["samples_ms"], strict=True)) for r in (base, row))
+    )
 
 
 def judge_runs(a: Mapping[str, Any], b: Mapping[str, Any], margin: float = MARGIN) -> Judgement:
@@ -251,7 +222,7 @@ def _loss_effect(a: Mapping[str, list], b: Mapping[str, list]) -> LossEffect | N
     if len(pairs) < BLOCKS:
         effect = Effect(statistics.median(deltas), None, None)
         return LossEffect(effect, tolerance, len(pairs), pairs[0][0], "undecided")
-    blocks = _block_medians(deltas)
+    blocks = block_medians(deltas)
     judgement: Literal["worse", "not worse", "undecided"] = "undecided"
     if min(blocks) > tolerance:
         judgement = "worse"

@@ -52,7 +52,7 @@ def test_it_moves_at_a_copys_pace():
         calls |= {("forward", documents): forward, ("backward", documents): backward}
         moved[documents] = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
     rates = measure_rates(clock, torch.bfloat16)
-    times = {name: median(taken) for name, taken in interleave(clock, calls, 4.0).items()}
+    times = {name: median(taken.ms) for name, taken in interleave(clock, calls, 4.0).items()}
     for (phase, documents), milliseconds in times.items():
         share = moved[documents] / milliseconds * 1000 / rates.bytes_per_s
         assert share >= LEAST_SHARE, f"{phase}, {documents} documents: {share:.2f} of {rates}"
