@@ -94,7 +94,7 @@ def flash_3(problem: Problem) -> str | None:
 
 
 def flash_4(problem: Problem) -> str | None:
-    """The `supports` of FlashAttention-4 (CuTe DSL), which takes dv as it is."""
+    """The `supports` of FlashAttention-4 (CuTe DSL), v padded to dqk where it takes no other."""
     served, modules = ("deterministic_mode",), (FLASH_4_MODULE,)
     if reason := _package(problem, "FlashAttention-4", served, modules, (9, 0), (11, 9)):
         return reason
@@ -102,11 +102,7 @@ def flash_4(problem: Problem) -> str | None:
         return reason
     import torch
 
-    dqk, dv = problem.size("dqk", 0), problem.size("dv", 0)
-    most = 256 if torch.cuda.get_device_capability()[0] == 9 else 128
-    if dqk % 8 or dv % 8 or max(dqk, dv) > most:
-        return f"dqk {dqk}, dv {dv}: FlashAttention-4 takes multiples of 8 up to {most} here"
-    return None
+    return _padded_v(problem, 256 if torch.cuda.get_device_capability()[0] == 9 else 128)
 
 
 def flash_3_module() -> str:

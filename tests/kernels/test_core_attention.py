@@ -60,15 +60,15 @@ test_admission = admission.suite("core_attention", beyond_dispatch=("sdpa_flash"
 EPS = torch.finfo(torch.float64).eps
 
 
-def module(cls, **changes):
+def module(cls, k_channels=16, v_channels=8, **changes):
     fields = {
         "num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2,
         "kv_channels": 16, "attention_dropout": 0.0, "use_cpu_initialization": True,
     }  # fmt: skip
     return cls(
         config=TransformerConfig(**(fields | changes)), layer_number=1,
-        attn_mask_type=AttnMaskType.causal, attention_type="self", k_channels=16, v_channels=8,
-        pg_collection=SimpleNamespace(),
+        attn_mask_type=AttnMaskType.causal, attention_type="self", k_channels=k_channels,
+        v_channels=v_channels, pg_collection=SimpleNamespace(),
     )  # fmt: skip
 
 
@@ -275,10 +275,12 @@ def flash_packages(monkeypatch):
         return call
 
     def fourth(function):
-        """It takes v as it is, and returns the sums of exponentials beside y."""
+        """It takes some a v that is narrower, and returns the sums of exponentials beside y."""
 
         def call(q, k, v, **options):
-            assert v.shape[-1] < q.shape[-1]
+            whole_tiles = q.shape[-1] % 64 == v.shape[-1] % 64 == 0
+            is_narrow = whole_tiles and q.shape[-2] == k.shape[-2]
+            assert is_narrow or v.shape[-1] == q.shape[-1]
             wide = torch.nn.functional.pad(v, (0, q.shape[-1] - v.shape[-1]))
             return function(q, k, wide, **options)[..., : v.shape[-1]], None
 
@@ -300,10 +302,12 @@ PACKAGES = pytest.mark.parametrize(
 
 
 @PACKAGES
-def test_the_flash_packages_get_what_they_take(flash_packages, cls):
+@pytest.mark.parametrize("groups, dqk, dv", [(2, 16, 8), (4, 16, 8), (4, 128, 64), (2, 128, 64)])
+def test_the_flash_packages_get_what_they_take(flash_packages, cls, groups, dqk, dv):
     """Layouts, v's padding and bounds, against the definition's module."""
-    ours, exact = (module(c) for c in (cls, ReferenceCoreAttention))
-    whole = [draw(5, 2, 4, 16), draw(5, 2, 2, 16), draw(5, 2, 2, 8)]
+    sizes = {"num_query_groups": groups, "k_channels": dqk, "v_channels": dv}
+    ours, exact = (module(c, **sizes) for c in (cls, ReferenceCoreAttention))
+    whole = [draw(5, 2, 4, dqk), draw(5, 2, groups, dqk), draw(5, 2, groups, dv)]
     packed = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=torch.tensor([0, 4, 10], dtype=torch.int32),
         max_seqlen_q=6, total_tokens=10,
@@ -422,6 +426,15 @@ def test_version_3s_deterministic_backward_ends_at_192(flash_packages, monkeypat
             assert ("up to 192" in reason) if refused else reason is None, (dqk, needs)
     finally:
         attention_support.import_reason.cache_clear()
+
+
+def test_version_4_pads_v_only_where_it_must():
+    """At 128 and 64 dims, the zeros would be a third more work, and a copy."""
+    as_they_are = [(128, 64, False), (192, 128, False), (64, 64, False)]
+    padded = [(128, 64, True), (32, 16, False), (64, 32, False), (96, 64, False)]
+    assert all(packages.FLASH_4.narrows(*dims) for dims in as_they_are)
+    assert not any(packages.FLASH_4.narrows(*dims) for dims in padded)
+    assert not packages.FLASH_3.narrows(128, 64, False)
 
 
 @pytest.mark.parametrize("version", [2, 3, 4])

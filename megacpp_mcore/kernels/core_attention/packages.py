@@ -20,12 +20,12 @@ from megacpp_mcore.kernels.core_attention.varlen import padded_v, readable
 class FlashAttention:
     """A package's two functions: for rows of one sequence each, and for packed documents.
 
-    pads_v: they need dv == dqk. drops: they have dropout.
+    narrows, drops: see FlashPackage.
     """
 
     rows: Callable[..., Any]
     documents: Callable[..., Any]
-    pads_v: bool
+    narrows: Callable[[int, int, bool], bool]
     drops: bool
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float) -> Tensor:
@@ -56,18 +56,22 @@ class FlashAttention:
             found = call(q, k, v, **options)
             return found[0] if isinstance(found, tuple) else found  # some return the sums beside it
 
-        return (padded_v(attend) if self.pads_v else attend)(*(readable(x) for x in qkv))
+        q, k, v = (readable(x) for x in qkv)
+        as_it_is = self.narrows(q.shape[-1], v.shape[-1], q.shape[-2] != k.shape[-2])
+        return (attend if as_it_is else padded_v(attend))(q, k, v)
 
 
 @dataclass(frozen=True)
 class FlashPackage:
     """Where a package's functions are, and how they are called.
 
-    traced: torch.compile can look into them. Version 4 calls kernels that torch knows nothing of.
+    narrows: whether it takes v as it is, of dqk, dv and queries being grouped; if not, v is padded
+    to dqk. drops: it has dropout. traced: torch.compile can look into it; version 4 calls kernels
+    that torch knows nothing of.
     """
 
     module: Callable[[], str]
-    pads_v: bool
+    narrows: Callable[[int, int, bool], bool]
     drops: bool
     traced: bool
 
@@ -77,9 +81,18 @@ class FlashPackage:
         functions = module.flash_attn_func, module.flash_attn_varlen_func
         if not self.traced:
             functions = tuple(torch.compiler.disable(function) for function in functions)
-        return FlashAttention(*functions, self.pads_v, self.drops)
+        return FlashAttention(*functions, self.narrows, self.drops)
 
 
-FLASH_2 = FlashPackage(lambda: FLASH_2_MODULE, pads_v=True, drops=True, traced=True)
-FLASH_3 = FlashPackage(flash_3_module, pads_v=True, drops=False, traced=True)
-FLASH_4 = FlashPackage(lambda: FLASH_4_MODULE, pads_v=False, drops=False, traced=False)
+def _never(dqk: int, dv: int, grouped: bool) -> bool:
+    return False
+
+
+def _in_whole_tiles(dqk: int, dv: int, grouped: bool) -> bool:
+    """4.0.0b36 on Hopper: no kernel comes of 32 and 16, say, nor of grouped queries backward."""
+    return not grouped and dqk % 64 == 0 and dv % 64 == 0
+
+
+FLASH_2 = FlashPackage(lambda: FLASH_2_MODULE, _never, drops=True, traced=True)
+FLASH_3 = FlashPackage(flash_3_module, _never, drops=False, traced=True)
+FLASH_4 = FlashPackage(lambda: FLASH_4_MODULE, _in_whole_tiles, drops=False, traced=False)
