@@ -6,12 +6,14 @@ from statistics import fmean
 
 import pytest
 
-from megacpp_mcore import receipts
+from megacpp_mcore import flops, receipts
 from megacpp_mcore.catalog_rows import ROWS
+from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.report.comparison import judge_runs, unlike
 from megacpp_mcore.report.intervals import time_ratio
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples/receipts/h200"
+README = FOLDER.parents[2] / "README.md"
 # Three runs of 13 layers over the same 100 batches, from the same weights.
 MLA_ROPE = "run-nam56r-quarter-mla_rope"
 
@@ -140,3 +142,59 @@ def test_a_model_learns_with_mla_ropes_kernel_as_it_does_with_the_reference():
         assert distance(kernel, reference) <= chance
         judgements = [judge_runs(reference, kernel), judge_runs(kernel, reference)]
         assert [judgement.loss.judgement for judgement in judgements] == ["not worse"] * 2
+
+
+# Examples of a run on four GPUs: what README says of each, and what the recipe counts.
+_FULL_SIZE = ["launch.nproc_per_node=4", "parallel.expert_model_parallel_size=4",
+              "schedule.micro_batch_size=4", "schedule.global_batch_size=16"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "figures"),
+    [
+        ("", "AEMEAEMEAEMR", (33, "1,112 ms", "58,944", "243", "24.5 %", "90.3 GiB")),
+        ("-yardstick", "AEMEAEMEAEMM", (30, "1,139 ms", "57,553", "248", "25.1 %", "97.1 GiB")),
+    ],
+)
+def test_52_layers_train_on_four_gpus(name, pattern, figures):
+    run = receipts.read(FOLDER / f"run-nam56r-4xh200{name}.json")
+    result, loss = run["result"], run["series"]["loss"]
+    assert run["lane"]["device"]["count"] == run["topology"]["ep"] == run["topology"]["dp"] == 4
+    assert result["status"] == "complete" and len(loss) == result["steps"]
+    assert run["series_info"] == {"stride": 1, "cold_steps": [1], "gaps": []}
+    assert max(loss[-5:]) < 4 < 11 < loss[0]
+    assert fmean(loss[-10:]) < fmean(loss[-20:-10]) < fmean(loss[:10])
+
+    assert sum(run["plan"]["counts"].values()) == 52
+    assert run["plan"]["source_pattern"] == (pattern * 5)[:52]
+    recipe = load_recipe("nam56r", [*_FULL_SIZE, f"model.pattern={pattern}"])
+    counted = flops.count(recipe, mamba2=name == "-yardstick")
+    assert result["flops_per_token"] == counted.training
+    moved_away = sum(p.layers * 16 * 3 * 3584 * 896 for p in counted.parts if p.name[-1] == "E")
+    assert result["rank_parameters"] == counted.parameters - moved_away * 3 // 4
+    rate = result["tokens_per_s_median"] * counted.training / 4
+    assert result["tflops_per_s_per_device"] == pytest.approx(rate / 1e12, rel=1e-5)
+
+    ms = 65536e3 / result["tokens_per_s_median"]
+    assert figures == (
+        result["steps"], f"{ms:,.0f} ms", f"{result['tokens_per_s_median']:,.0f}",
+        f"{rate / 1e12:.0f}", f"{result['mfu'] * 100:.1f} %",
+        f"{result['peak_memory_bytes'] / 2**30:.1f} GiB",
+    )  # fmt: skip
+    assert f" | {' | '.join(map(str, figures))} | " in README.read_text()
+
+
+def test_the_full_size_beside_the_yardstick_is_not_decided():
+    yardstick, ours = (
+        receipts.read(FOLDER / f"run-nam56r-4xh200{n}.json") for n in ("-yardstick", "")
+    )
+    expected = {"mamba3_scan": "mamba_ssm", "m2rnn": "cuda", "moe_experts": "te",
+                "mla_rope": "triton", "linear_cross_entropy": "chunked"}  # fmt: skip
+    served = {entry["surface"]: entry["observed"] for entry in ours["backends"]}
+    assert expected.items() <= served.items()
+    judged = judge_runs(yardstick, ours)
+    assert judged.verdict == "undecided" and judged.loss.judgement == "not worse"
+    rates = [run["result"]["tokens_per_s_median"] for run in (yardstick, ours)]
+    words = README.read_text()
+    assert f"{rates[1] / rates[0]:.3f} of the yardstick's tokens a second decide nothing" in words
+    assert f"ratio of times is {judged.time.low:.2f} to {judged.time.high:.2f}" in words
