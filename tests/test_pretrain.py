@@ -1,9 +1,11 @@
 """The GPU entry as far as a machine without one goes: launch, arguments, batches, loss, receipt."""
 
 import contextlib
+import importlib.util
 import os
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -173,6 +175,76 @@ def test_what_the_entry_does_not_do_is_refused(gpu_recipe):
     why = "does not serve --check-for-spiky-loss"
     with pytest.raises(LaunchError, match=why), megatron(launch(argv)):
         pass
+
+
+def test_a_log_that_nothing_can_write_is_refused(gpu_recipe, tmp_path, monkeypatch):
+    """Words of Megatron's that no recipe has follow the recipe's, and count."""
+    argv = [*words(gpu_recipe), "--tensorboard-dir", str(tmp_path)]
+    find, found = importlib.util.find_spec, [None]
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n, *p: found[0] if n == "tensorboard" else find(n, *p)
+    )
+    why = "--tensorboard-dir needs the package tensorboard"
+    with pytest.raises(MegacppError, match=why), megatron(launch(argv)):
+        pass
+    found[0] = ModuleSpec("tensorboard", None)
+    with megatron(launch(argv)) as args:
+        assert args.tensorboard_dir == str(tmp_path)
+
+
+def test_blends_have_their_shares_and_mock_data_must_be_asked_for(
+    gpu_recipe, corpus, overrides, monkeypatch
+):
+    from megatron.core.datasets.blended_dataset import BlendedDataset
+    from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+
+    from megacpp_mcore.training.gpu_data import datasets_provider
+
+    def train_of(*more: str):
+        recipe = load_recipe(gpu_recipe.source, [*overrides, *more])
+        monkeypatch.delenv("MEGACPP_RECIPE", raising=False)  # of the launch before
+        with megatron(launch(words(recipe))):
+            return datasets_provider([12, 4, 0])[0]
+
+    assert type(train_of()) is GPTDataset
+    blend = train_of(f'data.data_path=["1", "{corpus}", "3", "{corpus}"]')
+    assert type(blend) is BlendedDataset and blend.dataset_index[:12].tolist().count(1) == 9
+    assert type(train_of("data.mock_data=true", "data.data_path=null")) is MockGPTDataset
+
+
+def test_packed_documents_are_apart_in_the_loop(gpu_recipe, overrides):
+    """Whole documents in a row of THD: what one holds has no part in another's losses."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megacpp_mcore.training import gpu_batch, gpu_lane
+    from megacpp_mcore.training.gpu_data import datasets_provider
+
+    packed = ["data.dataloader_inter_document_masking=true", "schedule.micro_batch_size=1"]
+    recipe = load_recipe(gpu_recipe.source, [*overrides, *packed])
+    with megatron(launch(words(recipe))):
+        train, *_ = datasets_provider([1000, 4, 0])
+        with bridges.answering_for_a_gpu():
+            config = gpu_lane.config_container(gpu_batch.get_args()).model
+        model = config.get_builder_cls()(config).build_model(
+            ProcessGroupCollection.use_mpu_process_groups()
+        )
+        row = next(row for row in train if 4 < row["cu_seqlens"][1] < 28)
+        end = int(row["cu_seqlens"][1])
+
+        def loss_behind_it(row: dict) -> float:
+            row = row | {"loss_mask": (torch.arange(32) >= end).float()}
+            batch = torch.utils.data.default_collate([row])
+            output, loss_func = gpu_batch.forward_step(iter([batch]), model)
+            total, tokens, _ = loss_func(output)
+            assert tokens == 32 - end
+            return total.item()
+
+        other = row | {"tokens": row["tokens"].clone()}
+        other["tokens"][:end] = (other["tokens"][:end] + 1) % 256
+        whole = {"cu_seqlens": torch.tensor([0] + 32 * [32], dtype=torch.int32)}
+        whole["max_seqlen"] = torch.tensor(32, dtype=torch.int32)
+        assert loss_behind_it(row) == loss_behind_it(other)
+        assert loss_behind_it(row | whole) != loss_behind_it(other | whole)
 
 
 def test_the_model_the_batches_and_the_loss(gpu_recipe):

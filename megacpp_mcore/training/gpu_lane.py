@@ -16,7 +16,7 @@ from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.recipe import patch_needs
 from megacpp_mcore.training import gpu_resume
 from megacpp_mcore.training.gpu_launch import Launch, LaunchError, check_agreement
-from megacpp_mcore.training.gpu_packages import check_backends, check_packages
+from megacpp_mcore.training.gpu_packages import check_backends, check_logging, check_packages
 from megacpp_mcore.training.run_folder import RunFolderError
 
 # Megatron arguments that no recipe has, whose work this entry does not do.
@@ -66,7 +66,10 @@ def _train(launch: Launch) -> None:
 
 
 def megatron_args(launch: Launch) -> Any:
-    """Megatron's validated arguments, in its globals too. Raises LaunchError as `train`."""
+    """Megatron's validated arguments, in its globals too.
+
+    Raises LaunchError and MissingPackageError as `train`.
+    """
     from megatron.training.arguments import parse_and_validate_args
 
     sys.argv = [sys.argv[0], *launch.argv]
@@ -79,6 +82,7 @@ def megatron_args(launch: Launch) -> Any:
             f"megacpp_mcore.pretrain does not serve {flags}; use Megatron-LM's pretrain_hybrid.py "
             "with our --spec"
         )
+    check_logging(args)
     return args
 
 

@@ -7,6 +7,7 @@ optimizer's, at the first batch. Nothing here imports a package: it asks whether
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import Recipe
@@ -79,6 +80,20 @@ def check_packages(recipe: Recipe, *, yardstick: bool = False) -> None:
             f"recipe {recipe.name} needs packages that are not installed: {listed}. Install them, "
             "or change what is in brackets; `megacpp doctor` shows the pinned stack"
         )
+
+
+def check_logging(args: Any) -> None:
+    """Raises MissingPackageError for a log that Megatron's words ask for and no package writes.
+
+    args: Megatron's namespace. Megatron would train without TensorBoard's log; of wandb's the last
+    rank would die.
+    """
+    for name, package in (("tensorboard_dir", "tensorboard"), ("wandb_project", "wandb")):
+        if getattr(args, name, None) and importlib.util.find_spec(package) is None:
+            raise MissingPackageError(
+                f"--{name.replace('_', '-')} needs the package {package}, which is not installed: "
+                "install it, or leave the word out"
+            )
 
 
 def check_backends(recipe: Recipe) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.training.gpu_packages import (
     MissingPackageError,
     check_backends,
+    check_logging,
     check_packages,
 )
 
@@ -46,6 +48,18 @@ def test_a_whole_stack_is_no_error_and_the_yardstick_needs_more(installed):
         check_packages(recipe, yardstick=True)
     installed("transformer_engine", "mamba_ssm", "causal_conv1d")
     check_packages(recipe, yardstick=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "package"), [("tensorboard_dir", "tensorboard"), ("wandb_project", "wandb")]
+)
+def test_a_log_is_refused_that_no_package_would_write(installed, asked, package):
+    installed()
+    check_logging(SimpleNamespace(tensorboard_dir=None, wandb_project=""))
+    with pytest.raises(MissingPackageError, match=f"the package {package},"):
+        check_logging(SimpleNamespace(**{asked: "here"}))
+    installed(package)
+    check_logging(SimpleNamespace(**{asked: "here"}))
 
 
 def test_a_named_backend_that_cannot_serve_is_refused(monkeypatch):
