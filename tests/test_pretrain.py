@@ -287,11 +287,13 @@ def test_the_model_the_batches_and_the_loss(gpu_recipe):
         assert not without
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(gpu_recipe):
+def test_a_loss_or_a_gradient_that_is_not_finite_ends_the_run(gpu_recipe):
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+    from megatron.training.training import get_megatron_ddp_config
+
     from megacpp_mcore.training.gpu_batch import checked_loss
 
     with megatron(launch(words(gpu_recipe))) as args:
-        # As well as gradients, which Megatron's data parallelism checks by the same argument.
         assert args.check_for_nan_in_loss_and_grad and args.rerun_mode == "validate_results"
         mask = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
         total, tokens, _ = checked_loss(mask, torch.tensor(9.0))
@@ -299,6 +301,15 @@ def test_a_loss_that_is_not_finite_ends_the_run(gpu_recipe):
         for bad in (float("nan"), float("inf")):
             with pytest.raises((RuntimeError, SystemExit)):
                 checked_loss(mask, torch.tensor(bad))
+        # Gradients Megatron's data parallelism checks, bucket by bucket, by the same argument.
+        asked = get_megatron_ddp_config(args)
+        assert asked.check_for_nan_in_grad and not asked.check_for_large_grads
+        for value in (1.0, float("nan"), float("inf")):
+            gradients = SimpleNamespace(grad_data=torch.tensor([1.0, value]))
+            reducing = SimpleNamespace(buckets=[gradients])
+            ends = contextlib.nullcontext() if value == 1 else pytest.raises(RuntimeError)
+            with ends:
+                _ParamAndGradBucketGroup.check_grads(reducing, True, False)
 
 
 def test_data_of_another_vocabulary_is_refused_before_the_model(small_recipe, overrides):
