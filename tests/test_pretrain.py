@@ -247,6 +247,30 @@ def test_packed_documents_are_apart_in_the_loop(gpu_recipe, overrides):
         assert loss_behind_it(row | whole) != loss_behind_it(other | whole)
 
 
+def test_a_context_parallel_rank_has_its_part_of_every_row(gpu_recipe, monkeypatch):
+    """Two chunks of four for either of two ranks, the first with the last: causal work is even."""
+    from megatron.core import mpu
+
+    from megacpp_mcore.training import gpu_batch
+    from megacpp_mcore.training.gpu_data import datasets_provider
+
+    with megatron(launch(words(gpu_recipe))) as args:
+        train, *_ = datasets_provider([8, 4, 0])
+        rows = torch.utils.data.default_collate([train[0], train[1]])
+        config = SimpleNamespace(pipeline_model_parallel_layout=None, mtp_num_layers=1)
+        args.context_parallel_size, parts = 2, []
+        with monkeypatch.context() as patch:
+            patch.setattr(mpu, "get_context_parallel_group", lambda: "two ranks")
+            patch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+            for rank in range(2):
+                patch.setattr(torch.distributed, "get_rank", lambda group=None, rank=rank: rank)
+                parts.append(gpu_batch.get_batch(iter([rows]), config))
+    for key in ("tokens", "labels", "loss_mask", "position_ids"):
+        first, second = (part[key].chunk(2, dim=1) for part in parts)
+        whole = torch.cat([first[0], *second, first[1]], dim=1)
+        torch.testing.assert_close(whole, rows[key], rtol=0, atol=0)
+
+
 def test_the_model_the_batches_and_the_loss(gpu_recipe):
     """Megatron's builder with our spec, GPTDataset through our provider, the loss by hand."""
     from megatron.core.process_groups_config import ProcessGroupCollection
