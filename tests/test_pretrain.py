@@ -258,12 +258,18 @@ def test_a_context_parallel_rank_has_its_part_of_every_row(gpu_recipe, monkeypat
         train, *_ = datasets_provider([8, 4, 0])
         rows = torch.utils.data.default_collate([train[0], train[1]])
         config = SimpleNamespace(pipeline_model_parallel_layout=None, mtp_num_layers=1)
-        args.context_parallel_size, parts = 2, []
+        args.context_parallel_size, parts, cp_rank = 2, [], [0]
         with monkeypatch.context() as patch:
             patch.setattr(mpu, "get_context_parallel_group", lambda: "two ranks")
-            patch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
-            for rank in range(2):
-                patch.setattr(torch.distributed, "get_rank", lambda group=None, rank=rank: rank)
+            for name, answer in (("get_world_size", lambda: 2), ("get_rank", lambda: cp_rank[0])):
+                real = getattr(torch.distributed, name)
+                patch.setattr(
+                    torch.distributed, name,
+                    lambda group=None, real=real, answer=answer: (
+                        answer() if group == "two ranks" else real(group)
+                    ),
+                )  # fmt: skip
+            for cp_rank[0] in range(2):
                 parts.append(gpu_batch.get_batch(iter([rows]), config))
     for key in ("tokens", "labels", "loss_mask", "position_ids"):
         first, second = (part[key].chunk(2, dim=1) for part in parts)
