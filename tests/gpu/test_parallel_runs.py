@@ -97,3 +97,19 @@ def test_losses_of_megatrons_own_log(tmp_path):
     assert losses == pytest.approx({1: 4.868805, 2: 4.910007, 3: 4.367006}, abs=1e-6)
     assert norms == {1: 14.686, 2: 14.157, 3: 11.618}
     assert parallel_runs._read(tmp_path / "receipt.json", tmp_path / "absent") == ({}, {})
+
+
+def test_megatrons_own_script_had_the_losses_of_our_entry():
+    """The same words, checkpoint, data and steps, on an H200: every digit that the script prints.
+
+    Its second loss is twice a printed mean less the first: two digits' rounding.
+    """
+    folder = LAYOUTS.parent / "stock"
+    log, receipt = folder / "pretrain_hybrid.log", folder / "entry.json"
+    losses, norms = parallel_runs._read(receipt, log)
+    printed_losses, printed_norms = parallel_runs._read(folder / "none", log)
+    assert list(losses) == list(printed_losses) == [*range(1, STEPS + 1)]
+    for step, loss in losses.items():
+        assert abs(printed_losses[step] - loss) <= (2e-6 if step == 2 else 0.51e-6)
+        assert abs(printed_norms[step] - norms[step]) <= 0.51e-3
+    assert receipts.read(receipt)["lane"]["device"]["name"] == "NVIDIA H200"
