@@ -190,7 +190,7 @@ HEAD = (
         keep="keep",
         removes="the logits, but for a buffer of 256 MiB; with weights known beforehand they are "
         "made once, 6 T h V operations: 31.2 / 31.5 ms, forward / forward + backward. "
-        "nam56r-quarter's step with two MTP depths is 371 ms beside 394 with Megatron's heads, and "
+        "nam56r-quarter's step with two MTP depths is 367 ms beside 391 with Megatron's heads, and "
         "52.9 GiB beside 68.8 (model-nam56r-quarter-mtp2.json)",
         layout="hidden [..., h], weight [V / tp, h], labels [...] -> losses [...], or their "
         "weighted sum; a vocabulary over tensor-parallel ranks",
