@@ -11,7 +11,7 @@ from loss_contract import CONTRACTS, close, per_token, weighted
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.backend import Problem
-from megacpp_mcore.kernels.linear_cross_entropy import REFERENCE, walk
+from megacpp_mcore.kernels.linear_cross_entropy import REFERENCE, cublaslt, walk
 from megacpp_mcore.surfaces import REGISTRY
 from megacpp_mcore.training.megatron_setup import single_process
 
@@ -119,6 +119,44 @@ def test_the_host_never_waits_and_a_cuda_graph_can_hold_it():
         torch.cuda.synchronize()
         for actual, wanted in zip(found, expected, strict=True):
             assert torch.equal(actual, wanted)
+
+
+PRODUCTS = {  # (n, k, m), as the chunks have them and with edges that no tile divides
+    "weight": (32768, 2048, 3584), "logits": (2048, 3584, 65536), "odd": (1000, 200, 456),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="other algorithms are named on another device",
+)
+@pytest.mark.parametrize("tile", [cublaslt.TILE_128X160, cublaslt.TILE_176X128])
+@pytest.mark.parametrize("turned", [(0, 0), (0, 1), (1, 0), (1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_is_torchs(name, dtype, turned, tile):
+    """Of matrices in larger ones; fresh over NaN, and added to what is there."""
+    n, k, m = PRODUCTS[name]
+
+    def matrix(rows, columns, turn):
+        shape = (columns, rows) if turn else (rows, columns)
+        whole = torch.randn(shape[0], shape[1] + 64, device="cuda").bfloat16()[:, : shape[1]]
+        return whole.t() if turn else whole
+
+    a, b = matrix(n, k, turned[0]), matrix(k, m, turned[1])
+    before = torch.randn(n, m, device="cuda").to(dtype)
+    expected = a.float() @ b.float()
+    spread = 4 * k**0.5 * torch.finfo(dtype).eps + 4 * k * torch.finfo(torch.float32).eps
+    for accumulate in (False, True):
+        out = before.clone() if accumulate else torch.full_like(before, torch.nan)
+        if not cublaslt.product(out, a, b, tile, accumulate=accumulate):
+            assert name == "odd" or tile != cublaslt.TILE_128X160, "the chunks' own is not named"
+            pytest.skip("the library does not name the algorithm for these sizes")
+        wanted = expected + before.float() if accumulate else expected
+        assert (out.float() - wanted).abs().max() <= spread * 3
+        again = before.clone() if accumulate else torch.empty_like(before)
+        assert cublaslt.product(again, a, b, tile, accumulate=accumulate)
+        assert torch.equal(again, out)
 
 
 class TestAtNAM56RsSizes:

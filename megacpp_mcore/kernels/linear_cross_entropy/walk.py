@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from megacpp_mcore.kernels.linear_cross_entropy.cublaslt import TILE_176X128, product
 from megacpp_mcore.kernels.linear_cross_entropy.inputs import Options, check_labels, rank_of
 from megacpp_mcore.kernels.linear_cross_entropy.reference import smoothing_of
 from megacpp_mcore.kernels.linear_cross_entropy.triton import (
@@ -129,11 +130,13 @@ class Walk:
     def _logits(self, chunk: slice, buffer: Tensor) -> Tensor:
         """The chunk's. Beside the first ones the labels are looked at, behind them in the queue:
         with CUDA_DEVICE_MAX_CONNECTIONS=1 streams share one."""
-        logits = torch.mm(self.hidden[chunk], self.weight.t(), out=buffer)
+        rows, columns = self.hidden[chunk], self.weight.t()
+        if not product(buffer, rows, columns, TILE_176X128):
+            torch.mm(rows, columns, out=buffer)
         if chunk.start == 0:
             with self._beside:
                 self.labels = self._labels()
-        return logits
+        return buffer
 
     def _labels(self) -> Tensor:
         """Those that `softmax_rows` takes, of all tokens."""

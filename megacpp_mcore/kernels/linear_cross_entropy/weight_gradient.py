@@ -8,6 +8,8 @@ the float32 sum of its first half of the rows, and only the second half's lies e
 import torch
 from torch import Tensor
 
+from megacpp_mcore.kernels.linear_cross_entropy.cublaslt import TILE_128X160, product
+
 
 class WeightGradient:
     """The sum over chunks of d_logits^T hidden.
@@ -64,6 +66,8 @@ def _narrow(wide: Tensor, narrow: Tensor) -> None:
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
     """out += a b, or with `fresh` out = a b; out has a's dtype or is float32."""
+    if product(out, a, b, TILE_128X160, accumulate=not fresh):
+        return
     beta = 0 if fresh else 1
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=beta, out=out)
