@@ -18,7 +18,6 @@ from megacpp_mcore.backend import Problem
 from megacpp_mcore.kernels.linear_cross_entropy import (
     REFERENCE,
     LinearCrossEntropyInputError,
-    cublaslt,
     linear_cross_entropy,
     walk,
     weighted_linear_cross_entropy,
@@ -227,23 +226,6 @@ class TestWeightGradient:
 
     def test_nothing_added_is_nothing(self):
         assert not WeightGradient(torch.ones(3, 2).bfloat16(), chunks=0).result().any()
-
-
-def test_cublaslt_is_asked_for_matrices_as_it_sees_them():
-    """Columns one after another: rows are its columns, and a transpose is turned."""
-    whole = torch.zeros(6, 16, dtype=torch.bfloat16)
-    wide, tall = cublaslt._form(whole[:, :10]), cublaslt._form(whole[:, :10].t())
-    assert wide[:5] == (torch.bfloat16, 10, 6, 16, False)
-    assert tall[:5] == (torch.bfloat16, 10, 6, 16, True)
-    assert cublaslt._form(whole[:, 1:]).alignment == 2
-    assert cublaslt._form(whole[:, ::2]) is None  # neither rows nor columns without gaps
-
-
-def test_without_a_gpu_cublaslt_is_not_asked():
-    out = torch.full((4, 4), 7.0)
-    ones = torch.ones(4, 4).bfloat16()
-    assert not cublaslt.product(out, ones, ones, cublaslt.TILE_128X160)
-    assert bool((out == 7).all())
 
 
 @pytest.mark.parametrize(
