@@ -16,13 +16,11 @@ from megacpp_mcore.catalog_row import (
 
 _WHOLE = "q, k [s, b, heads, dqk], v [s, b, heads, dv] -> [s, b, heads * dv]; grouped queries"
 _BOTH = f"{_WHOLE}; thd packed, all in one launch"
-_NOT_PINNED = (
-    "not in the pinned stack, and has not run on a GPU: tested on a CPU with a stand-in of its "
-    "signature. It serves only whoever names it, until a receipt shows it ahead"
-)
+_NOT_PINNED = "not in the pinned stack, and used where it is installed"
 
 _core = partial(Row, surface="core_attention", blocks="A")
 _RECEIPT = "examples/receipts/h200/core_attention.json"
+_PACKED_RECEIPT = "examples/receipts/h200/core_attention-thd.json"
 
 CORE_ATTENTION = (
     _core(
@@ -45,7 +43,7 @@ CORE_ATTENTION = (
         role="chosen",
         keep="keep",
         removes="the [s, s] scores of every head; dqk 128 and dv 64, and grouped queries, as they "
-        "are: 1.31 / 5.89 ms. Whole rows only: in a probe cuDNN 9.19's gradients for packed "
+        "are: 1.32 / 5.92 ms. Whole rows only: in a probe cuDNN 9.19's gradients for packed "
         "documents were wrong, and took 90 ms",
         layout=_WHOLE,
         dtypes="bf16, fp16",
@@ -59,51 +57,58 @@ CORE_ATTENTION = (
         role="vendor",
         keep="keep",
         removes="the [s, s] scores of every head where cuDNN cannot serve: packed documents above "
-        "all, 1.46 / 4.74 ms with 8 documents, which torch's own choice takes one by one in 3.12 / "
-        "25.7. Whole rows take it 3.20 / 12.5, v being padded to dqk",
+        "all, 1.48 / 4.80 ms with 8 documents, which torch's own choice takes one by one in 3.11 / "
+        "26.4. Whole rows take it 3.21 / 12.5, v being padded to dqk",
         layout=_BOTH,
         dtypes="bf16, fp16",
         fallback="sdpa",
         tests=ATTENTION_TESTS,
-        receipt="examples/receipts/h200/core_attention-thd.json",
+        receipt=_PACKED_RECEIPT,
         exit_when="a kernel that takes dv 64 as it is serves packed documents on the pinned stack",
     ),
     _core(
         backend="flash_4",
-        role="experimental",
-        keep="borderline",
-        removes="the zeros that v is padded with in packed documents, besides what sdpa_flash does",
+        role="vendor",
+        keep="keep",
+        removes="what sdpa_cudnn does, and a seventh of its time: 1.34 / 5.06 ms, and 0.59 / 2.03 "
+        "with 8 documents, v unpadded there, too, where sdpa_flash takes 1.48 / 4.80. On Hopper it "
+        "pads v for grouped queries and for dims that are no multiples of 64, and is refused where "
+        f"its gradients are wrong (4.0.0b36). Of flash-attn-4, {_NOT_PINNED}",
         layout=_BOTH,
         dtypes="bf16, fp16",
         fallback="sdpa_flash",
         tests=ATTENTION_TESTS,
-        no_receipt=_NOT_PINNED,
-        exit_when="it enters the pinned stack, or does not by the next pin",
+        receipt=_RECEIPT,
+        exit_when="another backend is faster over a whole step, or its versions stop agreeing with "
+        "the definition",
         skips={"graph": "its kernels are no operators of torch's: a break before and after each"},
     ),
     _core(
         backend="flash_3",
-        role="experimental",
+        role="vendor",
         keep="borderline",
-        removes="the same as sdpa_flash, with Hopper's asynchronous matrix products",
+        removes="what sdpa_flash does, with Hopper's asynchronous matrix products: 0.88 / 3.00 ms "
+        "with 8 documents. Whole rows take it 1.72 / 6.18, v being padded to dqk, and sdpa_cudnn "
+        f"5.92. Version 3.0.0, built from its source tree, {_NOT_PINNED}",
         layout=_BOTH,
         dtypes="bf16, fp16",
         fallback="sdpa_flash",
         tests=ATTENTION_TESTS,
-        no_receipt=_NOT_PINNED,
-        exit_when="it enters the pinned stack, or does not by the next pin",
+        receipt=_PACKED_RECEIPT,
+        exit_when="flash_4 serves whatever it does",
     ),
     _core(
         backend="flash_2",
-        role="experimental",
+        role="vendor",
         keep="borderline",
-        removes="nothing that sdpa_flash, the same kernel, does not; but it has dropout in packed "
-        "documents, and a deterministic backward pass",
+        removes="what sdpa_flash, an older build of the same kernel, does: 1.28 / 4.53 ms with 8 "
+        "documents, whole rows 2.96 / 11.3. And it has dropout in packed documents, and a "
+        f"deterministic backward pass. Version 2.8.4, built from its source tree, {_NOT_PINNED}",
         layout=_BOTH,
         dtypes="bf16, fp16",
         fallback="sdpa_flash",
         tests=ATTENTION_TESTS,
-        no_receipt=_NOT_PINNED,
+        receipt=_PACKED_RECEIPT,
         exit_when="torch's own varlen attention has dropout",
     ),
     _core(

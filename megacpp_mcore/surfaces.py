@@ -196,18 +196,16 @@ _SURFACES = (
         "core_attention",
         (
             Backend("te", f"{_TE_EXTENSION}:TEDotProductAttention", attention_support.te_attention),
+            Backend("flash_4", f"{_ATTENTION}:Flash4CoreAttention", attention_support.flash_4),
             Backend(
                 "sdpa_cudnn", f"{_ATTENTION}:CudnnCoreAttention", attention_support.cudnn_attention
             ),
+            Backend("flash_3", f"{_ATTENTION}:Flash3CoreAttention", attention_support.flash_3),
+            Backend("flash_2", f"{_ATTENTION}:Flash2CoreAttention", attention_support.flash_2),
             Backend(
                 "sdpa_flash", f"{_ATTENTION}:FlashCoreAttention", attention_support.flash_attention
             ),
             Backend("sdpa", f"{_ATTENTION}:SDPACoreAttention", attention_support.torch_attention),
-            # Not run on a GPU by us. Behind sdpa, which takes all that they take: they serve
-            # whoever names them.
-            Backend("flash_4", f"{_ATTENTION}:Flash4CoreAttention", attention_support.flash_4),
-            Backend("flash_3", f"{_ATTENTION}:Flash3CoreAttention", attention_support.flash_3),
-            Backend("flash_2", f"{_ATTENTION}:Flash2CoreAttention", attention_support.flash_2),
             Backend(
                 REFERENCE,
                 f"{_ATTENTION}:ReferenceCoreAttention",

@@ -2,9 +2,11 @@
 
 import contextlib
 import itertools
+import json
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import admission
@@ -28,6 +30,7 @@ from megacpp_mcore.layers.core_attention import (
     ReferenceCoreAttention,
     SDPACoreAttention,
 )
+from megacpp_mcore.surfaces import REGISTRY
 from megacpp_mcore.training.megatron_setup import single_process
 
 
@@ -341,27 +344,70 @@ def test_no_tokens_are_no_work(flash_packages, cls, shape):
         assert gradient.shape == leaf.shape
 
 
-def test_what_no_gpu_has_run_serves_by_name_only(flash_packages, monkeypatch):
-    """Whatever is asked, the one that auto takes is another."""
+@pytest.fixture
+def on_hopper(flash_packages, monkeypatch):
+    """A GPU as far as the `supports` can see, with what `installed.modules` names beside torch."""
     from megacpp_mcore import attention_support
 
+    installed = SimpleNamespace(modules=("flash_attn",))
     monkeypatch.setattr(
-        attention_support, "import_reason", lambda name: None if name[:5] == "flash" else "absent"
-    )
+        attention_support, "import_reason",
+        lambda name: None if name.startswith(tuple(installed.modules)) else "absent",
+    )  # fmt: skip
     monkeypatch.setattr(attention_support, "_flash_4_version", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    for layout, needs, dims in itertools.product(
-        ("sbhd", "thd"), ((), ("dropout",), ("deterministic_mode",), ("dropout", "window")),
-        ((128, 64), (64, 64), (192, 128), (256, 256), (320, 64)),
-    ):  # fmt: skip
-        problem = Problem.of(
-            "cuda", "bfloat16", dqk=dims[0], dv=dims[1], layout=layout, needs=needs
-        )
-        assert not dispatch.choose("core_attention", problem).observed.startswith("flash_")
-    served = dispatch.verdicts("core_attention", Problem.of("cuda", "bfloat16", dqk=64, dv=64))
-    assert all(served[f"flash_{version}"] is None for version in (2, 3, 4))
+    yield installed
     dispatch.forget()  # what was answered here
+
+
+_PACKAGE_NAMES = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_i", 4: "flash_attn.cute"}
+
+
+@pytest.mark.parametrize(
+    "versions, needs, whole, packed",
+    [
+        ((2, 3, 4), (), "flash_4", "flash_4"),
+        ((2, 3), (), "sdpa_cudnn", "flash_3"),
+        ((2,), (), "sdpa_cudnn", "flash_2"),
+        ((), (), "sdpa_cudnn", "sdpa_flash"),
+        ((2, 3, 4), ("dropout",), "sdpa_cudnn", "flash_2"),
+        ((2, 3, 4), ("deterministic_mode",), "flash_4", "flash_4"),
+        ((), ("deterministic_mode",), "sdpa", "sdpa"),
+        ((2, 3, 4), ("window",), "reference", "reference"),
+    ],
+)
+def test_auto_takes_the_fastest_that_serves(on_hopper, versions, needs, whole, packed):
+    on_hopper.modules = [_PACKAGE_NAMES[version] for version in versions]
+    for layout, expected in (("sbhd", whole), ("thd", packed)):
+        problem = Problem.of("cuda", "bfloat16", dqk=128, dv=64, layout=layout, needs=needs)
+        dispatch.forget()
+        assert dispatch.choose("core_attention", problem).observed == expected, layout
+
+
+@pytest.mark.parametrize("name", ["core_attention", "core_attention-thd"])
+def test_the_order_is_that_of_the_receipts(name):
+    """`sdpa` is not in it: it takes whatever torch does for a problem, and what others cannot."""
+    path = Path(__file__).parents[2] / "examples" / "receipts" / "h200" / f"{name}.json"
+    rows = json.loads(path.read_text())["rows"]
+    median = {r["backend"]: r["median_ms"] for r in rows if r["phase"] == "forward_backward"}
+    order = [backend.name for backend in REGISTRY["core_attention"].backends]
+    measured = [median[name] for name in order if name in median and name != "sdpa"]
+    assert len(measured) >= 5 and measured == sorted(measured)
+
+
+@pytest.mark.parametrize("dqk, right", [
+    (8, False), (16, False), (24, True), (32, True), (48, False), (64, True), (72, False),
+    (96, True), (104, False), (112, False), (128, True), (144, True), (160, True), (256, True),
+])  # fmt: skip
+def test_version_4_is_refused_where_its_gradients_are_wrong(on_hopper, monkeypatch, dqk, right):
+    problem = Problem.of("cuda", "bfloat16", dqk=dqk, dv=8, layout="thd")
+    reason = dispatch.verdicts("core_attention", problem)["flash_4"]
+    assert reason is None if right else "no multiple of 32" in reason
+    if dqk <= 128:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+        dispatch.forget()
+        assert dispatch.verdicts("core_attention", problem)["flash_4"] is None
 
 
 def test_a_package_for_other_gpus_or_of_another_version_says_so(flash_packages, monkeypatch):
