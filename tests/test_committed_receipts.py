@@ -74,10 +74,20 @@ def test_without_logits_the_step_is_faster_and_ten_gib_smaller():
     assert ours["peak_memory_bytes"] <= megatrons["peak_memory_bytes"] - 10 * 2**30
 
 
-def test_chunked_losses_are_faster_than_ligers_mean():
+def test_chunked_losses_take_nine_tenths_of_ligers_mean_and_little_more_than_the_products():
+    """Nine tenths, the whole 99 % interval of it; a tenth more than 6 T h V operations at the rate
+    of the best of ten large products in the same run; 0.7 GiB beyond the gradients."""
     rows, _ = _rows("linear_cross_entropy-mean")
-    phase = "forward_backward"
-    assert rows["chunked", phase]["median_ms"] < rows["liger_mean", phase]["median_ms"]
+    ours, ligers = rows["chunked", "forward_backward"], rows["liger_mean", "forward_backward"]
+    by_round = (dict(zip(r["rounds"], r["samples_ms"], strict=True)) for r in (ligers, ours))
+    assert ratio_in_turns(*by_round).high <= 0.90
+    receipt = receipts.read(FOLDER / "linear_cross_entropy-mean.json")
+    floor = re.search(r"forward_backward ([\d.]+) ms", " ".join(receipt["notes"]))
+    assert ours["median_ms"] <= 1.10 * float(floor[1])
+    sizes = receipt["problem"]["sizes"]
+    tokens = sizes["batch"] * sizes["seq"]
+    gradients = 2 * sizes["hidden_size"] * (tokens + sizes["vocab_size"])
+    assert ours["peak_memory_bytes"] - gradients <= 0.7 * 2**30
 
 
 @pytest.mark.parametrize("name", ["mla_rope", "mla_rope-thd8"])

@@ -7,6 +7,7 @@ small enough for one group each, which take turns: one writes while the other mu
 weight's gradient takes 0.90 of the time so, the logits 0.96, to the same bits.
 
 The library is the one torch has loaded; its C interface and constants are those of cublasLt.h.
+Once torch takes that algorithm itself, this file is of no use.
 """
 
 import ctypes
