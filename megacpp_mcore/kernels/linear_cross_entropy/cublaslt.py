@@ -1,9 +1,9 @@
 """Matrix products by an algorithm of cuBLASLt's that torch does not take.
 
 torch runs the first that the library's heuristics name. Where a sum is as short as here, the tokens
-of a chunk or hidden's width, that is a cooperative kernel on an H200: two groups of warps share a
-tile, and no tensor core works while they write it. Another of the eight that are named has tiles
-small enough for one group each, which take turns: one writes while the other multiplies. The
+of a chunk or hidden's width, that is on an H200 a cooperative kernel, by its name: two groups of
+warps share a tile, and nothing is multiplied while they write it. Another of the eight that are
+named has smaller tiles, one for each group, so that one can write while the other multiplies. The
 weight's gradient takes 0.90 of the time so, the logits 0.96, to the same bits.
 
 The library is the one torch has loaded; its C interface and constants are those of cublasLt.h.
@@ -147,7 +147,7 @@ def _plan(device: int, tile: int, first: _Form, second: _Form, out: _Form) -> _P
     status = library.cublasLtMatmulAlgoGetHeuristic(
         handle, operation, *layouts, layouts[2], preference, _NAMED, found, byref(count)
     )
-    named = found[: count.value] if status == 0 else []  # none: for sizes that it cannot do
+    named = [one for one in found[: count.value] if one.state == status == 0]  # none: for sizes that it cannot do
     _check(library.cublasLtMatmulPreferenceDestroy(preference))
     for one in named:
         if (_configured(library, one, _TILE), _configured(library, one, _SPLIT_K)) == (tile, 1):
