@@ -147,7 +147,8 @@ def _plan(device: int, tile: int, first: _Form, second: _Form, out: _Form) -> _P
     status = library.cublasLtMatmulAlgoGetHeuristic(
         handle, operation, *layouts, layouts[2], preference, _NAMED, found, byref(count)
     )
-    named = [one for one in found[: count.value] if one.state == status == 0]  # none: for sizes that it cannot do
+    # status: for sizes that it cannot do at all
+    named = [one for one in found[: count.value] if one.state == status == 0]
     _check(library.cublasLtMatmulPreferenceDestroy(preference))
     for one in named:
         if (_configured(library, one, _TILE), _configured(library, one, _SPLIT_K)) == (tile, 1):
