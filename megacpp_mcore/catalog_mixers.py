@@ -116,6 +116,23 @@ MAMBA3_SCAN = (
         "the input and output",
     ),
     _scan(
+        backend="mamba_ssm_mimo",
+        role="vendor",
+        keep="keep",
+        removes="scores and chunk states of MIMO's plain scan: 6.96 / 22.1 ms and 3.0 GiB at 56 "
+        "heads, where plain torch takes 37.1 / 125.5 and 22.4. Upstream's own launchers trace each "
+        "kernel anew in every call, 0.19 / 1.5 s of the host: they are made to remember",
+        layout="q, k (B, S, 4, G, 64), v, z (B, S, H, 64) -> (B, S, H, 64); MIMO of rank 4 with "
+        "skip and gate, 64 tokens or more, in chunks of 16 whatever the recipe says",
+        dtypes="bf16; dt, decay and state in fp32, angles in fp32",
+        fallback="reference",
+        tests=("tests/gpu/test_mamba3_mimo_gpu.py", "tests/kernels/test_mamba_ssm_mimo.py"),
+        receipt="examples/receipts/h200/mamba3_scan-mimo.json",
+        exit_when="upstream's release after 2.3.2.post1 serves groups of any size, or a scan of "
+        "our own beats it over a whole step",
+        skips={"graph": "a TileLang launch is Python: torch.compile breaks before and after it"},
+    ),
+    _scan(
         backend="reference",
         role="fallback",
         keep="keep",

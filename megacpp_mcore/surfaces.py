@@ -92,6 +92,22 @@ def mamba_ssm_scan(problem: Problem) -> str | None:
     return import_reason("mamba_ssm.ops.triton.mamba3.mamba3_siso_combined")
 
 
+def mamba_ssm_mimo(problem: Problem) -> str | None:
+    """The `supports` of mamba-ssm's Mamba-3 MIMO kernels, as far as they are tested."""
+    if problem.device != "cuda":
+        return f"mamba-ssm's kernels run on cuda only, the problem is on {problem.device}"
+    if problem.dtype != "bfloat16":
+        return f"mamba-ssm's kernels compute in bfloat16, not {problem.dtype}"
+    if (variant := problem.size("variant")) != "mimo":
+        return f"variant {variant}: these are the MIMO kernels"
+    for name, tested in (("state_dim", (64,)), ("head_dim", (64,)), ("rank", (4,))):
+        if (size := problem.size(name)) not in tested:
+            return f"{name} {size}: the kernels are tested with {', '.join(map(str, tested))}"
+    if problem.size("state_dim") != 4 * (angles := problem.size("angles")):
+        return f"{angles} angles: the kernels are tested with a quarter of state_dim"
+    return import_reason("mamba_ssm.ops.tilelang.mamba3.mamba3_mimo")
+
+
 def grouped_mm(problem: Problem) -> str | None:
     """The `supports` of torch's grouped matrix product, which a CPU has too, without any gain."""
     if problem.device != "cuda":
@@ -238,6 +254,7 @@ _SURFACES = (
         "mamba3_scan",
         (
             Backend("mamba_ssm", f"{_MAMBA3}.mamba_ssm:mamba3_scan", mamba_ssm_scan),
+            Backend("mamba_ssm_mimo", f"{_MAMBA3}.mamba_ssm_mimo:mamba3_scan", mamba_ssm_mimo),
             Backend(REFERENCE, f"{_MAMBA3}:mamba3_scan", always),
         ),
         problems.mamba3_scan_of,

@@ -32,8 +32,11 @@ _ON_GPU = [
     "model.transformer_impl=transformer_engine", "moe.moe_token_dispatcher_type=alltoall",
     "moe.moe_grouped_gemm=true",
 ]  # fmt: skip
-# Surfaces of layers that the recipe as it is does not have.
-_OTHER_LAYERS = {"rope_qk": ["attention.kind=gqa", "attention.num_query_groups=2"]}
+# Surfaces of layers, and backends of variants, that the recipe as it is does not have.
+_OTHERS = {
+    "rope_qk": ("attention.kind=gqa", "attention.num_query_groups=2"),
+    "mamba_ssm_mimo": ("mamba3.variant=mimo",),
+}
 _ENVIRONMENT = ("MEGACPP_RECIPE", "MEGACPP_BACKENDS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 # Roundings to bf16 from a weight to the loss, and from there to its gradient: some 16 operations in
 # the block, another 16 in the embedding, the head and the loss, each way.
@@ -50,16 +53,19 @@ def cosines(row: Row, device: str) -> Iterator[tuple[str, float]]:
     The head, which no letter stands for, has an attention layer before it.
     """
     for block in row.blocks or "A":
-        truth = _truth(row.surface, block, device)
-        found = _values(row.surface, row.backend, block, device, torch.bfloat16)
+        others = _OTHERS.get(row.surface, ()) + _OTHERS.get(row.backend, ())
+        truth = _truth(row.surface, block, others, device)
+        found = _values(row.surface, row.backend, block, others, device, torch.bfloat16)
         assert truth.keys() == found.keys()
         for name, expected in truth.items():
             yield f"{block}: {name}", _cosine(found[name], expected)
 
 
 @functools.cache
-def _truth(surface: str, block: str, device: str) -> dict[str, torch.Tensor]:
-    return _values(surface, REFERENCE, block, device, torch.float32)
+def _truth(
+    surface: str, block: str, others: tuple[str, ...], device: str
+) -> dict[str, torch.Tensor]:
+    return _values(surface, REFERENCE, block, others, device, torch.float32)
 
 
 def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -68,10 +74,15 @@ def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _values(
-    surface: str, backend: str, block: str, device: str, dtype: torch.dtype
+    surface: str,
+    backend: str,
+    block: str,
+    others: tuple[str, ...],
+    device: str,
+    dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
     """Losses and gradients by Megatron's names, each expert's weights apart."""
-    sizes = [f"model.pattern={block}", "model.depth=1", *_SIZES, *_OTHER_LAYERS.get(surface, [])]
+    sizes = [f"model.pattern={block}", "model.depth=1", *_SIZES, *others]
     recipe = load_recipe("nam56r-tiny", sizes + (_ON_GPU if device == "cuda" else []))
     with pytest.MonkeyPatch.context() as patch:
         for name in _ENVIRONMENT:

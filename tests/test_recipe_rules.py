@@ -299,7 +299,7 @@ ACCEPTED = [
     ["moe.moe_router_load_balancing_type=none"],
     ['moe.moe_router_load_balancing_type=["aux_loss", "global_aux_loss"]',
      "moe.moe_aux_loss_coeff=[1e-3, 1e-3]"],
-    ["mamba3.variant=mimo"],  # chunk 64 x rank 4 is too much for the fused scans, not for auto
+    ["mamba3.variant=mimo", "backends.mamba3_scan=mamba_ssm_mimo"],
     ["mamba3.mamba_head_dim=48", "backends.mamba3_scan=reference"],
     ['recompute.moe=["act", "shared_experts"]', 'recompute.attention=["core_attn", "up_proj"]',
      "recompute.mamba3=core", "recompute.m2rnn=mixer", "recompute.layernorm=true"],

@@ -62,10 +62,12 @@ class Mamba3ScanCase(Case):
         return {
             "plain": cls(2, 32, 4, 2, 8, 8, 2, 0, 8),
             "plain-mimo": cls(1, 16, 2, 1, 8, 8, 2, 2, 8),
+            "plain-mimo-tiles": cls(1, 128, 4, 2, 64, 64, 16, 4, 64),
             "plain-whole-tiles": cls(1, 128, 2, 1, 64, 64, 16, 0, 64),
             "odd": cls(1, 37, 3, 1, 5, 10, 3, 0, 8),
             "odd-length": cls(2, 75, 2, 2, 32, 32, 4, 0, 64),
             "odd-mimo": cls(1, 21, 4, 4, 3, 8, 4, 3, 8),
+            "odd-mimo-length": cls(2, 75, 2, 2, 64, 64, 16, 4, 64),
             "odd-one-token": cls(2, 1, 2, 2, 4, 4, 2, 0, 8),
             "empty": cls(2, 0, 2, 1, 4, 4, 1, 0, 8),
         }

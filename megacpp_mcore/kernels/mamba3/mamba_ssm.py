@@ -45,17 +45,17 @@ def mamba3_scan(
             cu_seqlens=cu_seqlens, initial_state=initial_state,
             return_final_state=return_final_state,
         )  # fmt: skip
-    _check(v)
+    check_bfloat16(v)
     # Narrow first: what is expanded over the heads is then written once, at half the size.
     angles = angles.to(torch.bfloat16).expand(-1, -1, v.shape[2], -1).contiguous()
     q, k, trap, z = (None if x is None else x.to(torch.bfloat16) for x in (q, k, trap, z))
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z)
     kept = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    bounds = None if cu_seqlens is None else _whole(cu_seqlens, v.shape[1])
+    bounds = None if cu_seqlens is None else whole(cu_seqlens, v.shape[1])
     return mamba3_siso(*inputs, bounds, chunk_size, kept)[0]
 
 
-def _check(v: Tensor) -> None:
+def check_bfloat16(v: Tensor) -> None:
     if v.dtype != torch.bfloat16:
         raise Mamba3InputError(
             f"v is {v.dtype}: mamba-ssm's kernels would round it to torch.bfloat16; cast the "
@@ -65,7 +65,7 @@ def _check(v: Tensor) -> None:
         raise Mamba3InputError("the sequence is empty: S must be at least 1")
 
 
-def _whole(cu_seqlens: Tensor, seq: int) -> Tensor:
+def whole(cu_seqlens: Tensor, seq: int) -> Tensor:
     """Offsets up to the end of the row: tokens behind the last one are a document of their own."""
     end = torch.full_like(cu_seqlens[:1], seq)
     return torch.cat((cu_seqlens, end)).to(torch.int32)

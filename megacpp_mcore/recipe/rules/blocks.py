@@ -54,13 +54,6 @@ def _mamba3(r: Rules) -> None:
         "mamba3.rope_fraction",
         f"makes {angles} angles: must be a multiple of {r.told(tp)}",
     )
-    rows = r["mamba3.chunk_size"] * r["mamba3.mimo_rank"]
-    r.refuse(
-        r["mamba3.variant"] == "mimo" and backend not in ("auto", "reference") and rows > 64,
-        "mamba3.chunk_size",
-        f"must be at most {64 // r['mamba3.mimo_rank']} with {r.told('mamba3.mimo_rank')} and "
-        f"backends.mamba3_scan = {backend!r}: chunk times rank is at most 64",
-    )
     _time_step(r, "mamba3")
 
 

@@ -1,0 +1,129 @@
+"""Mamba-3 MIMO on the TileLang kernels of mamba-ssm, behind the interface of `mamba3_scan`.
+
+Upstream wants q, k, v, z and trap in bfloat16, angles and their sums in float32, and 64 rows of
+tokens x rank in a tile; its backward pass groups of one head or of all, and whole chunks, if not
+documents.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megacpp_mcore.kernels.mamba3 import mamba3_scan as reference_scan
+from megacpp_mcore.kernels.mamba3.inputs import Mamba3InputError, Mamba3State
+from megacpp_mcore.kernels.mamba3.mamba_ssm import check_bfloat16, whole
+
+_ROWS = 64  # of a tile: tokens of a chunk times the rank
+_PACKAGE = "mamba_ssm.ops.tilelang.mamba3"
+_BACKWARD = ("mamba_mimo_bwd_fwd", "mamba_mimo_bwd_bwd")
+_KERNELS = {
+    "mamba3_mimo_fwd": ("mamba_mimo_fwd",),
+    "mamba3_mimo_fwd_varlen": ("mamba_mimo_fwd",),
+    "mamba3_mimo_bwd": _BACKWARD,
+    "mamba3_mimo_bwd_varlen": _BACKWARD,
+}
+
+
+def mamba3_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    adt: Tensor,
+    dt: Tensor,
+    trap: Tensor,
+    angles: Tensor,
+    q_bias: Tensor,
+    k_bias: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    *,
+    mimo_v: Tensor | None = None,
+    mimo_z: Tensor | None = None,
+    mimo_out: Tensor | None = None,
+    chunk_size: int = _ROWS,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Mamba3State | None = None,
+    return_final_state: bool = False,
+) -> Tensor | tuple[Tensor, Mamba3State]:
+    """`megacpp_mcore.kernels.mamba3.mamba3_scan`, MIMO with skip and gate, in bfloat16; its shapes
+    and its meaning. The kernels' own chunk is 64 / R tokens, whatever `chunk_size` says.
+
+    With a state, which is inference, the reference runs; so it does for rows of fewer than 64
+    tokens: on an H200 a row of one failed, and none between was tried.
+
+    Raises Mamba3InputError for a v that is not bfloat16, an empty sequence, and a call without the
+    skip, the gate, or the projections of MIMO.
+    """
+    if initial_state is not None or return_final_state or 0 < v.shape[1] < _ROWS:
+        return reference_scan(
+            q, k, v, adt, dt, trap, angles, q_bias, k_bias, D, z, mimo_v=mimo_v, mimo_z=mimo_z,
+            mimo_out=mimo_out, chunk_size=chunk_size, cu_seqlens=cu_seqlens,
+            initial_state=initial_state, return_final_state=return_final_state,
+        )  # fmt: skip
+    check_bfloat16(v)
+    if any(x is None for x in (D, z, mimo_v, mimo_z, mimo_out)):
+        raise Mamba3InputError(
+            "mamba-ssm's MIMO kernels take D, z, mimo_v, mimo_z and mimo_out, and one of them is "
+            "None: use the reference"
+        )
+    heads, groups, rank = v.shape[2], q.shape[3], q.shape[2]
+    if 1 < groups < heads:
+        q, k = (x.repeat_interleave(heads // groups, dim=3) for x in (q, k))
+    q, k, trap, z = (x.to(torch.bfloat16) for x in (q, k, trap, z))
+    angles = angles.float().expand(-1, -1, heads, -1)
+    bounds = None if cu_seqlens is None else whole(cu_seqlens, v.shape[1])
+    tokens = (q, k, v, adt, dt, trap, angles, z)
+    if bounds is None and v.shape[1] % (_ROWS // rank):
+        bounds, tokens = _as_documents(*tokens)
+    q, k, value, adt, dt, trap, angles, z = tokens
+    y = _launch(
+        q, k, value, *(x.transpose(1, 2) for x in (adt, dt, trap)), q_bias, k_bias, mimo_v, mimo_z,
+        mimo_out, angles, D, z, _ROWS // rank, bounds,
+    )  # fmt: skip
+    return y.view(v.shape)
+
+
+def _as_documents(*tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The rows (B, S, ...) as documents of one row (1, B * S, ...), and the offsets of them."""
+    batch, seq = tokens[0].shape[:2]
+    bounds = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=tokens[0].device)
+    return bounds, [x.flatten(0, 1).unsqueeze(0) for x in tokens]
+
+
+@torch.compiler.disable  # a TileLang launch is Python that torch.compile cannot look into
+def _launch(*inputs) -> Tensor:
+    from mamba_ssm.ops.tilelang.mamba3.mamba3_mimo import mamba3_mimo
+
+    _keep_kernels()
+    *tensors, chunk_size, bounds = inputs
+    state_dim, angles = tensors[0].shape[-1], tensors[11].shape[-1]
+    return mamba3_mimo(*tensors, chunk_size, state_dim // angles, torch.bfloat16, cu_seqlens=bounds)
+
+
+@functools.cache
+def _keep_kernels() -> None:
+    """Let upstream's launchers ask TileLang for each kernel once, not in every call.
+
+    They ask with symbols made anew for the sizes that are free, so that TileLang traces the kernel
+    again to find it in its cache: 0.2 s forward and a second backward, on the host.
+    """
+    for module, names in _KERNELS.items():
+        upstream = importlib.import_module(f"{_PACKAGE}.{module}")
+        for name in names:
+            setattr(upstream, name, _kept(getattr(upstream, name)))
+
+
+def _kept(make: Callable) -> Callable:
+    """`make`, remembering its kernels by the arguments as they are written."""
+    kernels = {}
+
+    def kernel(*sizes, **settings):
+        key = (*map(str, sizes), *(f"{name}={settings[name]}" for name in sorted(settings)))
+        if key not in kernels:
+            kernels[key] = make(*sizes, **settings)
+        return kernels[key]
+
+    return kernel
