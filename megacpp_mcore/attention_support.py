@@ -106,7 +106,8 @@ def flash_4(problem: Problem) -> str | None:
     if reason := _padded_v(problem, 256 if hopper else 128):
         return reason
     # 4.0.0b36 keeps dq (and of grouped queries dk and dv) in rows of dqk rounded up to 16 while it
-    # adds them up, and reads them in rows of dqk rounded up to 32: seen at dqk 16 on an H200.
+    # adds them up, and reads them in rows of dqk rounded up to 32. On an H200 they were wrong at
+    # dqk 8, 16, 48, 80 and 112, and right at 24, 32, 64, 96, 128, 144, 160, 192 and 256.
     dqk = problem.size("dqk", 0)
     if hopper and dqk <= 128 and -(-dqk // 16) % 2:
         return (
