@@ -179,7 +179,7 @@ MOE_EXPERTS = (
     ),
 )
 
-_LOSS_RECEIPT = "examples/receipts/h200/linear_cross_entropy.json"
+_LOSS_RECEIPT = "examples/receipts/h200/linear_cross_entropy-mean.json"
 _head = partial(Row, surface="linear_cross_entropy", blocks="")
 _LOGITS_LAYOUT = "hidden [s, b, h], weight [V, h], labels [s, b] -> losses [s, b]"
 
@@ -189,7 +189,7 @@ HEAD = (
         role="chosen",
         keep="keep",
         removes="the logits, but for a buffer of 256 MiB; with weights known beforehand they are "
-        "made once, 6 T h V operations: 31.2 / 31.5 ms, forward / forward + backward. "
+        "made once, 6 T h V operations: 30.6 / 31.0 ms, forward / forward + backward. "
         "nam56r-quarter's step with two MTP depths is 367 ms beside 391 with Megatron's heads, and "
         "52.9 GiB beside 68.8 (model-nam56r-quarter-mtp2.json)",
         layout="hidden [..., h], weight [V / tp, h], labels [...] -> losses [...], or their "
@@ -206,8 +206,8 @@ HEAD = (
         role="vendor",
         keep="borderline",
         removes="the logits, but for a chunk; with weights known beforehand it makes them twice: "
-        "10.9 / 46.0 ms. Its own mean makes them once, and is slower than chunked "
-        "(linear_cross_entropy-mean.json)",
+        "11.1 / 47.3 ms. Its own mean makes them once: 36.5 ms beside chunked's "
+        "31.0",
         layout="hidden [..., h], weight [V, h], labels [...] -> losses [...]; no logit scale",
         dtypes="bf16, fp16, fp32; the sum of the weight's gradient in fp32, gradients of losses "
         "rounded to the dtype",
@@ -221,7 +221,7 @@ HEAD = (
         backend="cce",
         role="vendor",
         keep="borderline",
-        removes="the logits, all of them: made tile by tile in registers, twice: 13.8 / 136.0 "
+        removes="the logits, all of them: made tile by tile in registers, twice: 13.8 / 136.5 "
         "ms without its filter",
         layout="hidden [..., h], weight [V, h], labels [...] -> losses [...]; no option but "
         "ignore_index: its softcap counts columns past the vocabulary's end",
@@ -239,7 +239,7 @@ HEAD = (
         backend="reference",
         role="fallback",
         keep="keep",
-        removes="nothing: logits of every token, then their cross entropy: 22.7 / 55.0 ms and "
+        removes="nothing: logits of every token, then their cross entropy: 22.8 / 55.6 ms and "
         "12.0 GiB",
         layout=_LOGITS_LAYOUT,
         dtypes="bf16, fp16, fp32, fp64; the sum and the losses in fp32 or wider",
@@ -252,7 +252,7 @@ HEAD = (
         role="vendor",
         keep="keep",
         removes="nothing: Megatron's own heads, with logits and a float32 softmax of every token "
-        "and MTP depth in memory: 23.0 / 46.7 ms. They serve where chunked cannot (fp16), and "
+        "and MTP depth in memory: 23.1 / 47.2 ms. They serve where chunked cannot (fp16), and "
         "models of Megatron's own class have no others",
         layout=_LOGITS_LAYOUT,
         dtypes="bf16, fp16, fp32; the sum and the losses in fp32",
