@@ -88,14 +88,22 @@ inline void fail(const std::string& what) {
   wait();
 }
 
-inline void barrier(int number, unsigned count) {
+// Whether `fiber`, or one that does not wait (null), is the last to come to a barrier.
+inline bool completes(Fiber* fiber, int number, unsigned count) {
   auto& waiting = barriers[number];
-  waiting.push_back(current);
-  if (waiting.size() < count) return wait();
-  for (Fiber* fiber : waiting)
-    if (fiber != current) ready.push_back(fiber);
+  waiting.push_back(fiber);
+  if (waiting.size() < count) return false;
+  for (Fiber* other : waiting)
+    if (other != nullptr && other != current) ready.push_back(other);
   waiting.clear();
+  return true;
 }
+
+inline void barrier(int number, unsigned count) {
+  if (!completes(current, number, count)) wait();
+}
+
+inline void arrive(int number, unsigned count) { completes(nullptr, number, count); }
 
 // `operation` on the arguments of all 32 lanes, once the last of them is here.
 template <typename Operation>
@@ -343,6 +351,12 @@ T load(const T* from) {
   return *from;
 }
 
+inline int add(int* to, int x) {
+  const int before = *to;
+  *to += x;
+  return before;
+}
+
 template <typename To, typename From>
 To bits_as(From x) {
   To y;
@@ -351,6 +365,9 @@ To bits_as(From x) {
 }
 
 }  // namespace cpu
+
+using std::max;
+using std::min;
 
 #define threadIdx (cpu::current->index)
 #define blockIdx cpu::block
@@ -363,6 +380,9 @@ To bits_as(From x) {
   static_cast<uint32_t>(reinterpret_cast<const char*>(x) - cpu::shared)
 #define __hfma2(x, y, z) cpu::multiply_add(x, y, z)
 #define __ldg(x) cpu::load(x)
+#define __ldcg(x) cpu::load(x)
+#define __threadfence()
+#define atomicAdd(to, x) cpu::add(to, x)
 #define __float_as_uint(x) cpu::bits_as<uint32_t>(static_cast<float>(x))
 #define __uint_as_float(x) cpu::bits_as<float>(static_cast<uint32_t>(x))
 

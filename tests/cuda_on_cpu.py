@@ -78,12 +78,14 @@ def _instruction(statement: str) -> str:
         "ldmatrix.sync.aligned.m8n8.x4.shared": "cpu::ldmatrix<false>(x, from);",
         "ex2.approx.ftz.f32": "{0} = exp2f({1});",
         "rcp.approx.ftz.f32": "{0} = 1.f / ({1});",
+        "ld.acquire.gpu.global.b32": "x = cpu::load(from);",
         "ld.global.b32": "x = cpu::load(static_cast<const uint32_t*>(from));",
         "tanh.approx.f32": "{0} = cpu::approximate_tanh({1});",
         "min.NaN.f32 %0, %1, 0f41F00000": "{0} = cpu::least_or_nan({1}, 30.f);",
         "min.NaN.f32 %0, %1, 0f42700000": "{0} = cpu::least_or_nan({1}, 60.f);",
         "cvt.rna.tf32.f32": "{0} = cpu::rounded_tf32({1});",
         "bar.sync %0, %1": "cpu::barrier({0}, {1});",
+        "bar.arrive %0, %1": "cpu::arrive({0}, {1});",
     }
     for name, meaning in instructions.items():
         if name in statement:

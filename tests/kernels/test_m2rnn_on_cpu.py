@@ -145,8 +145,8 @@ def test_forward_stays_within_its_derived_bound(on_cpu, dtype, tanh):
 
 
 def state_bound(tanh):
-    """A column of |W| sums up to 1/2 here."""
-    return (2**-12 * 0.5 + TANH[tanh]) / (1 - 0.5)
+    """A column of |W| sums up to 1/2 here, and so one of |W - 1| to 3/2 at most."""
+    return (2**-12 * 1.5 + TANH[tanh]) / (1 - 0.5)
 
 
 @pytest.mark.parametrize("heads", [(1, 3), (3, 1)], ids=str)
@@ -175,6 +175,31 @@ def test_documents_and_the_clamp(on_cpu, dtype, chunk_size):
     inputs = draw(1, 90, 1, dtype=dtype, states=5)
     actual = run(inputs, bounds, chunk_size, grad_clamp=0.05)
     assert_close(actual, expected(inputs, bounds, grad_clamp=0.05), dtype)
+
+
+@pytest.mark.parametrize("chunk_size", cuda.CHUNK_SIZES)
+def test_same_bits_however_chains_are_cut(on_cpu, monkeypatch, chunk_size):
+    inputs = draw(1, 200, 5, k_dim=32 if chunk_size == 16 else 64)
+    *tensors, initial = inputs
+    results = []
+    for slots in (5, 4, 3, 1):
+        monkeypatch.setattr(cuda, "_slots", lambda sizes, processors, slots=slots: slots)
+        results.append(cuda._forward._init_fn(*tensors, initial, None, chunk_size, None, False))
+    for other in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+
+
+def test_so_many_chains_at_a_time_fill_the_multiprocessors_evenly():
+    def slots(batch, heads, k_dim=64, processors=132):
+        v = torch.empty(batch, 9, heads, V, device="meta")
+        q = torch.empty(batch, 9, 1, k_dim, device="meta")
+        return cuda._slots(cuda._Sizes(q, q, v, None, 32), processors)
+
+    assert slots(1, 44) == 44 and slots(1, 51) == 51
+    assert slots(4, 44) == 176  # 352 blocks: three on a multiprocessor, at most
+    assert slots(4, 51) == 198  # of 204: 408 blocks would be four on some
+    assert slots(8, 51) == 198
+    assert slots(1, 3, k_dim=1024, processors=1) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

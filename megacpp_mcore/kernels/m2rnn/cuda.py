@@ -1,22 +1,22 @@
 """M2RNN in CUDA C++, one way for 16-bit inputs and one for float32; the kernels are in csrc/.
 
-One launch forward and one backward, each with one more where parts are to be added up. The state
-and what is carried from step to step are float32. Sums over rows, heads and batch are made in a
-fixed order: a result does not change from run to run.
+One launch forward and one backward, each with one more where parts are to be added up (forward for
+float32 only). The state and what is carried from step to step are float32. Sums over rows, heads
+and batch are made in a fixed order: a result does not change from run to run.
 
-16-bit inputs: of h W the diagonal of W is multiplied in float32, the rest with h rounded to 11 bits
-and W in two parts of 11, for what W is off by adds up over steps. tanh="approximate" is the GPU's
-own instruction, within 2^-11 of the value; "exact" is 1 - 2 / (1 + e^2x), within 2^-21 of 1. So z
-is off by at most d = 2^-12 sum_i |h_i W_ij| (i != j) plus 2^-11 |z| or 2^-21, and an element of the
-state, if it was off by e before a step, by f e + (1 - f) (w e + d) after it, w = max_j sum_i
-|W_ij|, for tanh is nowhere steeper than 1. Where w < 1 that is never more than d / (1 - w), however
-many steps there are. Backwards a state is made again from the last checkpoint, which keeps 11 bits
-of it: W goes to 11 bits there, its diagonal too, tanh is the approximate one whatever `tanh` says,
-and z, 1 - z^2 and h - z are kept to 11 bits; none of it lasts beyond the next checkpoint. The
-gradient of tanh's argument a is multiplied with W^T at 11 bits, and what is summed up (h for y, dq
-and dW, a for dk, dv and dW) is rounded to the inputs' dtype first, as the operands of any 16-bit
-matrix product are. Eight steps are summed up at a time: a NaN of one shows in y and in q's, k's and
-v's gradients of all eight.
+16-bit inputs: of h W = h + h (W - 1) the first is float32, the second with h rounded to 11 bits and
+W - 1 in two parts of 11, for what W is off by adds up over steps. tanh="approximate" is the GPU's
+own instruction, within 2^-16 of the value on Hopper (measured 2^-16.5; PTX promises 2^-11); "exact"
+is 1 - 2 / (1 + e^2x), within 2^-21 of 1. So z is off by at most d = 2^-12 sum_i |h_i (W - 1)_ij|
+plus 2^-16 |z| or 2^-21, and an element of the state, if it was off by e before a step, by
+f e + (1 - f) (w e + d) after it, w = max_j sum_i |W_ij|, for tanh is nowhere steeper than 1. Where
+w < 1 that is never more than d / (1 - w), however many steps there are. Backwards a state is made
+again from the last checkpoint, which keeps 11 bits of it: W goes to 11 bits there, tanh is the
+approximate one whatever `tanh` says, and z, 1 - z^2 and h - z are kept to 11 bits; none of it lasts
+beyond the next checkpoint. The gradient of tanh's argument a is multiplied with W^T at 11 bits, and
+what is summed up (h for y, dq and dW, a for dk, dv and dW) is rounded to the inputs' dtype first,
+as the operands of any 16-bit matrix product are. Eight steps are summed up at a time: a NaN of one
+shows in y and in q's, k's and v's gradients of all eight.
 
 float32: all products with both factors in two parts of 11 bits (2^-20 of the sum of absolute
 products).
@@ -34,6 +34,7 @@ from megacpp_mcore.kernels.m2rnn.build import library
 V_HEAD_DIM = 16
 ROWS = 32  # of a state in a block, or twice as many: K is a multiple of it
 STEPS = 16  # chunk_size is a multiple of it
+Y_STEPS = 32  # whose y is added up at once
 CHUNK_SIZES = (16, 32, 48, 64)
 DTYPES = ("float32", "bfloat16", "float16")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the numbers of m2rnn.cu
@@ -50,7 +51,7 @@ def m2rnn(
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 32,
     grad_clamp: float | None = None,
-    tanh: str = "exact",
+    tanh: str = "approximate",
 ) -> tuple[Tensor, Tensor]:
     """`megacpp_mcore.kernels.m2rnn.m2rnn` on cuda; q, k and v in one of DTYPES.
 
@@ -105,14 +106,14 @@ class _Problem(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
             "q", "k", "v", "W", "f", "initial", "bounds", "first_chunk", "checkpoints",
-            "final_state", "y", "y_parts", "dy", "d_final", "dq", "dk", "dv", "dW", "df",
-            "d_initial", "dq_parts", "dk_parts", "dv_parts", "df_parts", "dW_parts",
+            "final_state", "y", "y_parts", "y_counts", "carried", "dy", "d_final", "dq", "dk", "dv",
+            "dW", "df", "d_initial", "dq_parts", "dk_parts", "dv_parts", "df_parts", "dW_parts",
         )),
         *((f"{name}_{step}", ctypes.c_int64)
           for name in ("q", "k", "v", "f") for step in ("batch", "token", "head")),
         *((name, ctypes.c_int32) for name in (
             "chains", "batch", "tokens", "heads", "q_heads", "k_heads", "k_dim", "stages",
-            "groups",
+            "groups", "slots",
         )),
         ("clamp", ctypes.c_float),
         ("exact_tanh", ctypes.c_int32),
@@ -124,7 +125,7 @@ def _launch(entry: str, sizes: "_Sizes", dtype: torch.dtype, device: torch.devic
     problem = _Problem(
         chains=sizes.chains, batch=sizes.batch, tokens=sizes.tokens, heads=sizes.heads,
         q_heads=sizes.q_heads, k_heads=sizes.k_heads, k_dim=sizes.k_dim,
-        stages=sizes.chunk // STEPS, groups=sizes.groups, clamp=sizes.clamp,
+        stages=sizes.chunk // STEPS, groups=sizes.groups, clamp=sizes.clamp, slots=sizes.slots,
         exact_tanh=sizes.exact_tanh,
     )  # fmt: skip
     for name, x in tensors.items():
@@ -183,6 +184,7 @@ class _Sizes:
             self.chains = bounds.numel() - 1
             # Without asking the device: every document ends in at most one chunk that is not full.
             self.chunks = self.tokens // chunk_size + self.chains
+        self.slots = self.chains * self.heads
 
     def state(self, rows: int) -> tuple[int, int, int, int]:
         return rows, self.heads, self.k_dim, V_HEAD_DIM
@@ -233,8 +235,19 @@ def _forward(
     exact_tanh: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, the final state, and the state before each chunk (chunks, H, K, V)."""
-    sizes = _Sizes(q, k, v, bounds, chunk_size, None, exact_tanh, _block_rows(q, v, bounds))
+    sizes = _Sizes(q, k, v, bounds, chunk_size, None, exact_tanh)
     y, final_state, checkpoints = _outputs(v, f, sizes)
+    # Zeros: how many of the groups have their parts of 32 steps' y; which states have been carried
+    # from one block to another, for each eight rows.
+    counts = carried = None
+    if v.dtype != torch.float32:
+        if bounds is None:
+            sizes.slots = _slots(sizes, _processors(q.device))
+        if sizes.groups > 1:
+            steps = sizes.batch * sizes.tokens // Y_STEPS + 3 * sizes.chains
+            counts = f.new_zeros(steps, sizes.heads, dtype=torch.int32)
+        if sizes.slots < sizes.chains * sizes.heads:
+            carried = f.new_zeros(sizes.chains, sizes.heads, sizes.k_dim // 8, dtype=torch.int32)
     _launch(
         "m2rnn_forward", sizes, v.dtype, v.device,
         q=_readable(q), k=_readable(k), v=_readable(v), W=W.contiguous(), f=f,
@@ -242,6 +255,7 @@ def _forward(
         first_chunk=_first_chunks(bounds, chunk_size), checkpoints=checkpoints,
         final_state=final_state, y=y,
         y_parts=None if sizes.groups == 1 else sizes.parts(f, V_HEAD_DIM),
+        y_counts=counts, carried=carried,
     )  # fmt: skip
     return y, final_state, checkpoints
 
@@ -254,6 +268,21 @@ def _block_rows(q: Tensor, v: Tensor, bounds: Tensor | None) -> int:
     blocks = chains * v.shape[2] * (q.shape[-1] // (2 * ROWS))
     processors = _processors(q.device)
     return ROWS if -(-2 * blocks // processors) < 2 * -(-blocks // processors) else 2 * ROWS
+
+
+# What a step takes with so many of forward's blocks on a multiprocessor, in cycles, on an H200.
+_STEP_CYCLES = {1: 131, 2: 155, 3: 200}
+
+
+def _slots(sizes: _Sizes, processors: int) -> int:
+    """How many of the chains forward computes at a time, each in as many blocks as it has groups.
+
+    More of them on a multiprocessor take longer for a step, fewer take more turns.
+    """
+    chains = sizes.chains * sizes.heads
+    turns = {n: max(1, chains * sizes.groups / (n * processors)) for n in _STEP_CYCLES}
+    at_once = min(_STEP_CYCLES, key=lambda n: turns[n] * _STEP_CYCLES[n])
+    return max(1, min(chains, at_once * processors // sizes.groups))
 
 
 @functools.cache

@@ -36,6 +36,8 @@ struct Problem {
   float* final_state;            // (chains, H, K, V)
   void* y;                       // (B, S, H, V)
   float* y_parts;                // (groups, B, S, H, V), or null with one group
+  int32_t* y_counts;             // zeros, (B * S / 32 + 3 chains, H), or null as y_parts
+  int32_t* carried;              // zeros, (chains, H, K / 8), or null where no chain is cut
   const void* dy;                // (B, S, H, V) contiguous, or null
   const float* d_final;          // (chains, H, K, V), or null
   void *dq, *dk, *dv;            // as q, k, v, contiguous
@@ -47,6 +49,7 @@ struct Problem {
   int64_t f_batch, f_token, f_head;
   int32_t chains, batch, tokens, heads, q_heads, k_heads, k_dim, stages;
   int32_t groups;                // blocks that share a head's rows
+  int32_t slots;                 // fast forward: chains that are computed at a time
   float clamp;                   // 0 or less: none
   int32_t exact_tanh;            // forward; 0: the GPU's instruction, for 16-bit inputs
 };
@@ -57,11 +60,13 @@ struct Place {
   int batch, start, length, first_chunk;
   int64_t state;                 // offset of a thread's four values in a (H, K, V) state (kRows)
 
-  __device__ Place(const Problem& p, int rows) {
+  __device__ Place(const Problem& p, int rows) : Place(p, rows, blockIdx.x / p.groups) {}
+  // job: of all chains' heads.
+  __device__ Place(const Problem& p, int rows, int job) {
     groups = p.groups;
     group = blockIdx.x % groups;
-    head = blockIdx.x / groups % p.heads;
-    chain = blockIdx.x / groups / p.heads;
+    head = job % p.heads;
+    chain = job / p.heads;
     row0 = group * rows;
     if (p.bounds) {
       batch = 0;

@@ -83,6 +83,13 @@ __device__ inline uint32_t load_here(const void* from) {
   return x;
 }
 
+// What other blocks may have written in the meantime.
+__device__ inline int32_t load_now(const int32_t* from) {
+  int32_t x;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+
 // Column of W that lane group g has in column tile n.
 __device__ inline int column_of(int n, int g) { return 4 * (g / 2) + 2 * n + g % 2; }
 

@@ -1,33 +1,58 @@
-// Forward for 16-bit inputs: a warp has eight rows of a chain from its first step to its last, a
-// block 64 (or 32) of them, and four more warps that read the inputs ahead and add up y behind, 32
-// steps between two barriers.
+// Forward for 16-bit inputs: a warp has eight rows of a chain, a block 32, and two more warps that
+// read the inputs ahead and add up y behind, 32 steps (a group) at a time.
 //
 // The state is kept transposed, h^T: thread 4 g + t has columns g, g + 8 of rows 2 t, 2 t + 1. That
-// is how m16n8k16 returns W^T h^T, and the left operand of y^T += h^T q. As the right operand of
-// the next step's product it goes, in fp16, through two `movmatrix`. Of k and q of eight steps (a
-// unit) one step's, and zeros for the others, are the right operands of v^T k and h^T q.
+// is how m16n8k16 returns (W - 1)^T h^T, and the left operand of y^T += h^T q. As the right operand
+// of the next step's product it goes, in fp16, through two `movmatrix`; what it is multiplied with
+// beyond that, 1, it is in fp32, as what v^T k is added to. Of k and q of eight steps (a unit) one
+// step's, and zeros for the others, are the right operands of v^T k and h^T q.
 #pragma once
 
 #include "fast.cuh"
 
 namespace m2rnn {
 
-constexpr int kStripRows = 8;  // of a warp
-constexpr int kGroupUnits = 4, kGroup = kGroupUnits * kUnit;  // steps between two barriers
-constexpr int kUnitValues = kUnit * kColumns;
-constexpr int kHelpers = kUnitValues;  // threads
+constexpr int kForwardWarps = 4, kStripRows = 8;  // rows of a warp
+constexpr int kForwardThreads = kForwardWarps * 32, kHelpers = 64;
+constexpr int kGroupUnits = 4, kGroup = kGroupUnits * kUnit;
 
 // A unit. Rows and columns in pairs, padded so that eight steps of four pairs meet every bank once.
-template <int kWarps>
 struct ForwardInputs {
+  static constexpr int kRowPairs = kForwardWarps * kStripRows / 2 + 4;
+  static constexpr int kColumnPairs = kColumns / 2 + 4;
   float2 decay[kUnit];  // f, 1 - f
-  uint32_t q[kUnit][kWarps * 4 + 4], k[kUnit][kWarps * 4 + 4], v[kUnit][kColumns / 2 + 4];
+  uint32_t q[kUnit][kRowPairs], k[kUnit][kRowPairs], v[kUnit][kColumnPairs];
 };
-// y: warp by warp, [column][step] of a unit.
-template <int kWarps>
+constexpr int kInputs = sizeof(ForwardInputs) / 4;
+// Each warp's part of y of a unit, [step][column].
+using ForwardY = float[kForwardWarps][kUnit][kColumns + 4];
+constexpr int kPartOfY = kUnit * (kColumns + 4), kUnitOfY = kForwardWarps * kPartOfY;
+
+// Of two groups, even and odd ones.
 struct FastForwardShared {
-  alignas(16) ForwardInputs<kWarps> in[2][kGroupUnits];
-  float y[2][kGroupUnits][kWarps][kUnitValues];
+  alignas(16) ForwardInputs in[2 * kGroupUnits + 1];  // the last is read, but nothing is in it
+  alignas(16) ForwardY y[2][kGroupUnits];
+  int is_last;
+};
+
+// A block's part of a chain. Where there are more chains than slots, slots of one length are laid
+// along all the chains: a chain that two slots share is begun at the start of the second one, whose
+// block has the lower number, and ended at the end of the first. Lengths in granules.
+struct Stretch : Place {
+  int job, from;  // from: its first step in the chain
+  bool ends;      // with the chain
+
+  __device__ Stretch(const Problem& p, int64_t position, int chain_length, int own_length,
+                     int granule)
+      : Place(p, kForwardWarps * kStripRows, static_cast<int>(position / chain_length)),
+        job(static_cast<int>(position / chain_length)) {
+    const int offset = static_cast<int>(position % chain_length);
+    from = (chain_length - offset - own_length) * granule;
+    ends = offset == 0;
+    if (own_length < chain_length) length = min(length - from, own_length * granule);
+    start += from;
+    first_chunk += from / (p.stages * kSteps);
+  }
 };
 
 // All ones in the lanes of one g or t, else zeros. The compiler would make them again at each use,
@@ -54,34 +79,30 @@ struct LaneMasks {
 struct ForwardUnit {
   uint32_t q, k, v[2];
 
-  template <int kWarps>
-  __device__ void take(const ForwardInputs<kWarps>& in) {
-    const int g = lane_g(), t = lane_t(), row = threadIdx.x / 32 * 4 + t;
-    q = in.q[g][row];
-    k = transposed(in.k[g][row]);
-    v[0] = transposed(in.v[g][t]), v[1] = transposed(in.v[g][t + 4]);
+  // own_q, own_v: the thread's own pairs of the unit.
+  __device__ void take(const uint32_t* own_q, const uint32_t* own_v) {
+    q = *own_q;
+    k = transposed(own_q[kUnit * ForwardInputs::kRowPairs]);
+    v[0] = transposed(own_v[0]), v[1] = transposed(own_v[4]);
   }
 };
 
-// W^T as the left operand: off the diagonal in two fp16 parts, the diagonal apart in fp32. (What W
-// is off by is off the same way at every step, so that it adds up.)
+// (W - 1)^T as the left operand, in two fp16 parts. (What W is off by is off the same way at every
+// step, so that it adds up.)
 struct ForwardWeight {
   uint32_t high[4], low[4];
-  float diagonal[2];  // of columns g, g + 8
 
   __device__ explicit ForwardWeight(const float* W) {
     const int g = lane_g(), t = lane_t();
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int to = g + e % 2 * 8, from = 2 * t + e / 2 * 8;
-      const float x = from == to ? 0.f : W[from * kColumns + to];
-      const float y = from + 1 == to ? 0.f : W[(from + 1) * kColumns + to];
+      const float x = W[from * kColumns + to] - (from == to ? 1.f : 0.f);
+      const float y = W[(from + 1) * kColumns + to] - (from + 1 == to ? 1.f : 0.f);
       high[e] = pack<__half>(x, y);
       const float2 rounded = __half22float2(*reinterpret_cast<const __half2*>(&high[e]));
       low[e] = pack<__half>(x - rounded.x, y - rounded.y);
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) diagonal[r] = W[(g + 8 * r) * (kColumns + 1)];
   }
 };
 
@@ -89,17 +110,17 @@ struct ForwardWeight {
 template <typename T, bool kExact>
 struct ForwardState {
   float h[4], y[4];
-  float given[4];      // k v^T of the next step
+  float given[4];      // h + k v^T, of the next step
   uint32_t packed[2];  // h in fp16, as it lies in h
 
   __device__ void pack_h() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) packed[r] = pack<__half>(h[2 * r], h[2 * r + 1]);
   }
-  // k v^T of a step of `unit`. mask: the step's bits in the thread's two of them.
+  // h + k v^T for a step of `unit`. mask: the step's bits in the thread's two of them.
   __device__ void give(const ForwardUnit& unit, uint32_t mask) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) given[e] = 0.f;
+    for (int e = 0; e < 4; ++e) given[e] = h[e];
     mma8<T>(given, unit.v[0], unit.v[1], unit.k & mask);
   }
   // y of the step that h is of. q: zeros in lanes of other steps.
@@ -109,29 +130,28 @@ struct ForwardState {
   // One step. q: of the step before. unit, mask: of the next.
   __device__ void step(const ForwardWeight& w, float2 decay, uint32_t q, const ForwardUnit& unit,
                        uint32_t mask) {
-    float z[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) z[e] = fmaf(h[e], w.diagonal[e / 2], given[e]);
     const uint32_t h0 = transposed(packed[0]), h1 = transposed(packed[1]);
-    mma16<__half>(z, w.low, h0, h1);
-    mma16<__half>(z, w.high, h0, h1);
-    give(unit, mask);
+    mma16<__half>(given, w.low, h0, h1);
+    mma16<__half>(given, w.high, h0, h1);
     add_y(q);
-    tanh_of<kExact>(z);
+    tanh_of<kExact>(given);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) h[e] = fmaf(decay.y, z[e], decay.x * h[e]);
+    for (int e = 0; e < 4; ++e) h[e] = fmaf(decay.y, given[e], decay.x * h[e]);
     pack_h();
+    give(unit, mask);
   }
+  // To the thread's column of the first of its two steps.
   __device__ void put_y(float* to) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      *reinterpret_cast<float2*>(to + r * (kUnitValues / 2)) = make_float2(y[2 * r], y[2 * r + 1]);
+      to[8 * r] = y[2 * r], to[8 * r + kColumns + 4] = y[2 * r + 1];
       y[2 * r] = y[2 * r + 1] = 0.f;
     }
   }
+  // Another block may have written it.
   __device__ void load(const float* state) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) h[e] = state[e % 2 * kColumns + e / 2 * 8];
+    for (int e = 0; e < 4; ++e) h[e] = __ldcg(state + e % 2 * kColumns + e / 2 * 8);
   }
   template <typename State>
   __device__ void store(State* state) const {
@@ -140,9 +160,9 @@ struct ForwardState {
   }
 };
 
-template <typename T, bool kExact, int kWarps>
-__device__ void forward_recurrence(FastForwardShared<kWarps>& shared, const Problem& p,
-                                   const Place& at) {
+template <typename T, bool kExact>
+__device__ void forward_recurrence(FastForwardShared& shared, const Problem& p,
+                                   const Stretch& at) {
   const int warp = threadIdx.x / 32, g = lane_g(), t = lane_t();
   const int row = at.row0 + warp * kStripRows + 2 * t;
   const int64_t state = (static_cast<int64_t>(at.head) * p.k_dim + row) * kColumns + g;
@@ -151,155 +171,262 @@ __device__ void forward_recurrence(FastForwardShared<kWarps>& shared, const Prob
   const int units = Place::ceil_div(at.length, kUnit), units_a_chunk = 2 * p.stages;
   auto* checkpoint = static_cast<__half*>(p.checkpoints) + at.first_chunk * state_size(p) + state;
   ForwardState<T, kExact> x = {};
-  if (p.initial) x.load(p.initial + at.chain * state_size(p) + state);
+  float* const final_state = p.final_state + at.chain * state_size(p) + state;
+  int32_t* const carried = p.carried + (at.job * at.groups + at.group) * kForwardWarps + warp;
+  if (at.from > 0) {
+    while (load_now(carried) == 0) {}
+    __threadfence();
+    x.load(final_state);
+  } else if (p.initial) {
+    x.load(p.initial + at.chain * state_size(p) + state);
+  }
   x.pack_h();
-  const ForwardInputs<kWarps>* in = shared.in[0];
-  float* y = shared.y[0][0][warp] + g * kUnit + 2 * t;
-  int in_chunk = 0, group = 1;
+  const float2* decay = shared.in[0].decay;
+  const uint32_t* own_q = &shared.in[0].q[g][warp * 4 + t];
+  const uint32_t* own_v = &shared.in[0].v[g][t];
+  float* y = shared.y[0][0][warp][2 * t] + g;
+  int due = 1;   // units to the next checkpoint
+  int back = 0;  // units to the even groups' first
   ForwardUnit now;
   uint32_t q = 0;  // of the unit whose y is being made, which is one step behind h
   __syncthreads();
-  now.take(*in);
-  x.give(now, masks.step(0));
-  for (int unit = 0; unit < units; unit += kGroupUnits, group = -group) {
+  for (int unit = 0; unit < units; unit += kGroupUnits) {
+    now.take(own_q, own_v);
+    x.give(now, masks.step(0));
 #pragma unroll 1
     for (int u = unit; u < unit + kGroupUnits; ++u) {
-      if (in_chunk == 0 && u < units) {
-        x.store(checkpoint);
-        checkpoint += state_size(p);
+      if (--due == 0) {
+        due = units_a_chunk;
+        if (u < units) {
+          x.store(checkpoint);
+          checkpoint += state_size(p);
+        }
       }
-      if (++in_chunk == units_a_chunk) in_chunk = 0;
-      const float2* decay = in->decay;
       x.step(w, decay[0], q & masks.g[kUnit - 1], now, masks.step(1));
       x.put_y(y);
       q = now.q;
 #pragma unroll
       for (int i = 1; i < kUnit - 1; ++i)
         x.step(w, decay[i], q & masks.g[i - 1], now, masks.step(i + 1));
-      now.take(in[u + 1 < unit + kGroupUnits]);  // the next group is taken behind the barrier
-      x.step(w, decay[kUnit - 1], q & masks.g[kUnit - 2], now, masks.step(0));
-      ++in, y += kWarps * kUnitValues;
+      const float2 last = decay[kUnit - 1];
+      own_q += kInputs, own_v += kInputs, decay += kInputs / 2, y += kUnitOfY;
+      now.take(own_q, own_v);  // of the next group: again, when it is there
+      x.step(w, last, q & masks.g[kUnit - 2], now, masks.step(0));
     }
-    if (group < 0) in -= 2 * kGroupUnits, y -= 2 * kGroupUnits * kWarps * kUnitValues;
+    own_q -= back * kInputs, own_v -= back * kInputs, decay -= back * (kInputs / 2);
+    y -= back * kUnitOfY;
+    back = 2 * kGroupUnits - back;
     __syncthreads();
-    now.take(*in);
-    x.give(now, masks.step(0));
   }
   x.add_y(q & masks.g[kUnit - 1]);
   x.put_y(y);
   __syncthreads();
-  x.store(p.final_state + at.chain * state_size(p) + state);
+  x.store(final_state);
+  if (!at.ends) {
+    __threadfence();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) atomicAdd(carried, 1);
+  }
 }
 
-// A helper's part of a group's inputs: four rows of every kEvery-th step, four columns of one, f of
-// one. Steps behind the chain's last have f = 1 and zeros: they leave the state as it is.
-template <typename T, int kWarps>
+// A helper's part of a group's inputs: four rows and four columns of some steps, f of one. Steps
+// behind the chain's last have f = 1 and zeros: they leave the state as it is.
+template <typename T>
 struct ForwardStage {
-  static constexpr int kEvery = kHelpers / (kWarps * 2), kCount = kGroup / kEvery;
+  static constexpr int kQuads = kForwardWarps * kStripRows / 4, kEvery = kHelpers / kQuads;
+  static constexpr int kCount = kGroup / kEvery, kVEvery = kHelpers / (kColumns / 4);
+  static constexpr int kVCount = kGroup / kVEvery;
+  static_assert(kUnit % kEvery == 0 && kVEvery % kUnit == 0);
   const T *q_at, *k_at, *v_at;
   const float* f_at;
-  int step, quad, v_step, left;  // left: of the chain, from the next group on
-  uint2 q[kCount], k[kCount], v;
+  int64_t q_every, k_every, v_every, f_group;
+  ForwardInputs* in;
+  int step, quad, v_step, f_step, left;  // left: of the chain, from the next group on
+  uint2 q[kCount], k[kCount], v[kVCount];
   float f;
 
-  __device__ ForwardStage(const Problem& p, const Place& at, int thread)
-      : step(thread / (kWarps * 2)), quad(thread % (kWarps * 2)), v_step(thread / 4),
-        left(at.length) {
+  __device__ ForwardStage(FastForwardShared& shared, const Problem& p, const Stretch& at,
+                          int thread)
+      : in(shared.in), step(thread / kQuads), quad(thread % kQuads), v_step(thread / 4),
+        f_step(thread % kGroup), left(at.length) {
     const Source<T> of_q = q_of<T>(p, at), of_k = k_of<T>(p, at), of_v = v_of<T>(p, at);
     q_at = of_q.x + step * of_q.token + quad * 4;
     k_at = of_k.x + step * of_k.token + quad * 4;
     v_at = of_v.x + v_step * of_v.token + thread % 4 * 4;
-    f_at = p.f + at.batch * p.f_batch + (at.start + thread % kGroup) * p.f_token +
-           at.head * p.f_head;
+    f_at = p.f + at.batch * p.f_batch + (at.start + f_step) * p.f_token + at.head * p.f_head;
+    q_every = kEvery * of_q.token, k_every = kEvery * of_k.token, v_every = kVEvery * of_v.token;
+    f_group = kGroup * p.f_token;
   }
-  __device__ void load(const Problem& p, int thread) {
+  __device__ void load() {
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       const bool valid = step + j * kEvery < left;
-      q[j] = load_unit(q_at + j * kEvery * p.q_token, valid);
-      k[j] = load_unit(k_at + j * kEvery * p.k_token, valid);
+      q[j] = load_unit(q_at, valid), k[j] = load_unit(k_at, valid);
+      q_at += q_every, k_at += k_every;
     }
-    v = load_unit(v_at, v_step < left);
-    f = thread < kGroup && thread < left ? __ldg(f_at) : 1.f;
-    q_at += kGroup * p.q_token, k_at += kGroup * p.k_token, v_at += kGroup * p.v_token;
-    f_at += kGroup * p.f_token;
+#pragma unroll
+    for (int j = 0; j < kVCount; ++j) {
+      v[j] = load_unit(v_at, v_step + j * kVEvery < left);
+      v_at += v_every;
+    }
+    f = f_step < left ? __ldg(f_at) : 1.f;
+    f_at += f_group;
     left -= kGroup;
   }
-  __device__ void store(ForwardInputs<kWarps> (&to)[kGroupUnits], int thread) const {
+  // buffer: 0 or 1.
+  __device__ void store(int buffer, int thread) const {
+    ForwardInputs* const to = in + buffer * kGroupUnits;
+    uint32_t* const rows = &to->q[step][quad * 2];
+    uint32_t* const columns = &to[v_step / kUnit].v[v_step % kUnit][thread % 4 * 2];
+    constexpr int kRow = ForwardInputs::kRowPairs;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      const int i = step + j * kEvery;
-      *reinterpret_cast<uint2*>(&to[i / kUnit].q[i % kUnit][quad * 2]) = q[j];
-      *reinterpret_cast<uint2*>(&to[i / kUnit].k[i % kUnit][quad * 2]) = k[j];
+      uint32_t* const here = rows + j * kEvery / kUnit * kInputs + j * kEvery % kUnit * kRow;
+      *reinterpret_cast<uint2*>(here) = q[j];
+      *reinterpret_cast<uint2*>(here + kUnit * kRow) = k[j];
     }
-    *reinterpret_cast<uint2*>(&to[v_step / kUnit].v[v_step % kUnit][thread % 4 * 2]) = v;
-    if (thread < kGroup) to[thread / kUnit].decay[thread % kUnit] = make_float2(f, 1.f - f);
-  }
-};
-
-// Adds up the warps' parts of y. The first unit that is written in a group is the last of the group
-// before: y is one step behind the state.
-template <typename T, int kWarps>
-struct ForwardSum {
-  int place, left;  // left: of the chain, from the thread's step of the next unit on
-  int64_t to, unit_of_y;
-
-  __device__ ForwardSum(const Problem& p, const Place& at, int thread)
-      : unit_of_y(static_cast<int64_t>(p.heads) * kColumns * kUnit) {
-    const int step = thread / kColumns, column = thread % kColumns;
-    place = column * kUnit + step;
-    left = at.length - step + kUnit;
-    to = (at.token(p, step) * p.heads + at.head) * kColumns + column - unit_of_y;
-    if (p.y_parts)
-      to += at.group * (static_cast<int64_t>(p.batch) * p.tokens) * p.heads * kColumns;
-  }
-  __device__ void store(const Problem& p, const float (&from)[kWarps][kUnitValues], bool valid) {
-    float sum = from[0][place];
 #pragma unroll
-    for (int w = 1; w < kWarps; ++w) sum += from[w][place];
-    if (valid && left > 0) {
-      if (p.y_parts)
-        p.y_parts[to] = sum;
-      else
-        static_cast<T*>(p.y)[to] = static_cast<T>(sum);
-    }
-    to += unit_of_y;
-    left -= kUnit;
+    for (int j = 0; j < kVCount; ++j)
+      *reinterpret_cast<uint2*>(columns + j * (kVEvery / kUnit) * kInputs) = v[j];
+    // Two threads write the same.
+    to[f_step / kUnit].decay[f_step % kUnit] = make_float2(f, 1.f - f);
   }
 };
 
-template <typename T, int kWarps>
-__device__ void forward_help(FastForwardShared<kWarps>& shared, const Problem& p, const Place& at) {
-  const int thread = threadIdx.x - kWarps * 32, groups = Place::ceil_div(at.length, kGroup);
-  ForwardStage<T, kWarps> next(p, at, thread);
-  ForwardSum<T, kWarps> sum(p, at, thread);
-  next.load(p, thread);
-  next.store(shared.in[0], thread);
-  next.load(p, thread);
+// Adds up the warps' parts of y, four columns of one step a thread; of more blocks, the last that
+// comes to 32 steps adds up all. The first unit that is written in a group is the last of the group
+// before: y is one step behind the state.
+template <typename T>
+struct ForwardSum {
+  static constexpr int kUnitsAtOnce = kHelpers / 32, kCount = kGroupUnits / kUnitsAtOnce;
+  const float* from;   // the thread's in buffer 0
+  int unit, left;      // left: of the chain, from the thread's step of the next group on
+  int64_t to, units_on, group_on;
+  int32_t* count;
+  int* last_of_block;
+
+  __device__ ForwardSum(FastForwardShared& shared, const Problem& p, const Stretch& at,
+                        int thread)
+      : unit(thread / 32), last_of_block(&shared.is_last) {
+    const int64_t token = static_cast<int64_t>(p.heads) * kColumns;
+    const int in_unit = thread % 32 / 4, step = (unit - 1) * kUnit + in_unit;
+    from = &shared.y[0][unit][0][in_unit][thread % 4 * 4];
+    left = at.length - step;
+    to = (at.token(p, step) * p.heads + at.head) * kColumns + thread % 4 * 4;
+    units_on = kUnitsAtOnce * kUnit * token, group_on = kGroup * token;
+    const int64_t group = at.token(p, 0) / kGroup + 3 * at.chain + (at.from > 0);
+    count = p.y_counts + group * p.heads + at.head;
+  }
+  __device__ static float4 plus(float4 a, float4 b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+  }
+  // first, end: units of the group that there are.
+  __device__ void store(const Problem& p, const Stretch& at, int thread, int buffer, int first,
+                        int end) {
+    float4 sum[kCount];
+    bool valid[kCount];
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const int u = unit + j * kUnitsAtOnce;
+      const float* part = from + (buffer * kGroupUnits + j * kUnitsAtOnce) * kUnitOfY;
+      sum[j] = *reinterpret_cast<const float4*>(part);
+#pragma unroll
+      for (int w = 1; w < kForwardWarps; ++w)
+        sum[j] = plus(sum[j], *reinterpret_cast<const float4*>(part + w * kPartOfY));
+      valid[j] = u >= first && u < end && left > j * kUnitsAtOnce * kUnit;
+    }
+    if (at.groups == 1) {
+      put(p, sum, valid);
+    } else {
+      float* const parts = p.y_parts + to;
+      const int64_t all = static_cast<int64_t>(p.batch) * p.tokens * p.heads * kColumns;
+#pragma unroll
+      for (int j = 0; j < kCount; ++j)
+        if (valid[j]) *reinterpret_cast<float4*>(parts + at.group * all + j * units_on) = sum[j];
+      if (is_last(at.groups, thread)) {
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+          if (!valid[j]) continue;
+          float4 whole = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+          for (int g = 0; g < at.groups; ++g)
+            whole = plus(whole, __ldcg(reinterpret_cast<const float4*>(parts + g * all +
+                                                                       j * units_on)));
+          sum[j] = whole;
+        }
+        put(p, sum, valid);
+      }
+      count += p.heads;
+    }
+    to += group_on;
+    left -= kGroup;
+  }
+  __device__ void put(const Problem& p, const float4 (&sum)[kCount], const bool (&valid)[kCount]) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j)
+      if (valid[j])
+        *reinterpret_cast<uint2*>(static_cast<T*>(p.y) + to + j * units_on) =
+            narrow(sum[j], static_cast<T*>(nullptr));
+  }
+  // Whether all other groups have written their parts of these steps before.
+  __device__ bool is_last(int groups, int thread) {
+    helpers_meet();
+    if (thread == 0) {
+      __threadfence();
+      *last_of_block = atomicAdd(count, 1) == groups - 1;
+      __threadfence();
+    }
+    helpers_meet();
+    return *last_of_block;
+  }
+  __device__ static void helpers_meet() {
+    asm volatile("bar.sync %0, %1;" ::"r"(1), "r"(kHelpers) : "memory");
+  }
+};
+
+template <typename T>
+__device__ void forward_help(FastForwardShared& shared, const Problem& p, const Stretch& at) {
+  const int thread = threadIdx.x - kForwardThreads, groups = Place::ceil_div(at.length, kGroup);
+  ForwardStage<T> next(shared, p, at, thread);
+  ForwardSum<T> sum(shared, p, at, thread);
+  next.load();
+  next.store(0, thread);
+  next.load();
   __syncthreads();
   for (int group = 0; group <= groups; ++group) {
     if (group < groups) {
-      next.store(shared.in[1 - group % 2], thread);
-      next.load(p, thread);
+      next.store(1 - group % 2, thread);
+      next.load();
     }
-    if (group > 0)
-      for (int u = 0; u < kGroupUnits; ++u)
-        sum.store(p, shared.y[1 - group % 2][u], group > 1 || u > 0);
+    if (group > 0) sum.store(p, at, thread, 1 - group % 2, group == 1, kGroupUnits);
     __syncthreads();
   }
-  sum.store(p, shared.y[groups % 2][0], groups > 0);
+  if (groups > 0) sum.store(p, at, thread, groups % 2, 0, 1);
 }
 
-template <typename T, bool kExact, int kWarps>
-__global__ void __launch_bounds__(kWarps * 32 + kHelpers, kWarps == 8 ? 2 : 3)
+template <typename T, bool kExact>
+__global__ void __launch_bounds__(kForwardThreads + kHelpers, 3)
 fast_forward(const __grid_constant__ Problem p) {
   extern __shared__ __align__(16) char memory[];
-  auto& shared = *reinterpret_cast<FastForwardShared<kWarps>*>(memory);
-  const Place at(p, kWarps * kStripRows);
-  if (threadIdx.x < kWarps * 32)
-    forward_recurrence<T, kExact>(shared, p, at);
-  else
-    forward_help<T>(shared, p, at);
+  auto& shared = *reinterpret_cast<FastForwardShared*>(memory);
+  // Chains are cut where a group and a chunk begin.
+  int granule = p.stages * kSteps;
+  while (granule % kGroup != 0) granule += p.stages * kSteps;
+  const int chain = max(1, Place::ceil_div(p.tokens, granule));
+  const int64_t all = static_cast<int64_t>(p.chains) * p.heads * chain;
+  const int64_t slot = (all + p.slots - 1) / p.slots;
+  int64_t position = (p.slots - 1 - blockIdx.x / p.groups) * slot;
+  const int64_t end = min(position + slot, all);
+  while (position < end) {
+    const int64_t left = chain - position % chain;
+    const int own = static_cast<int>(min(left, end - position));
+    const Stretch at(p, position, chain, own, granule);
+    if (threadIdx.x < kForwardThreads)
+      forward_recurrence<T, kExact>(shared, p, at);
+    else
+      forward_help<T>(shared, p, at);
+    position += own;
+  }
 }
 
 }  // namespace m2rnn

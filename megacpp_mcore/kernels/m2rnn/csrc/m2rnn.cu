@@ -19,46 +19,44 @@ unsigned blocks(const Problem& p) {
 }
 
 template <typename Kernel>
-cudaError_t launch(Kernel kernel, const Problem& p, int threads, size_t shared,
+cudaError_t launch(Kernel kernel, const Problem& p, unsigned grid, int threads, size_t shared,
                    cudaStream_t stream) {
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
-  kernel<<<blocks(p), threads, shared, stream>>>(p);
+  kernel<<<grid, threads, shared, stream>>>(p);
   return cudaGetLastError();
 }
 
-template <typename T, bool kExact, int kWarps>
+template <typename T, bool kExact>
 cudaError_t launch_forward(const Problem& p, cudaStream_t stream) {
-  return launch(fast_forward<T, kExact, kWarps>, p, kWarps * 32 + kHelpers,
-                sizeof(FastForwardShared<kWarps>), stream);
+  const unsigned grid = static_cast<unsigned>(p.slots) * p.groups;
+  return launch(fast_forward<T, kExact>, p, grid, kForwardThreads + kHelpers,
+                sizeof(FastForwardShared), stream);
 }
 
 template <typename T>
 cudaError_t run_forward(const Problem& p, cudaStream_t stream) {
-  cudaError_t error;
-  if constexpr (sizeof(T) == 4)
-    error = launch(forward, p, kThreads, sizeof(ForwardShared), stream);
-  else if (p.k_dim / p.groups == 4 * kStripRows)
-    error = p.exact_tanh ? launch_forward<T, true, 4>(p, stream)
-                         : launch_forward<T, false, 4>(p, stream);
-  else
-    error = p.exact_tanh ? launch_forward<T, true, 8>(p, stream)
-                         : launch_forward<T, false, 8>(p, stream);
-  if (error != cudaSuccess || p.y_parts == nullptr) return error;
-  const int64_t units = static_cast<int64_t>(p.batch) * p.tokens * p.heads * (kColumns / 4);
-  combine_forward<T><<<combine_blocks(units), kCombineThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+  if constexpr (sizeof(T) == 2) {
+    return p.exact_tanh ? launch_forward<T, true>(p, stream) : launch_forward<T, false>(p, stream);
+  } else {
+    const cudaError_t error =
+        launch(forward, p, blocks(p), kThreads, sizeof(ForwardShared), stream);
+    if (error != cudaSuccess || p.y_parts == nullptr) return error;
+    const int64_t units = static_cast<int64_t>(p.batch) * p.tokens * p.heads * (kColumns / 4);
+    combine_forward<<<combine_blocks(units), kCombineThreads, 0, stream>>>(p);
+    return cudaGetLastError();
+  }
 }
 
 template <typename T, bool kClamp>
 cudaError_t launch_backward(const Problem& p, cudaStream_t stream) {
   if constexpr (sizeof(T) == 4) {
-    return launch(backward<kClamp>, p, kThreads, sizeof(BackwardShared), stream);
+    return launch(backward<kClamp>, p, blocks(p), kThreads, sizeof(BackwardShared), stream);
   } else {
     const int tiles = p.k_dim / p.groups / kTileRows;
     const size_t shared = tiles * sizeof(BackwardTile);
-    return launch(fast_backward<T, kClamp>, p, tiles * 64, shared, stream);
+    return launch(fast_backward<T, kClamp>, p, blocks(p), tiles * 64, shared, stream);
   }
 }
 
