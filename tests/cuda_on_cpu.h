@@ -299,6 +299,26 @@ void ldmatrix(uint32_t* x, uint32_t from) {
   });
 }
 
+inline void stmatrix(const uint32_t* x, uint32_t to) {
+  if (to % 16 != 0 || to + 16 > shared_size) fail("stmatrix writes at " + std::to_string(to));
+  uint32_t words[5] = {to, x[0], x[1], x[2], x[3]};
+  together(11, words, [](void** lanes) {
+    for (int lane = 0; lane < 32; ++lane)
+      for (int matrix = 0; matrix < 4; ++matrix) {
+        const uint32_t row = static_cast<uint32_t*>(lanes[matrix * 8 + lane / 4])[0];
+        const auto word = static_cast<uint32_t*>(lanes[lane])[1 + matrix];
+        std::memcpy(shared + row + lane % 4 * 4, &word, 4);
+      }
+  });
+}
+
+inline char* four_words(uint32_t at) {
+  if (at % 16 != 0 || at + 16 > shared_size) fail("four words at " + std::to_string(at));
+  return shared + at;
+}
+inline void store_words(uint32_t to, const uint32_t* x) { std::memcpy(four_words(to), x, 16); }
+inline void load_words(uint32_t* x, uint32_t from) { std::memcpy(x, four_words(from), 16); }
+
 struct Shuffle {
   float given, taken;
   int lanes;
@@ -345,6 +365,11 @@ inline __half2 multiply_add(__half2 x, __half2 y, __half2 z) {
   return __floats2half2_rn(std::fmaf(a.x, b.x, c.x), std::fmaf(a.y, b.y, c.y));
 }
 
+inline __nv_bfloat162 multiply_add(__nv_bfloat162 x, __nv_bfloat162 y, __nv_bfloat162 z) {
+  const float2 a = __bfloat1622float2(x), b = __bfloat1622float2(y), c = __bfloat1622float2(z);
+  return __floats2bfloat162_rn(std::fmaf(a.x, b.x, c.x), std::fmaf(a.y, b.y, c.y));
+}
+
 template <typename T>
 T load(const T* from) {
   if (reinterpret_cast<size_t>(from) % sizeof(T)) fail("a load that is not aligned");
@@ -381,6 +406,8 @@ using std::min;
 #define __hfma2(x, y, z) cpu::multiply_add(x, y, z)
 #define __ldg(x) cpu::load(x)
 #define __ldcg(x) cpu::load(x)
+#define __nanosleep(x)
+#define __reduce_max_sync(mask, x) (x)  // of what is the same in all lanes
 #define __threadfence()
 #define atomicAdd(to, x) cpu::add(to, x)
 #define __float_as_uint(x) cpu::bits_as<uint32_t>(static_cast<float>(x))

@@ -148,7 +148,9 @@ def test_the_clamp_is_the_reference_s(dtype):
     assert_close(clamped, run(reference, inputs, wide=True, grad_clamp=0.05), dtype)
     assert (clamped["dk"] - true["dk"]).norm() > 0.1 * true["dk"].norm()
     loose = run(kernel(), inputs, grad_clamp=1e30)
-    assert all(torch.equal(loose[name], x) for name, x in true.items())
+    # What is never clamped is added up in another order.
+    for name, x in true.items():
+        assert (loose[name] - x).norm() <= torch.finfo(dtype).eps * x.norm(), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

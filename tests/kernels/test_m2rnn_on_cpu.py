@@ -202,6 +202,18 @@ def test_so_many_chains_at_a_time_fill_the_multiprocessors_evenly():
     assert slots(1, 3, k_dim=1024, processors=1) == 1
 
 
+@pytest.mark.parametrize("seq", [16, 33, 100])
+@pytest.mark.parametrize("segments", [2, 5])
+def test_backward_in_segments(on_cpu, monkeypatch, segments, seq):
+    """Each is a block's of its own, that goes on where another has ended."""
+    monkeypatch.setattr(cuda, "_processors", lambda device: 1)
+    monkeypatch.setattr(cuda, "SEGMENTS", segments)
+    inputs = draw(2, seq, 2)
+    for clamp in (None, 0.05):
+        actual = run(inputs, chunk_size=16, grad_clamp=clamp)
+        assert_close(actual, expected(inputs, grad_clamp=clamp), torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_same_bits_whichever_warp_is_faster(on_cpu, dtype):
     """A barrier that is missing lets a warp read what another has not written, or has written over;

@@ -10,13 +10,16 @@ own instruction, within 2^-16 of the value on Hopper (measured 2^-16.5; PTX prom
 is 1 - 2 / (1 + e^2x), within 2^-21 of 1. So z is off by at most d = 2^-12 sum_i |h_i (W - 1)_ij|
 plus 2^-16 |z| or 2^-21, and an element of the state, if it was off by e before a step, by
 f e + (1 - f) (w e + d) after it, w = max_j sum_i |W_ij|, for tanh is nowhere steeper than 1. Where
-w < 1 that is never more than d / (1 - w), however many steps there are. Backwards a state is made
-again from the last checkpoint, which keeps 11 bits of it: W goes to 11 bits there, tanh is the
-approximate one whatever `tanh` says, and z, 1 - z^2 and h - z are kept to 11 bits; none of it lasts
-beyond the next checkpoint. The gradient of tanh's argument a is multiplied with W^T at 11 bits, and
-what is summed up (h for y, dq and dW, a for dk, dv and dW) is rounded to the inputs' dtype first,
-as the operands of any 16-bit matrix product are. Eight steps are summed up at a time: a NaN of one
-shows in y and in q's, k's and v's gradients of all eight.
+w < 1 that is never more than d / (1 - w), however many steps there are.
+
+Backwards a state is made again from the last checkpoint, which keeps 11 bits of it: W goes to 11
+bits there, tanh is the approximate one whatever `tanh` says, and z and 1 - z^2 are kept to 11 bits;
+none of it lasts beyond the next checkpoint. The gradient of the state is carried in float32; that
+of tanh's argument, a, is float32, too, and is multiplied with W^T at 11 bits. What only goes into a
+sum is rounded to the inputs' dtype first, as the operands of any 16-bit matrix product are: h for
+y, dq and dW, a for dk, dv and dW, and for df both of its factors, the gradient of the state and
+h - z, whose products are added up two and two in that dtype. Eight steps are summed up at a time: a
+NaN of one shows in y and in q's, k's and v's gradients of all eight.
 
 float32: all products with both factors in two parts of 11 bits (2^-20 of the sum of absolute
 products).
@@ -108,12 +111,13 @@ class _Problem(ctypes.Structure):
             "q", "k", "v", "W", "f", "initial", "bounds", "first_chunk", "checkpoints",
             "final_state", "y", "y_parts", "y_counts", "carried", "dy", "d_final", "dq", "dk", "dv",
             "dW", "df", "d_initial", "dq_parts", "dk_parts", "dv_parts", "df_parts", "dW_parts",
+            "undone",
         )),
         *((f"{name}_{step}", ctypes.c_int64)
           for name in ("q", "k", "v", "f") for step in ("batch", "token", "head")),
         *((name, ctypes.c_int32) for name in (
             "chains", "batch", "tokens", "heads", "q_heads", "k_heads", "k_dim", "stages",
-            "groups", "slots",
+            "groups", "slots", "segments",
         )),
         ("clamp", ctypes.c_float),
         ("exact_tanh", ctypes.c_int32),
@@ -126,7 +130,7 @@ def _launch(entry: str, sizes: "_Sizes", dtype: torch.dtype, device: torch.devic
         chains=sizes.chains, batch=sizes.batch, tokens=sizes.tokens, heads=sizes.heads,
         q_heads=sizes.q_heads, k_heads=sizes.k_heads, k_dim=sizes.k_dim,
         stages=sizes.chunk // STEPS, groups=sizes.groups, clamp=sizes.clamp, slots=sizes.slots,
-        exact_tanh=sizes.exact_tanh,
+        segments=sizes.segments,         exact_tanh=sizes.exact_tanh,
     )  # fmt: skip
     for name, x in tensors.items():
         setattr(problem, name, None if x is None else x.data_ptr())
@@ -185,6 +189,7 @@ class _Sizes:
             # Without asking the device: every document ends in at most one chunk that is not full.
             self.chunks = self.tokens // chunk_size + self.chains
         self.slots = self.chains * self.heads
+        self.segments = 1
 
     def state(self, rows: int) -> tuple[int, int, int, int]:
         return rows, self.heads, self.k_dim, V_HEAD_DIM
@@ -260,9 +265,12 @@ def _forward(
     return y, final_state, checkpoints
 
 
+WIDE_BLOCKS = True  # may backward's have 64 rows?
+
+
 def _block_rows(q: Tensor, v: Tensor, bounds: Tensor | None) -> int:
     """Rows of a state that one block takes: those that leave the fullest multiprocessor less."""
-    if q.dtype == torch.float32 or q.shape[-1] % (2 * ROWS):
+    if q.dtype == torch.float32 or q.shape[-1] % (2 * ROWS) or not WIDE_BLOCKS:
         return ROWS
     chains = v.shape[0] if bounds is None else bounds.numel() - 1
     blocks = chains * v.shape[2] * (q.shape[-1] // (2 * ROWS))
@@ -283,6 +291,17 @@ def _slots(sizes: _Sizes, processors: int) -> int:
     turns = {n: max(1, chains * sizes.groups / (n * processors)) for n in _STEP_CYCLES}
     at_once = min(_STEP_CYCLES, key=lambda n: turns[n] * _STEP_CYCLES[n])
     return max(1, min(chains, at_once * processors // sizes.groups))
+
+
+SEGMENTS = 8  # into which backward cuts a chain
+
+
+def _segments(sizes: _Sizes, processors: int) -> int:
+    """Where one ends, its chain goes on on a multiprocessor that has room: all are as busy.
+
+    A chain that has a multiprocessor of its own gains nothing by it.
+    """
+    return 1 if sizes.chains * sizes.heads * sizes.groups <= processors else SEGMENTS
 
 
 @functools.cache
@@ -321,6 +340,8 @@ def _backward(
     """dq, dk, dv, dW, df, d_initial from the gradients of y and of the final state."""
     rows = _block_rows(q, v, bounds)
     sizes = _Sizes(q, k, v, bounds, chunk_size, grad_clamp, rows=rows)
+    if bounds is None:
+        sizes.segments = _segments(sizes, _processors(q.device))
     in_parts = sizes.groups > 1 or v.dtype == torch.float32
     dq, dk, dv, dW, df, d_initial = _gradient_outputs(q, k, v, W, f, sizes)
     _launch(
@@ -333,6 +354,7 @@ def _backward(
         dv_parts=sizes.parts(f, V_HEAD_DIM) if in_parts else None,
         df_parts=sizes.parts(f) if in_parts else None,
         dW_parts=f.new_empty(sizes.chains * sizes.groups, *W.shape),
+        undone=f.new_zeros(sizes.chains * sizes.heads * sizes.groups + 1, dtype=torch.int32),
     )  # fmt: skip
     return dq, dk, dv, dW, df, d_initial
 

@@ -13,7 +13,7 @@ __device__ void add_up(void* to, int64_t to_unit, const void* from, int64_t from
   const To* to_type = nullptr;
   const auto* part = reinterpret_cast<const typename Unit<From>::Raw*>(from) + from_unit;
   float4 sum = widen(__ldg(part), from_type);
-#pragma unroll 4
+#pragma unroll 8
   for (int j = 1; j < parts; ++j) {
     const float4 x = widen(__ldg(part + j * stride_units), from_type);
     sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);

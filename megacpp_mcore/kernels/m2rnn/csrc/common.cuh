@@ -45,11 +45,13 @@ struct Problem {
   void *dq_parts, *dk_parts;     // (B, S, H, K), as q; dq and dk themselves with heads of their own
   float *dv_parts, *df_parts;    // (groups, B, S, H, V), (groups, B, S, H), or null with one group
   float* dW_parts;               // (chains * groups, H, V, V)
+  int32_t* undone;               // zeros: segments, (chains, H, groups); then the blocks begun
   int64_t q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head;
   int64_t f_batch, f_token, f_head;
   int32_t chains, batch, tokens, heads, q_heads, k_heads, k_dim, stages;
   int32_t groups;                // blocks that share a head's rows
   int32_t slots;                 // fast forward: chains that are computed at a time
+  int32_t segments;              // fast backward: of a chain, each in blocks of its own
   float clamp;                   // 0 or less: none
   int32_t exact_tanh;            // forward; 0: the GPU's instruction, for 16-bit inputs
 };
@@ -58,13 +60,15 @@ struct Problem {
 struct Place {
   int chain, head, group, groups, row0;  // row0: first row of the block
   int batch, start, length, first_chunk;
+  int first = 0;                 // token of a segment of the chain; its `length` is where it ends
   int64_t state;                 // offset of a thread's four values in a (H, K, V) state (kRows)
 
   __device__ Place(const Problem& p, int rows) : Place(p, rows, blockIdx.x / p.groups) {}
   // job: of all chains' heads.
-  __device__ Place(const Problem& p, int rows, int job) {
+  __device__ Place(const Problem& p, int rows, int job)
+      : Place(p, rows, job, blockIdx.x % p.groups) {}
+  __device__ Place(const Problem& p, int rows, int job, int group) : group(group) {
     groups = p.groups;
-    group = blockIdx.x % groups;
     head = job % p.heads;
     chain = job / p.heads;
     row0 = group * rows;

@@ -41,6 +41,35 @@ __device__ inline void pack_tile(Packed& packed, const Tile& x) {
 }
 
 template <typename T>
+__device__ float2 unpacked(uint32_t x);
+template <>
+__device__ inline float2 unpacked<__half>(uint32_t x) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&x));
+}
+template <>
+__device__ inline float2 unpacked<__nv_bfloat16>(uint32_t x) {
+  return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+}
+// Two elements in a word: x y and x y + z.
+template <typename T>
+using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+template <typename T>
+__device__ inline Pair<T> as_pair(uint32_t x) {
+  return *reinterpret_cast<const Pair<T>*>(&x);
+}
+
+template <typename T>
+__device__ inline uint32_t times(uint32_t x, uint32_t y) {
+  const Pair<T> product = __hmul2(as_pair<T>(x), as_pair<T>(y));
+  return *reinterpret_cast<const uint32_t*>(&product);
+}
+template <typename T>
+__device__ inline uint32_t times_plus(uint32_t x, uint32_t y, uint32_t z) {
+  const Pair<T> sum = __hfma2(as_pair<T>(x), as_pair<T>(y), as_pair<T>(z));
+  return *reinterpret_cast<const uint32_t*>(&sum);
+}
+
+template <typename T>
 __device__ void mma16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (std::is_same_v<T, __half>)
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "

@@ -8,12 +8,37 @@ namespace m2rnn {
 
 constexpr int kPartUnits = kSteps / kUnit;
 
-// What is kept of a step of a warp's tile, each lane's own elements: of the state h before it, in
-// the inputs' dtype T; and, in fp16, of 1 - z^2 and h - z, z what tanh returned.
+// What is kept of a step of a warp's tile: of the state h before it four 8 x 8 matrices, row by
+// row, in the inputs' dtype T; and, each lane's own elements, 1 - z^2, in fp16, and h - z, in T; z
+// is what tanh returned.
+constexpr int kSlope = 512, kGap = 2 * kSlope, kSlotBytes = 3 * kSlope;
 struct Slot {
   uint4 before[32], slope[32], gap[32];
 };
 
+// x, of which the compiler does not know that it can be made again or is the same in all lanes.
+__device__ inline uint32_t kept(uint32_t x) {
+  const int lane = threadIdx.x % 32;
+  return __float_as_uint(__shfl_sync(kAll, __uint_as_float(x), lane));
+}
+// Loads, where valid, that stay where they are: the compiler moves others close to their use.
+__device__ inline uint32_t load_here(const uint32_t* from, bool valid, uint32_t otherwise) {
+  uint32_t x;
+  asm volatile(
+      "{ .reg .pred p; setp.ne.u32 p, %2, 0; mov.b32 %0, %3; @p ld.global.nc.b32 %0, [%1]; }"
+      : "=&r"(x)
+      : "l"(from), "r"(static_cast<uint32_t>(valid)), "r"(otherwise));
+  return x;
+}
+__device__ inline uint2 load_here(const uint2* from, bool valid) {
+  uint2 x;
+  asm volatile(
+      "{ .reg .pred p; setp.ne.u32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0; "
+      "@p ld.global.nc.v2.b32 {%0, %1}, [%2]; }"
+      : "=&r"(x.x), "=&r"(x.y)
+      : "l"(from), "r"(static_cast<uint32_t>(valid)));
+  return x;
+}
 // One of a chain's inputs as thread 4 g + t reads it: of a unit's step g, elements 2 t, 2 t + 1
 // and, 8 on, two more; or 4 t .. 4 t + 3; or the one that there is. Steps that the chain does not
 // have are zeros, f is 1: they leave state and gradients as they are.
@@ -25,19 +50,22 @@ struct Input {
   __device__ Input(const X* x, int64_t token, int element)
       : first(reinterpret_cast<const char*>(x + (lane_g() * token + element))),
         token(static_cast<int>(token) * static_cast<int>(sizeof(X))) {}
-  // t: the unit's first token.
+  // t: the unit's first token. (The compiler would make it a product of 64-bit numbers.)
+  template <typename X>
+  __device__ const X* at(int t) const {
+    const auto from = reinterpret_cast<uint64_t>(first);
+    uint64_t to;
+    asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(to) : "r"(t), "r"(token), "l"(from));
+    return reinterpret_cast<const X*>(to);
+  }
   __device__ void load(uint32_t (&to)[2], int t, bool valid) const {
-    const auto* pair = reinterpret_cast<const uint32_t*>(first + static_cast<int64_t>(t) * token);
-    to[0] = valid ? __ldg(pair) : 0u;
-    to[1] = valid ? __ldg(pair + 4) : 0u;
+    const auto* pair = at<uint32_t>(t);
+    to[0] = load_here(pair, valid, 0u);
+    to[1] = load_here(pair + 4, valid, 0u);
   }
-  __device__ uint2 load(int t, bool valid) const {
-    const auto* quad = reinterpret_cast<const uint2*>(first + static_cast<int64_t>(t) * token);
-    return valid ? __ldg(quad) : uint2{};
-  }
+  __device__ uint2 load(int t, bool valid) const { return load_here(at<uint2>(t), valid); }
   __device__ float load_f(int t, bool valid) const {
-    const auto* one = reinterpret_cast<const float*>(first + static_cast<int64_t>(t) * token);
-    return valid ? __ldg(one) : 1.f;
+    return __uint_as_float(load_here(at<uint32_t>(t), valid, __float_as_uint(1.f)));
   }
 };
 // rows: of q and k, the warp's first.
@@ -54,18 +82,25 @@ struct LaneInputs {
 };
 // Has the chain a lane's step of the unit whose first is t?
 __device__ inline bool has_step(int t, const Place& at) {
-  return static_cast<unsigned>(t + lane_g()) < static_cast<unsigned>(at.length);
+  const int step = t + lane_g() - at.first;
+  return static_cast<unsigned>(step) < static_cast<unsigned>(at.length - at.first);
 }
 
-// Ones where a pair of steps' elements in lane t have step i.
-__device__ inline uint32_t step_mask(int i) {
+// All ones in the lanes of one g or t, else zeros.
+struct StepMasks {
+  uint32_t g[kUnit], t[4];
+
+  __device__ StepMasks() {
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) g[i] = kept(lane_g() == i ? ~0u : 0u);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) t[i] = kept(lane_t() == i ? ~0u : 0u);
+  }
+  // Ones where a pair of steps' elements in lane t have step i, which is known when compiled.
+  __device__ uint32_t pair(int i) const { return t[i / 2] & (i % 2 ? 0xffff0000u : 0xffffu); }
+};
+__device__ inline uint32_t pair_mask(int i) {
   return lane_t() == i / 2 ? (i % 2 ? 0xffff0000u : 0xffffu) : 0u;
-}
-// A right operand whose column i has x and y; the others are zero.
-template <typename T>
-__device__ void mma_step(float (&c)[4], const uint32_t (&a)[4], uint32_t x, uint32_t y, int i) {
-  const bool own = lane_g() == i;
-  mma16<T>(c, a, own ? x : 0u, own ? y : 0u);
 }
 // All of `threads` wait for each other.
 __device__ inline void meet(int number, int threads) {
@@ -86,18 +121,35 @@ __device__ void store_rows(T* to, const float (&x)[4], bool valid) {
   pairs[4] = high;
 }
 
+// Four words of each lane to and from shared memory, 16 bytes a lane; and as the four 8 x 8
+// matrices of products, which lie row by row then.
+template <int kOffset>
+__device__ void store_words(uint32_t to, const Packed& x) {
+  asm volatile("st.shared.v4.b32 [%0 + %5], {%1,%2,%3,%4};"
+               :
+               : "r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "n"(kOffset));
+}
+template <int kOffset>
+__device__ void load_words(Packed& x, uint32_t from) {
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4 + %5];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(from), "n"(kOffset));
+}
+__device__ inline void store_matrices(uint32_t to, const Packed& x) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+               :
+               : "r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]));
+}
+__device__ inline void load_transposed(Packed& x, uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(from));
+}
+
 __device__ inline uint32_t one_minus_square(uint32_t z) {
-  const __half2 x = *reinterpret_cast<const __half2*>(&z);
-  const __half2 y = __hfma2(__hneg2(x), x, __float2half2_rn(1.f));
+  const __half2 x = as_pair<__half>(z), y = __hfma2(__hneg2(x), x, __float2half2_rn(1.f));
   return *reinterpret_cast<const uint32_t*>(&y);
 }
-__device__ inline uint32_t difference(uint32_t x, uint32_t y) {
-  const __half2 z =
-      __hsub2(*reinterpret_cast<const __half2*>(&x), *reinterpret_cast<const __half2*>(&y));
-  return *reinterpret_cast<const uint32_t*>(&z);
-}
-__device__ inline uint4 as_uint4(const Packed& x) { return make_uint4(x[0], x[1], x[2], x[3]); }
-
 // Steps forwards, unit by unit, one unit's inputs ahead. tanh is the GPU's own, also where forward
 // was told to be exact: what it is off by lasts to the next checkpoint, and z is kept in fp16 here.
 template <typename T>
@@ -121,17 +173,16 @@ struct Forwards {
     now.v = make_uint2(transposed(next.v.x), transposed(next.v.y));
     now.f = next.f;
   }
-  __device__ void start(const Packed& from) {
+  // From where `packed` says.
+  __device__ void start() {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      packed[j] = from[j];
       const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&packed[j]));
       h[j / 2][j % 2 * 2] = x.x, h[j / 2][j % 2 * 2 + 1] = x.y;
     }
   }
-  // Step i of the unit: z is what tanh returns.
-  __device__ void look(Tile& z, const uint32_t (&w)[2][2], int i) const {
-    const uint32_t mask = step_mask(i);
+  // A step of the unit, whose pair mask it is: z is what tanh returns.
+  __device__ void look(Tile& z, const uint32_t (&w)[2][2], uint32_t mask) const {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -141,12 +192,16 @@ struct Forwards {
       tanh_of<false>(z[n]);
     }
   }
-  __device__ void go(const Tile& z, int i) {
-    const float f = __shfl_sync(kAll, now.f, 4 * i), rest = 1.f - f;
+  // Step i of the unit. gap: h - z.
+  __device__ void go(const Tile& z, Tile& gap, int i) {
+    const float f = __shfl_sync(kAll, now.f, 4 * i);
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) h[n][e] = fmaf(rest, z[n][e], f * h[n][e]);
+      for (int e = 0; e < 4; ++e) {
+        gap[n][e] = h[n][e] - z[n][e];
+        h[n][e] = fmaf(f, gap[n][e], z[n][e]);
+      }
     pack_tile<__half>(packed, h);
   }
 };
@@ -156,6 +211,7 @@ struct Forwards {
 template <typename T>
 struct Remake {
   uint32_t w[2][2];
+  const StepMasks masks;
   const LaneInputs<T>& in;
   Forwards<T> own, lead;
   Packed behind;    // own.h in T
@@ -163,7 +219,6 @@ struct Remake {
   float dq[4];      // of the unit
 
   const uint2* checkpoint;
-  Packed start;
   int t, lead_t;          // first tokens of the units that are sent for
   int part, part_in_chunk;  // of the part that `start` is of
   int leads, left;        // units that lead to a part: in all, and left
@@ -184,32 +239,27 @@ struct Remake {
                           kColumns;
     checkpoint = static_cast<const uint2*>(p.checkpoints) +
                  (chunk * state_size(p) + state) / 4 + lane_t();
-    load_start();
     lead_t = t - (part_in_chunk > 0 ? part_in_chunk : p.stages) * kSteps;
     lead.load(in, at, lead_t);
     own.load(in, at, t);
     next_dy = in.dy.load(t, has_step(t, at) && p.dy != nullptr);
   }
-  __device__ void load_start() {
-    uint2 low = {}, high = {};
-    if (part >= 0) {
-      low = __ldg(checkpoint);
-      high = __ldg(checkpoint + 8 * kColumns / 4);
-    }
-    start[0] = low.x, start[1] = high.x, start[2] = low.y, start[3] = high.y;
-  }
-  // To the part before.
+  // To the part before. What is read here is not needed before the lead's first step, or its end.
   __device__ void begin_lead(const Problem& p) {
-    lead.start(start);
+    const uint2 low = load_here(checkpoint, part >= 0),
+                high = load_here(checkpoint + 8 * kColumns / 4, part >= 0);
+    lead.packed[0] = low.x, lead.packed[1] = high.x, lead.packed[2] = low.y,
+    lead.packed[3] = high.y;
     left = leads = part > 0 ? part_in_chunk * kPartUnits : 0;
     --part;
     if (--part_in_chunk < 0) {
       part_in_chunk = p.stages - 1;
       checkpoint -= state_size(p) / 4;
+      if (part > 0) asm volatile("prefetch.global.L2 [%0];" : : "l"(checkpoint));
     }
-    load_start();
   }
   __device__ void enter_lead(const Problem& p, const Place& at) {
+    if (left == leads) lead.start();
     lead.take();
     lead_t += kUnit;
     if (--left == 0) {
@@ -218,12 +268,13 @@ struct Remake {
     }
     lead.load(in, at, lead_t);
   }
-  __device__ void step_lead(int i) {
-    Tile z;
-    lead.look(z, w, i);
-    lead.go(z, i);
+  __device__ void step_lead(int i, uint32_t mask) {
+    Tile z, gap;
+    lead.look(z, w, mask);
+    lead.go(z, gap, i);
   }
   __device__ void end_lead() {
+    if (leads == 0) lead.start();
 #pragma unroll
     for (int j = 0; j < 4; ++j) own.packed[j] = lead.packed[j];
 #pragma unroll
@@ -242,23 +293,22 @@ struct Remake {
 #pragma unroll
     for (int e = 0; e < 4; ++e) dq[e] = 0.f;
   }
-  // Step i of the unit; slot: the lane's elements of the step's.
-  __device__ void step(int i, uint4* slot) {
+  // Step i of the unit; slot: where the lane's elements of the step's are in shared memory.
+  __device__ void step(int i, uint32_t slot) {
     Tile z;
-    own.look(z, w, i);
-    Packed slope, gap;
-    pack_tile<__half>(slope, z);
+    own.look(z, w, masks.pair(i));
+    store_matrices(slot, behind);
+    Tile gap;
+    own.go(z, gap, i);
+    Packed packed;
+    pack_tile<__half>(packed, z);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      gap[j] = difference(own.packed[j], slope[j]);
-      slope[j] = one_minus_square(slope[j]);
-    }
-    slot[0] = as_uint4(behind);
-    slot[32] = as_uint4(slope);
-    slot[64] = as_uint4(gap);
-    own.go(z, i);
+    for (int j = 0; j < 4; ++j) packed[j] = one_minus_square(packed[j]);
+    store_words<kSlope>(slot, packed);
+    pack_tile<T>(packed, gap);
+    store_words<kGap>(slot, packed);
     pack_tile<T>(behind, own.h);
-    mma_step<T>(dq, behind, dy.x, dy.y, i);
+    mma16<T>(dq, behind, dy.x & masks.g[i], dy.y & masks.g[i]);
   }
 };
 

@@ -5,55 +5,61 @@
 
 namespace m2rnn {
 
-constexpr int kStride = 2;  // steps between two meetings of a tile's warps
-constexpr int kSlots = kSteps + kStride;
-constexpr int kBackwardTiles = 4;                 // of a block, at most: 64 rows
-constexpr int kUndoBarrier = kBackwardTiles + 1;  // of the warps that undo
 constexpr int kUnitColumns = kUnit * kColumns;
 
+// Of a unit.
+struct UnitSums {
+  alignas(16) float dv[kUnitColumns];  // [column tile, column of it][step]
+  alignas(16) float df[kUnit];
+};
+// kStride: steps between two meetings of a tile's warps.
+template <int kStride>
 struct BackwardTile {
+  static constexpr int kSlots = kSteps + kStride;
   alignas(16) Slot slots[kSlots];
-  // Of a unit: the lanes' shares of df; then dv, [column tile, column of it][step], and df.
-  alignas(16) float unit[kUnit][32];
-
-  __device__ float* dv() { return unit[0]; }
-  __device__ float* df() { return unit[0] + kUnitColumns; }
+  UnitSums sums[kPartUnits];
+  float2 decay[kUnit];  // as Undo has it
 };
+// Tiles of a block: four, or two with a longer stride, for there is room.
+template <int kTileCount>
 struct FastBackwardShared {
-  BackwardTile tiles[kBackwardTiles];
+  static constexpr int kTiles = kTileCount, kStride = kTiles == 4 ? 2 : 8;
+  static constexpr int kUndoers = kTiles * 32;  // threads: half of the block
+  static constexpr int kUndoBarrier = kTiles + 1;
+  using Tile = BackwardTile<kStride>;
+  Tile tiles[kTiles];
+
+  __device__ static void meet_undoers() { meet(kUndoBarrier, kUndoers); }
+  // x: in the first tile.
+  __device__ static float of_tiles(const float* x) {
+    constexpr int kTile = sizeof(Tile) / sizeof(float);
+    float sum = x[0];
+#pragma unroll
+    for (int i = 1; i < kTiles; ++i) sum += x[i * kTile];
+    return sum;
+  }
 };
 
-// Half of a block's warps undo, a tile each.
-__device__ inline void meet_undoers() { meet(kUndoBarrier, blockDim.x / 2); }
-__device__ inline bool is_whole_block() { return blockDim.x == kBackwardTiles * 64; }
-__device__ inline float of_tiles(const float* x) {
-  constexpr int kTile = sizeof(BackwardTile) / sizeof(float);
-  float sum = x[0] + x[kTile];
-  if (is_whole_block()) sum += x[2 * kTile] + x[3 * kTile];
-  return sum;
-}
-
-// The tile's parts of a unit.
-__device__ inline void put_sums(BackwardTile& own, const float (&dv)[4]) {
+// The tile's parts of a unit. df: of each row.
+__device__ inline void put_sums(UnitSums& to, const float (&dv)[4], const float (&df)[4]) {
   const int g = lane_g(), t = lane_t();
-  __syncwarp();
-  float x[4], y[4];
-  load4(x, &own.unit[g][8 * t]);
-  load4(y, &own.unit[g][8 * t + 4]);
-  float df = ((x[0] + x[1]) + (x[2] + x[3])) + ((y[0] + y[1]) + (y[2] + y[3]));
-  df += __shfl_xor_sync(kAll, df, 1);
-  df += __shfl_xor_sync(kAll, df, 2);
-  __syncwarp();
-  if (t == 0) own.df()[g] = df;
-  float* to = own.dv() + g * kUnit + 2 * t;
-  *reinterpret_cast<float2*>(to) = make_float2(dv[0], dv[1]);
-  *reinterpret_cast<float2*>(to + kUnitColumns / 2) = make_float2(dv[2], dv[3]);
+  float x = df[0] + df[2], y = df[1] + df[3];
+#pragma unroll
+  for (int lanes = 4; lanes < 32; lanes *= 2) {
+    x += __shfl_xor_sync(kAll, x, lanes);
+    y += __shfl_xor_sync(kAll, y, lanes);
+  }
+  auto* pair = reinterpret_cast<float2*>(to.dv + g * kUnit + 2 * t);
+  pair[0] = make_float2(dv[0], dv[1]);
+  pair[kUnitColumns / 4] = make_float2(dv[2], dv[3]);
+  if (g == 0) *reinterpret_cast<float2*>(to.df + 2 * t) = make_float2(x, y);
 }
 
 // After a barrier, unit by unit backwards: the block's sums. A thread has one column of v, of one
-// step of a unit or, in a block of two warps, of two.
-template <typename T>
+// step of a unit or, in a block of two tiles, of two.
+template <typename T, typename Shared>
 struct SumsOut {
+  static constexpr int kEvery = Shared::kUndoers / kColumns;
   int t, place, unit_bytes, unit_steps;  // t: the thread's step of the unit in turn
   char* dv;
   float* df;
@@ -75,44 +81,48 @@ struct SumsOut {
     unit_steps = kUnit * p.heads;
     unit_bytes = unit_steps * kColumns * bytes;
   }
-  __device__ void write(BackwardTile& first, const Problem& p, const Place& at) {
-    write_step(first, p, at, 0);
-    if (!is_whole_block()) write_step(first, p, at, kUnit / 2);
+  // u: the unit's sums' number.
+  __device__ void write(Shared& shared, const Place& at, bool in_parts, int u) {
+#pragma unroll
+    for (int later = 0; later < kUnit; later += kEvery)
+      write_step(shared, at, in_parts, u, later);
     t -= kUnit;
     dv -= unit_bytes;
     df -= unit_steps;
   }
-  __device__ void write_step(BackwardTile& first, const Problem& p, const Place& at,
-                             int later) {
+  __device__ void write_step(Shared& shared, const Place& at, bool in_parts, int u, int later) {
     if (static_cast<unsigned>(t + later) >= static_cast<unsigned>(at.length)) return;
-    const float sum = of_tiles(first.dv() + place + later);
+    const UnitSums& first = shared.tiles[0].sums[u];
+    const float sum = shared.of_tiles(first.dv + place + later);
     char* const to = dv + (later ? unit_bytes / 2 : 0);
-    if (p.dv_parts)
+    if (in_parts)
       *reinterpret_cast<float*>(to) = sum;
     else
       *reinterpret_cast<T*>(to) = static_cast<T>(sum);
     if (thread % kColumns == 0)
-      df[later ? unit_steps / 2 : 0] = of_tiles(first.df() + thread / kColumns + later);
+      df[later ? unit_steps / 2 : 0] = shared.of_tiles(first.df + thread / kColumns + later);
   }
 };
 
 // The block's part of dW, through slots that nobody reads any more.
-__device__ inline void write_weight_sum(BackwardTile (&tiles)[kBackwardTiles], const Problem& p,
-                                        const Place& at, const float (&dW)[2][4], int thread) {
+template <typename Shared>
+__device__ void write_weight_sum(Shared& shared, const Problem& p, const Place& at,
+                                 const float (&dW)[2][4], int thread, bool is_first) {
   constexpr int kSize = kColumns * kColumns;
   const int g = lane_g(), t = lane_t();
-  float* own = reinterpret_cast<float*>(tiles[thread / 32].slots);
+  float* own = reinterpret_cast<float*>(shared.tiles[thread / 32].slots);
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e)
       own[column_of(n, 2 * t + e % 2) * kColumns + column_of(e / 2, g)] = dW[n][e];
-  meet_undoers();
+  shared.meet_undoers();
   // Blocks of a head: its chains', in order, each with its groups of rows.
   const int64_t block = static_cast<int64_t>(at.chain) * at.groups + at.group;
   float* out = p.dW_parts + (block * p.heads + at.head) * kSize;
-  for (int i = thread; i < kSize; i += blockDim.x / 2)
-    out[i] = of_tiles(reinterpret_cast<float*>(tiles[0].slots) + i);
+  for (int i = thread; i < kSize; i += Shared::kUndoers)
+    out[i] = shared.of_tiles(reinterpret_cast<float*>(shared.tiles[0].slots) + i) +
+             (is_first ? 0.f : out[i]);
 }
 
 }  // namespace m2rnn

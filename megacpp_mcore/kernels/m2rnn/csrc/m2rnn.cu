@@ -49,14 +49,19 @@ cudaError_t run_forward(const Problem& p, cudaStream_t stream) {
   }
 }
 
+template <typename T, bool kClamp, int kTiles>
+cudaError_t launch_fast_backward(const Problem& p, cudaStream_t stream) {
+  return launch(fast_backward<T, kClamp, kTiles>, p, blocks(p) * p.segments, kTiles * 64,
+                sizeof(FastBackwardShared<kTiles>), stream);
+}
+
 template <typename T, bool kClamp>
 cudaError_t launch_backward(const Problem& p, cudaStream_t stream) {
   if constexpr (sizeof(T) == 4) {
     return launch(backward<kClamp>, p, blocks(p), kThreads, sizeof(BackwardShared), stream);
   } else {
-    const int tiles = p.k_dim / p.groups / kTileRows;
-    const size_t shared = tiles * sizeof(BackwardTile);
-    return launch(fast_backward<T, kClamp>, p, blocks(p), tiles * 64, shared, stream);
+    return p.k_dim / p.groups == 4 * kTileRows ? launch_fast_backward<T, kClamp, 4>(p, stream)
+                                               : launch_fast_backward<T, kClamp, 2>(p, stream);
   }
 }
 
