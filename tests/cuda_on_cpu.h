@@ -88,22 +88,14 @@ inline void fail(const std::string& what) {
   wait();
 }
 
-// Whether `fiber`, or one that does not wait (null), is the last to come to a barrier.
-inline bool completes(Fiber* fiber, int number, unsigned count) {
-  auto& waiting = barriers[number];
-  waiting.push_back(fiber);
-  if (waiting.size() < count) return false;
-  for (Fiber* other : waiting)
-    if (other != nullptr && other != current) ready.push_back(other);
-  waiting.clear();
-  return true;
-}
-
 inline void barrier(int number, unsigned count) {
-  if (!completes(current, number, count)) wait();
+  auto& waiting = barriers[number];
+  waiting.push_back(current);
+  if (waiting.size() < count) return wait();
+  for (Fiber* fiber : waiting)
+    if (fiber != current) ready.push_back(fiber);
+  waiting.clear();
 }
-
-inline void arrive(int number, unsigned count) { completes(nullptr, number, count); }
 
 // `operation` on the arguments of all 32 lanes, once the last of them is here.
 template <typename Operation>

@@ -93,7 +93,6 @@ def _instruction(statement: str) -> str:
         "min.NaN.f32 %0, %1, 0f42700000": "{0} = cpu::least_or_nan({1}, 60.f);",
         "cvt.rna.tf32.f32": "{0} = cpu::rounded_tf32({1});",
         "bar.sync %0, %1": "cpu::barrier({0}, {1});",
-        "bar.arrive %0, %1": "cpu::arrive({0}, {1});",
     }
     for name, meaning in instructions.items():
         if name in statement:

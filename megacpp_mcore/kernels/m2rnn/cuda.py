@@ -7,8 +7,8 @@ and batch are made in a fixed order: a result does not change from run to run.
 16-bit inputs: of h W = h + h (W - 1) the first is float32, the second with h rounded to 11 bits and
 W - 1 in two parts of 11, for what W is off by adds up over steps. tanh="approximate" is the GPU's
 own instruction, within 2^-16 of the value on Hopper (measured 2^-16.5; PTX promises 2^-11); "exact"
-is 1 - 2 / (1 + e^2x), within 2^-21 of 1. So z is off by at most d = 2^-12 sum_i |h_i (W - 1)_ij|
-plus 2^-16 |z| or 2^-21, and an element of the state, if it was off by e before a step, by
+is 1 - 2 / (1 + e^2x), within 2^-20 of 1. So z is off by at most d = 2^-12 sum_i |h_i (W - 1)_ij|
+plus 2^-16 |z| or 2^-20, and an element of the state, if it was off by e before a step, by
 f e + (1 - f) (w e + d) after it, w = max_j sum_i |W_ij|, for tanh is nowhere steeper than 1. Where
 w < 1 that is never more than d / (1 - w), however many steps there are.
 
@@ -35,7 +35,7 @@ from megacpp_mcore.kernels import m2rnn as _public
 from megacpp_mcore.kernels.m2rnn.build import library
 
 V_HEAD_DIM = 16
-ROWS = 32  # of a state in a block, or twice as many: K is a multiple of it
+ROWS = 32  # of a state in a block: K is a multiple of it
 STEPS = 16  # chunk_size is a multiple of it
 Y_STEPS = 32  # whose y is added up at once
 CHUNK_SIZES = (16, 32, 48, 64)
@@ -130,7 +130,7 @@ def _launch(entry: str, sizes: "_Sizes", dtype: torch.dtype, device: torch.devic
         chains=sizes.chains, batch=sizes.batch, tokens=sizes.tokens, heads=sizes.heads,
         q_heads=sizes.q_heads, k_heads=sizes.k_heads, k_dim=sizes.k_dim,
         stages=sizes.chunk // STEPS, groups=sizes.groups, clamp=sizes.clamp, slots=sizes.slots,
-        segments=sizes.segments,         exact_tanh=sizes.exact_tanh,
+        segments=sizes.segments, exact_tanh=sizes.exact_tanh,
     )  # fmt: skip
     for name, x in tensors.items():
         setattr(problem, name, None if x is None else x.data_ptr())
@@ -173,12 +173,11 @@ class _Sizes:
         chunk_size: int,
         grad_clamp: float | None = None,
         exact_tanh: bool = False,
-        rows: int = ROWS,
     ) -> None:
         self.batch, self.tokens, self.heads, _ = v.shape
         self.q_heads, self.k_heads, self.k_dim = q.shape[2], k.shape[2], q.shape[3]
         self.chunk = chunk_size
-        self.groups = self.k_dim // rows  # blocks that share a head's rows
+        self.groups = self.k_dim // ROWS  # blocks that share a head's rows
         self.clamp = 0.0 if grad_clamp is None else grad_clamp
         self.exact_tanh = exact_tanh
         if bounds is None:
@@ -265,19 +264,6 @@ def _forward(
     return y, final_state, checkpoints
 
 
-WIDE_BLOCKS = True  # may backward's have 64 rows?
-
-
-def _block_rows(q: Tensor, v: Tensor, bounds: Tensor | None) -> int:
-    """Rows of a state that one block takes: those that leave the fullest multiprocessor less."""
-    if q.dtype == torch.float32 or q.shape[-1] % (2 * ROWS) or not WIDE_BLOCKS:
-        return ROWS
-    chains = v.shape[0] if bounds is None else bounds.numel() - 1
-    blocks = chains * v.shape[2] * (q.shape[-1] // (2 * ROWS))
-    processors = _processors(q.device)
-    return ROWS if -(-2 * blocks // processors) < 2 * -(-blocks // processors) else 2 * ROWS
-
-
 # What a step takes with so many of forward's blocks on a multiprocessor, in cycles, on an H200.
 _STEP_CYCLES = {1: 131, 2: 155, 3: 200}
 
@@ -293,7 +279,7 @@ def _slots(sizes: _Sizes, processors: int) -> int:
     return max(1, min(chains, at_once * processors // sizes.groups))
 
 
-SEGMENTS = 8  # into which backward cuts a chain
+SEGMENTS = 4  # into which backward cuts a chain
 
 
 def _segments(sizes: _Sizes, processors: int) -> int:
@@ -338,8 +324,7 @@ def _backward(
     grad_clamp: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dW, df, d_initial from the gradients of y and of the final state."""
-    rows = _block_rows(q, v, bounds)
-    sizes = _Sizes(q, k, v, bounds, chunk_size, grad_clamp, rows=rows)
+    sizes = _Sizes(q, k, v, bounds, chunk_size, grad_clamp)
     if bounds is None:
         sizes.segments = _segments(sizes, _processors(q.device))
     in_parts = sizes.groups > 1 or v.dtype == torch.float32

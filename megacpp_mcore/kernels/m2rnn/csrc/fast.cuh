@@ -172,7 +172,7 @@ __device__ inline float below_30(float x) {
   return y;
 }
 // x <- tanh(x): the GPU's own, which PTX has within 2^-11 of the value; or 1 - 2 / (1 + e^2x), with
-// one reciprocal for all four, within 2^-21 of 1.
+// one reciprocal for all four, within 2^-20 of 1.
 template <bool kExact>
 __device__ inline void tanh_of(float (&x)[4]) {
   if constexpr (kExact) {

@@ -1,4 +1,4 @@
-// Backward for 16-bit inputs. A block has 64 rows of a chain (or 32), and for each tile of 16 two
+// Backward for 16-bit inputs. A block has 32 rows of a chain, and for each tile of 16 two
 // warps: one undoes the chain's parts of 16 steps, the last first, while the other makes the part
 // before again from its checkpoint. They meet every kStride steps: of a part that is undone there
 // is as much left to read as of the other one is written, so that both share kSlots slots, which
@@ -145,7 +145,7 @@ __device__ void undo_chain(Shared& shared, const Problem& p, const Place& at, in
 }
 
 template <typename T, bool kClamp, int kTiles>
-__global__ void __launch_bounds__(kTiles * 64, kTiles == 4 ? 2 : 3)
+__global__ void __launch_bounds__(kTiles * 64, 3)
 fast_backward(const __grid_constant__ Problem p) {
   extern __shared__ __align__(16) char memory[];
   using Shared = FastBackwardShared<kTiles>;

@@ -20,10 +20,10 @@ struct BackwardTile {
   UnitSums sums[kPartUnits];
   float2 decay[kUnit];  // as Undo has it
 };
-// Tiles of a block: four, or two with a longer stride, for there is room.
+// Of all tiles of a block.
 template <int kTileCount>
 struct FastBackwardShared {
-  static constexpr int kTiles = kTileCount, kStride = kTiles == 4 ? 2 : 8;
+  static constexpr int kTiles = kTileCount, kStride = 8;
   static constexpr int kUndoers = kTiles * 32;  // threads: half of the block
   static constexpr int kUndoBarrier = kTiles + 1;
   using Tile = BackwardTile<kStride>;
@@ -56,7 +56,7 @@ __device__ inline void put_sums(UnitSums& to, const float (&dv)[4], const float 
 }
 
 // After a barrier, unit by unit backwards: the block's sums. A thread has one column of v, of one
-// step of a unit or, in a block of two tiles, of two.
+// or two steps of a unit.
 template <typename T, typename Shared>
 struct SumsOut {
   static constexpr int kEvery = Shared::kUndoers / kColumns;

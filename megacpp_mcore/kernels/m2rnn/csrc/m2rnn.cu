@@ -49,19 +49,14 @@ cudaError_t run_forward(const Problem& p, cudaStream_t stream) {
   }
 }
 
-template <typename T, bool kClamp, int kTiles>
-cudaError_t launch_fast_backward(const Problem& p, cudaStream_t stream) {
-  return launch(fast_backward<T, kClamp, kTiles>, p, blocks(p) * p.segments, kTiles * 64,
-                sizeof(FastBackwardShared<kTiles>), stream);
-}
-
 template <typename T, bool kClamp>
 cudaError_t launch_backward(const Problem& p, cudaStream_t stream) {
   if constexpr (sizeof(T) == 4) {
     return launch(backward<kClamp>, p, blocks(p), kThreads, sizeof(BackwardShared), stream);
   } else {
-    return p.k_dim / p.groups == 4 * kTileRows ? launch_fast_backward<T, kClamp, 4>(p, stream)
-                                               : launch_fast_backward<T, kClamp, 2>(p, stream);
+    constexpr int kTiles = kRows / kTileRows;
+    return launch(fast_backward<T, kClamp, kTiles>, p, blocks(p) * p.segments, kTiles * 64,
+                  sizeof(FastBackwardShared<kTiles>), stream);
   }
 }
 
