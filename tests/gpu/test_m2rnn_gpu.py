@@ -99,6 +99,16 @@ def test_matches_float64(dtype, seq):
         assert_close(run(kernel(), inputs, tanh=tanh), expected, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_chains_that_are_cut(dtype, monkeypatch):
+    """The few heads of other tests have multiprocessors of their own."""
+    from megacpp_mcore.kernels.m2rnn import cuda
+
+    monkeypatch.setattr(cuda, "_processors", lambda device: 1)
+    inputs = draw(2, 200, 3, dtype=dtype)
+    assert_close(run(kernel(), inputs), run(reference, inputs, wide=True), dtype)
+
+
 @pytest.mark.parametrize("chunk_size", [16, 48])
 def test_same_bits_however_chains_are_cut(monkeypatch, chunk_size):
     from megacpp_mcore.kernels.m2rnn import cuda

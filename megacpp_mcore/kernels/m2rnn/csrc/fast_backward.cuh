@@ -1,8 +1,8 @@
-// Backward for 16-bit inputs. A block has 32 rows of a chain, and for each tile of 16 two
-// warps: one undoes the chain's parts of 16 steps, the last first, while the other makes the part
-// before again from its checkpoint. They meet every kStride steps: of a part that is undone there
-// is as much left to read as of the other one is written, so that both share kSlots slots, which
-// are read from one end to the other, and the next time back. Where blocks would not load the
+// Backward for 16-bit inputs. A block has 32 rows of a chain, and for each tile of 16 two warps:
+// one undoes the chain's parts of 16 steps, the last first, while the other makes the part before
+// again from its checkpoint. They meet every kStride steps: of a part that is undone there is as
+// much left to read as of the other one is written, so that both share kSlots slots, which are read
+// from one end to the other, and the next time back. Where blocks would not load the
 // multiprocessors evenly, a chain is cut into segments: a block goes on where another has ended.
 #pragma once
 
@@ -15,9 +15,8 @@ constexpr int kPartsOfDW = 8;  // that are added up before they are added to dW
 
 // Where a tile's warps are among its slots: `step` from one to the next. Of every second part,
 // the first to undo among them, the slots lie in order.
-template <int kStride>
 struct Walk {
-  static constexpr int kLast = kSteps + kStride - 1;
+  static constexpr int kLast = kSlots - 1;
   int step;
   uint32_t to_write;  // the lane's, in shared memory
 
@@ -51,7 +50,7 @@ __device__ void run_leads(Remake<T>& remake, const Problem& p, const Place& at, 
     for (int i = 0; i < kUnit; ++i) remake.step_lead(i, pair_mask(i));
   }
 }
-template <bool kLead, int kStride, typename T>
+template <bool kLead, typename T>
 __device__ void remake_unit(Remake<T>& remake, uint32_t slot, int step, int tile) {
 #pragma unroll
   for (int i = 0; i < kUnit; ++i) {
@@ -65,13 +64,13 @@ __device__ void remake_unit(Remake<T>& remake, uint32_t slot, int step, int tile
 
 // The part behind the last has steps behind the chain's last only, the one before the first steps
 // before its first: both warps do one part more than there is.
-template <typename T, int kStride>
+template <typename T>
 __device__ void remake_chain(Slot* slots, const Problem& p, const Place& at, int tile, int parts,
                              int first_part) {
   const int row = tile * kTileRows;
   const LaneInputs<T> in(p, at, row);
   Remake<T> remake(p, at, in, row, parts);
-  Walk<kStride> walk(slots, parts);
+  Walk walk(slots, parts);
   const int64_t unit = static_cast<int64_t>(kUnit) * p.heads * p.k_dim;
   T* dq = static_cast<T*>(p.dq_parts) + rows_place(p, at, row) + (parts - 1) * kPartUnits * unit;
   remake.begin_lead(p);
@@ -86,9 +85,9 @@ __device__ void remake_chain(Slot* slots, const Problem& p, const Place& at, int
       remake.enter(p, at, u);
       if (remake.left > 0) {
         remake.enter_lead(p, at);
-        remake_unit<true, kStride>(remake, slot, walk.step, tile);
+        remake_unit<true>(remake, slot, walk.step, tile);
       } else {
-        remake_unit<false, kStride>(remake, slot, walk.step, tile);
+        remake_unit<false>(remake, slot, walk.step, tile);
       }
       slot += kUnit * walk.step;
       store_rows<T>(dq, remake.dq, has_step(part * kSteps + u * kUnit, at));
@@ -100,10 +99,9 @@ __device__ void remake_chain(Slot* slots, const Problem& p, const Place& at, int
   }
 }
 
-template <typename T, bool kClamp, typename Shared>
-__device__ void undo_chain(Shared& shared, const Problem& p, const Place& at, int tile, int parts,
-                           int first_part, bool is_last) {
-  constexpr int kStride = Shared::kStride;
+template <typename T, bool kClamp>
+__device__ void undo_chain(FastBackwardShared& shared, const Problem& p, const Place& at, int tile,
+                           int parts, int first_part, bool is_last) {
   const int row = tile * kTileRows, lane = threadIdx.x % 32;
   const LaneInputs<T> in(p, at, row);
   const int64_t state = at.chain * state_size(p) + 4 * lane_t() +
@@ -111,9 +109,9 @@ __device__ void undo_chain(Shared& shared, const Problem& p, const Place& at, in
                             kColumns;
   Undo<T, kClamp> undo(p, at, in, is_last ? p.d_final : p.d_initial, state,
                        parts * kSteps + kUnit);
-  SumsOut<T, Shared> out(p, at, parts * kSteps + kUnit, tile * 32 + lane);
+  SumsOut<T> out(p, at, parts * kSteps + kUnit, tile * 32 + lane);
   auto& own = shared.tiles[tile];
-  Walk<kStride> walk(own.slots, parts);
+  Walk walk(own.slots, parts);
   float2* own_decay = own.decay + lane_g();
   const int64_t unit = static_cast<int64_t>(kUnit) * p.heads * p.k_dim;
   T* dk = static_cast<T*>(p.dk_parts) + rows_place(p, at, row) + (parts * kPartUnits + 1) * unit;
@@ -128,12 +126,11 @@ __device__ void undo_chain(Shared& shared, const Problem& p, const Place& at, in
         undo.step(i, slot, own.decay);
         slot += walk.step;
         if (i % kStride == 0) meet(1 + tile, 64);
-        if (kStride == 2 && i % 2 == 0) cut(walk.step, i);  // there are fewer registers
       }
       store_rows<T>(dk, undo.dk, has_step((part + 1) * kSteps - (u + 1) * kUnit, at));
       dk -= unit;
       put_sums(own.sums[u], undo.dv, undo.df);
-      shared.meet_undoers();
+      meet_undoers();
       out.write(shared, at, p.dv_parts != nullptr, u);
     }
     if (part % kPartsOfDW == 0) undo.add_dW();
@@ -144,12 +141,11 @@ __device__ void undo_chain(Shared& shared, const Problem& p, const Place& at, in
   write_weight_sum(shared, p, at, undo.dW, tile * 32 + lane, is_last);
 }
 
-template <typename T, bool kClamp, int kTiles>
-__global__ void __launch_bounds__(kTiles * 64, 3)
+template <typename T, bool kClamp>
+__global__ void __launch_bounds__(kBackwardThreads, 3)
 fast_backward(const __grid_constant__ Problem p) {
   extern __shared__ __align__(16) char memory[];
-  using Shared = FastBackwardShared<kTiles>;
-  auto& shared = *reinterpret_cast<Shared*>(memory);
+  auto& shared = *reinterpret_cast<FastBackwardShared*>(memory);
   // A block's number is the order in which it begins: what it waits for has begun.
   const int blocks = p.chains * p.heads * p.groups;
   auto& ticket = *reinterpret_cast<int32_t*>(memory);
@@ -176,13 +172,13 @@ fast_backward(const __grid_constant__ Problem p) {
   const int parts = Place::ceil_div(at.length, kSteps);
   const int first_part = at.first / kSteps;
   auto* slots = reinterpret_cast<uint4*>(memory);
-  for (int i = threadIdx.x; i < sizeof(Shared) / sizeof(uint4); i += blockDim.x)
+  for (int i = threadIdx.x; i < sizeof(FastBackwardShared) / sizeof(uint4); i += blockDim.x)
     slots[i] = make_uint4(0, 0, 0, 0);
   __syncthreads();
   if (warp < kTiles)
     undo_chain<T, kClamp>(shared, p, at, tile, parts, first_part, segment == 0);
   else
-    remake_chain<T, Shared::kStride>(shared.tiles[tile].slots, p, at, tile, parts, first_part);
+    remake_chain<T>(shared.tiles[tile].slots, p, at, tile, parts, first_part);
   if (segment + 1 == segments) return;
   __syncthreads();
   if (threadIdx.x == 0) {

@@ -6,39 +6,31 @@
 namespace m2rnn {
 
 constexpr int kUnitColumns = kUnit * kColumns;
+constexpr int kStride = kUnit;  // steps between two meetings of a tile's warps
+constexpr int kSlots = kSteps + kStride;
+constexpr int kTiles = 2;                  // of a block
+constexpr int kBackwardThreads = kTiles * 64, kUndoers = kTiles * 32;
+constexpr int kUndoBarrier = kTiles + 1;   // of the warps that undo
 
 // Of a unit.
 struct UnitSums {
   alignas(16) float dv[kUnitColumns];  // [column tile, column of it][step]
   alignas(16) float df[kUnit];
 };
-// kStride: steps between two meetings of a tile's warps.
-template <int kStride>
 struct BackwardTile {
-  static constexpr int kSlots = kSteps + kStride;
   alignas(16) Slot slots[kSlots];
   UnitSums sums[kPartUnits];
   float2 decay[kUnit];  // as Undo has it
 };
-// Of all tiles of a block.
-template <int kTileCount>
 struct FastBackwardShared {
-  static constexpr int kTiles = kTileCount, kStride = 8;
-  static constexpr int kUndoers = kTiles * 32;  // threads: half of the block
-  static constexpr int kUndoBarrier = kTiles + 1;
-  using Tile = BackwardTile<kStride>;
-  Tile tiles[kTiles];
-
-  __device__ static void meet_undoers() { meet(kUndoBarrier, kUndoers); }
-  // x: in the first tile.
-  __device__ static float of_tiles(const float* x) {
-    constexpr int kTile = sizeof(Tile) / sizeof(float);
-    float sum = x[0];
-#pragma unroll
-    for (int i = 1; i < kTiles; ++i) sum += x[i * kTile];
-    return sum;
-  }
+  BackwardTile tiles[kTiles];
 };
+
+__device__ inline void meet_undoers() { meet(kUndoBarrier, kUndoers); }
+// x: in the first tile.
+__device__ inline float of_tiles(const float* x) {
+  return x[0] + x[sizeof(BackwardTile) / sizeof(float)];
+}
 
 // The tile's parts of a unit. df: of each row.
 __device__ inline void put_sums(UnitSums& to, const float (&dv)[4], const float (&df)[4]) {
@@ -55,11 +47,11 @@ __device__ inline void put_sums(UnitSums& to, const float (&dv)[4], const float 
   if (g == 0) *reinterpret_cast<float2*>(to.df + 2 * t) = make_float2(x, y);
 }
 
-// After a barrier, unit by unit backwards: the block's sums. A thread has one column of v, of one
-// or two steps of a unit.
-template <typename T, typename Shared>
+// After a barrier, unit by unit backwards: the block's sums. A thread has one column of v of every
+// fourth step of a unit.
+template <typename T>
 struct SumsOut {
-  static constexpr int kEvery = Shared::kUndoers / kColumns;
+  static constexpr int kEvery = kUndoers / kColumns;
   int t, place, unit_bytes, unit_steps;  // t: the thread's step of the unit in turn
   char* dv;
   float* df;
@@ -82,7 +74,7 @@ struct SumsOut {
     unit_bytes = unit_steps * kColumns * bytes;
   }
   // u: the unit's sums' number.
-  __device__ void write(Shared& shared, const Place& at, bool in_parts, int u) {
+  __device__ void write(FastBackwardShared& shared, const Place& at, bool in_parts, int u) {
 #pragma unroll
     for (int later = 0; later < kUnit; later += kEvery)
       write_step(shared, at, in_parts, u, later);
@@ -90,24 +82,25 @@ struct SumsOut {
     dv -= unit_bytes;
     df -= unit_steps;
   }
-  __device__ void write_step(Shared& shared, const Place& at, bool in_parts, int u, int later) {
+  __device__ void write_step(FastBackwardShared& shared, const Place& at, bool in_parts, int u,
+                             int later) {
     if (static_cast<unsigned>(t + later) >= static_cast<unsigned>(at.length)) return;
     const UnitSums& first = shared.tiles[0].sums[u];
-    const float sum = shared.of_tiles(first.dv + place + later);
+    const float sum = of_tiles(first.dv + place + later);
     char* const to = dv + (later ? unit_bytes / 2 : 0);
     if (in_parts)
       *reinterpret_cast<float*>(to) = sum;
     else
       *reinterpret_cast<T*>(to) = static_cast<T>(sum);
     if (thread % kColumns == 0)
-      df[later ? unit_steps / 2 : 0] = shared.of_tiles(first.df + thread / kColumns + later);
+      df[later ? unit_steps / 2 : 0] = of_tiles(first.df + thread / kColumns + later);
   }
 };
 
 // The block's part of dW, through slots that nobody reads any more.
-template <typename Shared>
-__device__ void write_weight_sum(Shared& shared, const Problem& p, const Place& at,
-                                 const float (&dW)[2][4], int thread, bool is_first) {
+__device__ inline void write_weight_sum(FastBackwardShared& shared, const Problem& p,
+                                        const Place& at, const float (&dW)[2][4], int thread,
+                                        bool is_first) {
   constexpr int kSize = kColumns * kColumns;
   const int g = lane_g(), t = lane_t();
   float* own = reinterpret_cast<float*>(shared.tiles[thread / 32].slots);
@@ -116,12 +109,12 @@ __device__ void write_weight_sum(Shared& shared, const Problem& p, const Place& 
 #pragma unroll
     for (int e = 0; e < 4; ++e)
       own[column_of(n, 2 * t + e % 2) * kColumns + column_of(e / 2, g)] = dW[n][e];
-  shared.meet_undoers();
+  meet_undoers();
   // Blocks of a head: its chains', in order, each with its groups of rows.
   const int64_t block = static_cast<int64_t>(at.chain) * at.groups + at.group;
   float* out = p.dW_parts + (block * p.heads + at.head) * kSize;
-  for (int i = thread; i < kSize; i += Shared::kUndoers)
-    out[i] = shared.of_tiles(reinterpret_cast<float*>(shared.tiles[0].slots) + i) +
+  for (int i = thread; i < kSize; i += kUndoers)
+    out[i] = of_tiles(reinterpret_cast<float*>(shared.tiles[0].slots) + i) +
              (is_first ? 0.f : out[i]);
 }
 

@@ -54,9 +54,8 @@ cudaError_t launch_backward(const Problem& p, cudaStream_t stream) {
   if constexpr (sizeof(T) == 4) {
     return launch(backward<kClamp>, p, blocks(p), kThreads, sizeof(BackwardShared), stream);
   } else {
-    constexpr int kTiles = kRows / kTileRows;
-    return launch(fast_backward<T, kClamp, kTiles>, p, blocks(p) * p.segments, kTiles * 64,
-                  sizeof(FastBackwardShared<kTiles>), stream);
+    return launch(fast_backward<T, kClamp>, p, blocks(p) * p.segments, kBackwardThreads,
+                  sizeof(FastBackwardShared), stream);
   }
 }
 
