@@ -1,6 +1,6 @@
 """The surfaces of the model, and the backends of each in order of preference.
 
-A new backend is one entry here and one row of `megacpp_mcore.catalog_rows`; dispatch itself knows
+A new backend is one entry here and one row of `megacpp_mcore.catalog.rows`; dispatch itself knows
 neither. An optional package is imported by the `supports` of its own backend and nowhere else.
 """
 

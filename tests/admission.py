@@ -28,7 +28,7 @@ from admission_probes import (
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.backend import REFERENCE, always
-from megacpp_mcore.catalog_rows import ROWS, Row
+from megacpp_mcore.catalog.rows import ROWS, Row
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels import parity
 from megacpp_mcore.kernels.case import Bound, Case, Tensors

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megacpp_mcore.backend import REFERENCE
-from megacpp_mcore.catalog_rows import Row
+from megacpp_mcore.catalog.rows import Row
 from megacpp_mcore.lowering import lower
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.training.megatron_setup import build_model, megatron_args, single_process

@@ -7,7 +7,7 @@ from admission import CHECKS, Subject, admit
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.backend import REFERENCE, Backend, Surface, always
-from megacpp_mcore.catalog_rows import ROWS, Row
+from megacpp_mcore.catalog.rows import ROWS, Row
 from megacpp_mcore.kernels.cases import SURFACES, case_class
 from megacpp_mcore.kernels.norm import rms_norm
 from megacpp_mcore.problems import stack_part_of

@@ -11,7 +11,7 @@ import pytest
 
 from megacpp_mcore import catalog, cli, dispatch
 from megacpp_mcore.backend import REFERENCE, Backend, Problem, Surface, always
-from megacpp_mcore.catalog_rows import ROWS, Keep, Role, Row
+from megacpp_mcore.catalog.rows import ROWS, Keep, Role, Row
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.surfaces import REGISTRY
 

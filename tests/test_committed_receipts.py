@@ -7,7 +7,7 @@ from statistics import fmean
 import pytest
 
 from megacpp_mcore import flops, receipts
-from megacpp_mcore.catalog_rows import ROWS
+from megacpp_mcore.catalog.rows import ROWS
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.report.comparison import MARGIN, judge_runs, unlike
 from megacpp_mcore.report.intervals import ratio_in_turns, time_ratio

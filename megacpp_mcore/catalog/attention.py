@@ -6,7 +6,7 @@ shapes (hidden 3584), unless a row says otherwise. "8 documents": four rows of e
 
 from functools import partial
 
-from megacpp_mcore.catalog_row import (
+from megacpp_mcore.catalog.row import (
     ATTENTION_TESTS,
     GPU_TESTS,
     REFERENCE_EXIT,

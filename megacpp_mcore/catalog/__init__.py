@@ -1,6 +1,6 @@
 """The kernel catalog: what each backend is for, and which one would serve here and now.
 
-The rows are data (`megacpp_mcore.catalog_rows`); what can serve is asked of dispatch, with the
+The rows are data (`megacpp_mcore.catalog.rows`); what can serve is asked of dispatch, with the
 problems that a recipe's layers would ask about. No torch at import.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.backend import Problem
-from megacpp_mcore.catalog_rows import ROWS, Row
+from megacpp_mcore.catalog.rows import ROWS, Row
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces import REGISTRY

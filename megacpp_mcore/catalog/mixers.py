@@ -6,7 +6,7 @@ shapes (hidden 3584), unless a row says otherwise.
 
 from functools import partial
 
-from megacpp_mcore.catalog_row import (
+from megacpp_mcore.catalog.row import (
     ADMISSION,
     GPU_TESTS,
     MAMBA3_TESTS,
