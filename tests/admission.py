@@ -274,7 +274,7 @@ def _compare(
             if arrange is not None:
                 tensors = {n: arrange(t) for n, t in tensors.items()}
                 rearranged = {n: arrange(d) for n, d in truth.directions.items()}
-                truth = parity.Truth(truth.values, rearranged)
+                truth = replace(truth, directions=rearranged)
             with poisoned_memory(subject.device) if poison else contextlib.nullcontext():
                 values = parity.run(case, bound, tensors, truth.directions)
             _assert_within(f"{what}, {_SEED}={seed}", parity.errors(case, values, truth, dtype))

@@ -115,12 +115,18 @@ class Case(ABC):
     def terms(self, name: str) -> int:
         """The length of the sums on the way to a value of output or gradient `name`."""
 
+    def sums(self, **tensors: Tensor) -> dict[str, float]:
+        """The largest sum of absolute terms on the way to an output, by its name, where the terms
+        may cancel and be rounded one by one: its error is then in units of that."""
+        return {}
+
     @abstractmethod
     def flops(self) -> int:
         """Operations that a forward call needs at least."""
 
     def tolerance(self, name: str, dtype: torch.dtype) -> float:
-        """The bound of the error of output or gradient `name`, in units of its largest value.
+        """The bound of the error of output or gradient `name`, in units of its largest value, or
+        of its `sums`.
 
         A rounding to the dtype moves a value by half an epsilon of it; a sum of n terms in float32
         (float64 for float64) is off by up to n epsilons of its largest partial sum.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from megacpp_mcore.kernels.case import Bound, Case, Tensors
 
 @dataclass(frozen=True)
 class Error:
-    """How far output or gradient `name` is from the truth, in units of the truth's largest value.
+    """How far output or gradient `name` is from the truth, in units of the truth's largest value
+    or of what it is the sum of (`Case.sums`).
 
     what: why the error is infinite: a value that is not finite, no gradient, another shape or
     dtype than the truth's.
@@ -35,10 +36,14 @@ class Error:
 
 @dataclass(frozen=True)
 class Truth:
-    """Outputs and, under `d<name>`, gradients along `directions`, one for each output."""
+    """Outputs and, under `d<name>`, gradients along `directions`, one for each output.
+
+    sums: see `Case.sums`.
+    """
 
     values: Tensors
     directions: Tensors
+    sums: Mapping[str, float] = field(default_factory=dict)
 
 
 def drawn(case: Case, dtype: torch.dtype, device: str, seed: int) -> Tensors:
@@ -73,7 +78,7 @@ def truth_of(
     if directions is None:
         directions = {n: _direction(y).to(dtype_of(case, n, dtype)) for n, y in outputs.items()}
     values = _values(outputs, {n: d.to(wide) for n, d in directions.items()}, leaves)
-    return Truth(values, directions)
+    return Truth(values, directions, case.sums(**widened))
 
 
 def _direction(y: Tensor) -> Tensor:
@@ -99,6 +104,7 @@ def errors(case: Case, actual: Tensors, truth: Truth, dtype: torch.dtype) -> lis
         # Values that cancel to rounding noise in the truth have no size of their own.
         noise = 1000 * torch.finfo(expected.dtype).eps * max(largest.values())
         size = largest[name] if largest[name] > noise else max(largest.values()) or 1.0
+        size = max(size, truth.sums.get(name, 0.0))
         distance = math.inf if what else _largest(actual[name].to(expected.dtype) - expected)
         found.append(Error(name, distance / size, case.tolerance(name, dtype), what))
     return sorted(found, key=lambda error: -error.share)

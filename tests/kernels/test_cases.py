@@ -10,6 +10,7 @@ from megacpp_mcore.kernels import parity
 from megacpp_mcore.kernels.case import Bound
 from megacpp_mcore.kernels.cases import SURFACES, case_class
 from megacpp_mcore.kernels.norm.case import NormCase
+from megacpp_mcore.kernels.residual.case import ResidualCase
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.surfaces import REGISTRY
 
@@ -126,6 +127,20 @@ class TestErrors:
         values = {"y": torch.ones(2), "dx": torch.tensor([2e-8])}
         found = {e.name: e for e in parity.errors(self.case, values, truth, torch.float32)}
         assert found["dx"].error == pytest.approx(2e-8)
+
+    def test_terms_that_cancel_have_the_size_of_the_terms(self):
+        """2 + 1.0078125 is 3 in bf16: all that is left of it beside -3 is lost."""
+        case = ResidualCase(1, 1, 5, True)
+        tensors = {"x": 2.0, "bias": 1.0078125, "residual": -3.0}
+        tensors = {name: torch.full((1, 1, 5), value).bfloat16() for name, value in tensors.items()}
+        tensors["bias"] = tensors["bias"][0, 0]
+        truth = parity.truth_of(case, tensors, torch.bfloat16, torch.float64)
+        bound = Bound(lambda x, residual, bias: {"y": (x + bias) + residual})
+        values = parity.run(case, bound, tensors, truth.directions)
+        found = {e.name: e for e in parity.errors(case, values, truth, torch.bfloat16)}
+        assert found["y"].error > 0 and found["y"].share <= 1
+        values["y"] += 0.125
+        assert parity.errors(case, values, truth, torch.bfloat16)[0].share > 1
 
     def test_parameters_of_a_backend_get_the_values_and_give_the_gradients(self):
         """As two slices of one tensor, the way experts hold their weights."""
