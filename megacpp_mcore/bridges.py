@@ -85,8 +85,8 @@ def _import_the_helper() -> None:
 def operators_alone(package: str) -> None:
     """Let `import PACKAGE.ops...` leave PACKAGE's own __init__ for whoever asks for what is in it.
 
-    mamba_ssm's imports its models, and transformers with them, at
-    every rank's start, for nothing that is used here.
+    mamba_ssm's imports its models, and transformers with them, at every rank's start, for nothing
+    that is used here.
     """
     spec = None if package in sys.modules else importlib.util.find_spec(package)
     if spec is None or spec.loader is None:

@@ -74,32 +74,34 @@ def torch_norm(problem: Problem) -> str | None:
     return None if kind in known else f"normalization {kind}: torch has {' and '.join(known)}"
 
 
-def mamba_ssm_scan(problem: Problem) -> str | None:
-    """The `supports` of mamba-ssm's Mamba-3 SISO kernels, as far as they are tested."""
+def _mamba_ssm(problem: Problem, variant: str) -> str | None:
     if problem.device != "cuda":
         return f"mamba-ssm's kernels run on cuda only, the problem is on {problem.device}"
     if problem.dtype != "bfloat16":
         return f"mamba-ssm's kernels compute in bfloat16, not {problem.dtype}"
-    if (variant := problem.size("variant")) != "siso":
-        return f"variant {variant}: these are the SISO kernels"
+    if (asked := problem.size("variant")) != variant:
+        return f"variant {asked}: these are the {variant.upper()} kernels"
+    if (chunk_size := problem.size("chunk_size")) != 64:
+        return f"chunk_size {chunk_size}: mamba-ssm's kernels are tested with 64"
+    return None
+
+
+def mamba_ssm_scan(problem: Problem) -> str | None:
+    """The `supports` of mamba-ssm's Mamba-3 SISO kernels, as far as they are tested."""
+    if reason := _mamba_ssm(problem, "siso"):
+        return reason
     for name in ("state_dim", "head_dim"):
         if (size := problem.size(name)) not in (32, 64, 128):
             return f"{name} {size}: mamba-ssm's kernels take powers of two, here 32, 64 or 128"
     if (angles := problem.size("angles")) % 2:
         return f"{angles} angles: mamba-ssm's kernels take an even number"
-    if (chunk_size := problem.size("chunk_size")) != 64:
-        return f"chunk_size {chunk_size}: mamba-ssm's kernels are tested with 64"
     return import_reason("mamba_ssm.ops.triton.mamba3.mamba3_siso_combined")
 
 
 def mamba_ssm_mimo(problem: Problem) -> str | None:
     """The `supports` of mamba-ssm's Mamba-3 MIMO kernels, as far as they are tested."""
-    if problem.device != "cuda":
-        return f"mamba-ssm's kernels run on cuda only, the problem is on {problem.device}"
-    if problem.dtype != "bfloat16":
-        return f"mamba-ssm's kernels compute in bfloat16, not {problem.dtype}"
-    if (variant := problem.size("variant")) != "mimo":
-        return f"variant {variant}: these are the MIMO kernels"
+    if reason := _mamba_ssm(problem, "mimo"):
+        return reason
     for name, tested in (("state_dim", (64,)), ("head_dim", (64,)), ("rank", (4,))):
         if (size := problem.size(name)) not in tested:
             return f"{name} {size}: the kernels are tested with {', '.join(map(str, tested))}"

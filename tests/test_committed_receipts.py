@@ -9,8 +9,8 @@ import pytest
 from megacpp_mcore import flops, receipts
 from megacpp_mcore.catalog.rows import ROWS
 from megacpp_mcore.recipe import load_recipe
-from megacpp_mcore.report.comparison import MARGIN, judge_runs, unlike
-from megacpp_mcore.report.intervals import ratio_in_turns, time_ratio
+from megacpp_mcore.report.comparison import MARGIN, judge_rows, judge_runs, unlike
+from megacpp_mcore.report.intervals import time_ratio
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples/receipts/h200"
 README = FOLDER.parents[2] / "README.md"
@@ -69,8 +69,7 @@ def test_the_times_that_a_catalog_row_claims_are_its_receipts(row):
 def test_without_logits_the_step_is_faster_and_ten_gib_smaller():
     rows, _ = _rows("model-nam56r-quarter-mtp2")
     ours, megatrons = rows["model", "step"], rows["linear_cross_entropy=megatron", "step"]
-    by_round = (dict(zip(r["rounds"], r["samples_ms"], strict=True)) for r in (megatrons, ours))
-    assert ratio_in_turns(*by_round).high < 1 - MARGIN
+    assert judge_rows(megatrons, ours, MARGIN, in_turns=True).time.high < 1 - MARGIN
     assert ours["peak_memory_bytes"] <= megatrons["peak_memory_bytes"] - 10 * 2**30
 
 
@@ -79,8 +78,7 @@ def test_chunked_losses_take_nine_tenths_of_ligers_mean_and_little_more_than_the
     of the best of ten large products in the same run; 0.7 GiB beyond the gradients."""
     rows, _ = _rows("linear_cross_entropy-mean")
     ours, ligers = rows["chunked", "forward_backward"], rows["liger_mean", "forward_backward"]
-    by_round = (dict(zip(r["rounds"], r["samples_ms"], strict=True)) for r in (ligers, ours))
-    assert ratio_in_turns(*by_round).high <= 0.90
+    assert judge_rows(ligers, ours, MARGIN, in_turns=True).time.high <= 0.90
     receipt = receipts.read(FOLDER / "linear_cross_entropy-mean.json")
     floor = re.search(r"forward_backward ([\d.]+) ms", " ".join(receipt["notes"]))
     assert ours["median_ms"] <= 1.10 * float(floor[1])

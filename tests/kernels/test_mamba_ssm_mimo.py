@@ -71,6 +71,7 @@ def upstream(q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, a
         ("cuda", "bfloat16", {"head_dim": 32}, "head_dim 32"),
         ("cuda", "bfloat16", {"rank": 8}, "rank 8"),
         ("cuda", "bfloat16", {"angles": 32}, "32 angles"),
+        ("cuda", "bfloat16", {"chunk_size": 16}, "chunk_size 16"),
     ],
 )
 def test_what_it_cannot_serve_it_says(device, dtype, sizes, why):
@@ -166,7 +167,8 @@ def test_what_upstream_would_round_or_cannot_leave_out_is_refused():
 
 def test_with_a_state_or_few_tokens_the_reference_runs():
     tensors = parity.drawn(CASE, torch.bfloat16, "cpu", seed=0)
-    y = backend.mamba3_scan(**tensors)
+    with pytest.warns(UserWarning, match="a row of 16 tokens runs on the reference"):
+        y = backend.mamba3_scan(**tensors)
     torch.testing.assert_close(y, mamba3_scan(**tensors, chunk_size=64), rtol=0, atol=0)
     for actual, expected in zip(
         backend.mamba3_scan(**tensors, return_final_state=True),

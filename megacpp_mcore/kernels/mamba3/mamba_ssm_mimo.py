@@ -7,6 +7,7 @@ documents.
 
 import functools
 import importlib
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -49,15 +50,19 @@ def mamba3_scan(
     return_final_state: bool = False,
 ) -> Tensor | tuple[Tensor, Mamba3State]:
     """`megacpp_mcore.kernels.mamba3.mamba3_scan`, MIMO with skip and gate, in bfloat16; its shapes
-    and its meaning. The kernels' own chunk is 64 / R tokens, whatever `chunk_size` says.
+    and its meaning. The kernels' own chunk is 64 / R tokens; `chunk_size` is the reference's, and
+    dispatch gives a model with another than 64 no such backend.
 
-    With a state, which is inference, the reference runs; so it does for rows of fewer than 64
-    tokens: on an H200 a row of one failed, and none between was tried.
+    With a state, which is inference, the reference runs; so it does, with a warning, for rows of
+    fewer than 64 tokens: on an H200 a row of one failed, and none between was tried.
 
     Raises Mamba3InputError for a v that is not bfloat16, an empty sequence, and a call without the
     skip, the gate, or the projections of MIMO.
     """
-    if initial_state is not None or return_final_state or 0 < v.shape[1] < _ROWS:
+    with_state = initial_state is not None or return_final_state
+    if with_state or 0 < v.shape[1] < _ROWS:
+        if not with_state:
+            _say_that_rows_are_short(v.shape[1])
         return reference_scan(
             q, k, v, adt, dt, trap, angles, q_bias, k_bias, D, z, mimo_v=mimo_v, mimo_z=mimo_z,
             mimo_out=mimo_out, chunk_size=chunk_size, cu_seqlens=cu_seqlens,
@@ -84,6 +89,15 @@ def mamba3_scan(
         mimo_out, angles, D, z, _ROWS // rank, bounds,
     )  # fmt: skip
     return y.view(v.shape)
+
+
+@torch.compiler.disable
+def _say_that_rows_are_short(seq: int) -> None:
+    warnings.warn(
+        f"mamba_ssm_mimo: a row of {seq} tokens runs on the reference; the kernels are tested from "
+        f"{_ROWS} tokens on",
+        stacklevel=3,
+    )
 
 
 def _as_documents(*tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
