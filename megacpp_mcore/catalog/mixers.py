@@ -211,7 +211,7 @@ M2RNN = (
         layout="q, k (B, S, 1 or H, K), v (B, S, H, V) -> (B, S, H, V), state (B, H, K, V)",
         dtypes="bf16, fp16, fp32, fp64; computed in fp32 or wider",
         tests=("tests/kernels/test_m2rnn_kernel.py", ADMISSION),
-        no_receipt="not timed beside the kernels, which it would keep waiting; a step with it is in "
+        no_receipt="not timed beside the kernels, which it would keep waiting; a step is, in "
         "model-nam56r-quarter-m2rnn.json",
         exit_when=REFERENCE_EXIT,
     ),
