@@ -187,9 +187,11 @@ class _Run:
         log.say(f"step {self.iteration} | held-out loss {loss:.4f} nats per token")
 
     def _save(self) -> None:
+        # First the receipt: what it has beyond a checkpoint is dropped when a run resumes from
+        # that, but steps before the checkpoint that it has not are lost.
+        self.receipt.write("running")
         with self.goodput.span("checkpoint"):
             checkpoint.save(self.folder.checkpoints, self.trainer, self._progress())
-        self.receipt.write("running")
 
     def _progress(self) -> checkpoint.Progress:
         return checkpoint.Progress(

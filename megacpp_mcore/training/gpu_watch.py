@@ -180,10 +180,9 @@ class Watch:
         return done
 
     def _save(self, call: Callable, given: dict[str, Any]) -> Any:
+        self.write("running")  # first: a checkpoint's receipt has every step before it
         with self.goodput.span("checkpoint"):
-            done = call()
-        self.write("running")
-        return done
+            return call()
 
     def _evaluation(self, call: Callable, given: dict[str, Any]) -> Any:
         self._evaluated = None
