@@ -41,12 +41,14 @@ class Backend:
     """One implementation of a surface.
 
     implementation: "module:attribute", imported when a layer takes the backend. supports: None when
-    the backend can serve the problem, else a sentence saying why not.
+    the backend can serve the problem, else a sentence saying why not. by_name: it serves whoever
+    names it, and `auto` goes past it.
     """
 
     name: str
     implementation: str
     supports: Callable[[Problem], str | None]
+    by_name: bool = False
 
 
 @dataclass(frozen=True)

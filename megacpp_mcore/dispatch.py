@@ -2,9 +2,9 @@
 
 A surface is a place in the model where more than one implementation fits (`core_attention`,
 `mamba3_scan`, ...; `megacpp_mcore.surfaces` has them). Its backends stand in order of preference;
-each says why it cannot serve a problem, or nothing when it can. `auto` takes the first that can. A
-backend named in the recipe's `[backends]`, or forced with `MEGACPP_BACKENDS=surface=name,...`,
-serves or raises.
+each says why it cannot serve a problem, or nothing when it can. `auto` takes the first that can,
+but for those that wait to be named. A backend named in the recipe's `[backends]`, or forced with
+`MEGACPP_BACKENDS=surface=name,...`, serves or raises.
 
 A layer decides once, when it is built; nothing here runs in a training step. Importing this module
 imports neither torch nor any optional package: a backend is imported when it is asked about.
@@ -168,6 +168,8 @@ def _choose(surface: str, problem: Problem, requested: str, source: str) -> Deci
         if requested not in (AUTO, backend.name):
             continue
         why_not = backend.supports(problem)
+        if why_not is None and backend.by_name and requested == AUTO:
+            why_not = "serves only where it is named"
         if why_not is None:
             if requested != AUTO:
                 reason = f"named in {source}"

@@ -214,6 +214,24 @@ def mamba3_scan_of(recipe: "Recipe", device: str) -> Problem | None:
     return mamba3_scan(device, config, layout, recipe.mamba3)
 
 
+def mixer_prep(device: str, config) -> Problem:
+    """What lies between a mixer's projections and its kernel: elementwise, so of any sizes."""
+    return Problem.of(
+        device,
+        _dtype(config),
+        deterministic_mode=config.deterministic_mode,
+        cuda_graph_impl=config.cuda_graph_impl,
+    )
+
+
+def mamba3_prep_of(recipe: "Recipe", device: str) -> Problem | None:
+    return mixer_prep(device, _config(recipe)) if _has(recipe, "M") else None
+
+
+def m2rnn_prep_of(recipe: "Recipe", device: str) -> Problem | None:
+    return mixer_prep(device, _config(recipe)) if _has(recipe, "R") else None
+
+
 def m2rnn(device: str, config, layout: "M2RNNLayout", settings: "M2RNNSettings") -> Problem:
     """heads: of one tensor-parallel rank."""
     return Problem.of(
@@ -296,6 +314,7 @@ def _config(recipe: "Recipe") -> SimpleNamespace:
         fp8_multi_head_attention=False,
         batch_invariant_mode=False,
         deterministic_mode=recipe.precision.deterministic_mode,
+        cuda_graph_impl=recipe.launch.cuda_graph_impl,
         attention_output_gate=False,
         fused_single_qkv_rope=False,
         mrope_section=None,

@@ -164,6 +164,29 @@ def compiled(problem: Problem) -> str | None:
     return f"nothing is compiled on {problem.device}: it takes longer than the CPU lane's runs"
 
 
+def inductor(problem: Problem) -> str | None:
+    """The `supports` of what we compile with torch.compile as a layer is first called."""
+    if reason := inductor_options(problem) or import_reason("triton"):
+        return reason
+    from megacpp_mcore.kernels import inductor as here
+
+    return here.reason()
+
+
+def inductor_options(problem: Problem) -> str | None:
+    """Why nothing is compiled under the recipe's options, whatever the machine has."""
+    if reason := compiled(problem):
+        return reason
+    if problem.size("deterministic_mode"):
+        return (
+            "deterministic_mode: how a compiled sum is cut up is chosen by timing, so that two "
+            "runs may add in another order"
+        )
+    if (graphs := problem.size("cuda_graph_impl", "none")) != "none":
+        return f"cuda_graph_impl {graphs}: a compilation cannot be part of a captured graph"
+    return None
+
+
 def m2rnn_cuda(problem: Problem) -> str | None:
     """The `supports` of our M2RNN kernels."""
     if problem.device != "cuda":
@@ -179,6 +202,8 @@ _ATTENTION = "megacpp_mcore.layers.core_attention"
 _MAMBA3 = "megacpp_mcore.kernels.mamba3"
 _M2RNN = "megacpp_mcore.kernels.m2rnn"
 _MLA_ROPE = "megacpp_mcore.kernels.mla_rope"
+_MAMBA3_PREP = "megacpp_mcore.kernels.mamba3_prep"
+_M2RNN_PREP = "megacpp_mcore.kernels.m2rnn_prep"
 _ROPE_QK = "megacpp_mcore.kernels.rope_qk"
 _LOSS = "megacpp_mcore.kernels.linear_cross_entropy"
 _TE_EXTENSION = "megatron.core.extensions.transformer_engine"
@@ -262,12 +287,28 @@ _SURFACES = (
         problems.mamba3_scan_of,
     ),
     Surface(
+        "mamba3_prep",
+        (
+            Backend("inductor", f"{_MAMBA3_PREP}.inductor:mamba3_prep", inductor, by_name=True),
+            Backend(REFERENCE, f"{_MAMBA3_PREP}:mamba3_prep", always),
+        ),
+        problems.mamba3_prep_of,
+    ),
+    Surface(
         "m2rnn",
         (
             Backend("cuda", f"{_M2RNN}.cuda:m2rnn", m2rnn_cuda),
             Backend(REFERENCE, f"{_M2RNN}:m2rnn", always),
         ),
         problems.m2rnn_of,
+    ),
+    Surface(
+        "m2rnn_prep",
+        (
+            Backend("inductor", f"{_M2RNN_PREP}.inductor:INDUCTOR", inductor, by_name=True),
+            Backend(REFERENCE, f"{_M2RNN_PREP}:REFERENCE", always),
+        ),
+        problems.m2rnn_prep_of,
     ),
     Surface(
         "linear_cross_entropy",

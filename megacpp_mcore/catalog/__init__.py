@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.backend import Problem
+from megacpp_mcore.backend import Backend, Problem
 from megacpp_mcore.catalog.rows import ROWS, Row
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import Recipe
@@ -71,15 +71,19 @@ def _asked(
         decision = dispatch.choose(surface, problem, recipe.backends)
     except dispatch.DispatchError:
         decision = None
-    for backend, why_not in dispatch.verdicts(surface, problem).items():
-        serves = decision is not None and backend == decision.observed
-        reason = decision.reason if serves else why_not or _unneeded(decision, requested)
-        yield backend, _verdict(serves, why_not is None, reason)
+    verdicts = dispatch.verdicts(surface, problem)
+    for backend in REGISTRY[surface].backends:
+        why_not = verdicts[backend.name]
+        serves = decision is not None and backend.name == decision.observed
+        reason = decision.reason if serves else why_not or _unneeded(backend, decision, requested)
+        yield backend.name, _verdict(serves, why_not is None, reason)
 
 
-def _unneeded(decision: dispatch.Decision | None, requested: str) -> str:
+def _unneeded(backend: Backend, decision: dispatch.Decision | None, requested: str) -> str:
     if decision is None:
         return f"can serve, but {requested} is named, which cannot"
+    if requested == dispatch.AUTO and backend.by_name:
+        return "can serve where it is named"
     if requested == dispatch.AUTO:
         return f"can serve; {decision.observed} comes first"
     return f"can serve; {requested} is named"

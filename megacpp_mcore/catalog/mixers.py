@@ -163,22 +163,68 @@ _M2RNN_TESTS = (
 )
 _M2RNN_LAYOUT = "q, k (B, S, 1 or H, K), v (B, S, H, V) -> (B, S, H, V), state (B, H, K, V); V 16"
 
-COMPILED = (
-    Row(
-        surface="mixer_prep",
+_PREP_TESTS = (
+    "tests/kernels/test_mixer_prep.py",
+    "tests/kernels/test_mixer_prep_admission.py",
+    "tests/layers/test_compiled.py",
+    "tests/gpu/test_compiled_gpu.py",
+    *GPU_TESTS,
+)
+_prep = partial(
+    Row,
+    tests=_PREP_TESTS,
+    dtypes="bf16, fp16, fp32, fp64; computed in fp32 or wider, rounded once",
+    no_receipt="not timed since it can be chosen; model-nam56r-quarter-precision.json has such "
+    "regions as they were tried: 325.9 -> 322.1 ms a step, within the spread",
+)
+_mamba3_prep = partial(
+    _prep,
+    surface="mamba3_prep",
+    blocks="M",
+    layout="B, C (b, s, G R N), dt, A (b, s, H) -> q, k (b, s, [R,] G, N), adt, dt (b, s, H)",
+)
+_m2rnn_prep = partial(
+    _prep,
+    surface="m2rnn_prep",
+    blocks="R",
+    layout="q, k, v, decay (s, b, ...) -> (s, b, 2 K + H V), f (b, s, H); y, v (b, s, H, V), gate "
+    "(s, b, H V) -> (s, b, H V)",
+)
+_PREP_EXIT = "a whole step is faster with it beyond the spread: then auto takes it"
+_PREP_REFERENCE = "nothing: the definition in plain torch, which serves unless inductor is named"
+
+PREP = (
+    _mamba3_prep(
         backend="inductor",
-        blocks="MR",
-        role="deferred",
-        keep="not carried",
-        removes="reads and writes between the projections and the scan: M's norms, dt and decay "
-        "(kernel time 288.3 -> 288.6 ms a forward and backward pass of nam56r-quarter), with R's "
-        "convolution and gated norm as well 285.9",
-        receipt="examples/receipts/h200/model-nam56r-quarter-precision.json",
-        not_carried="torch.compile of these regions, without a graph break, makes no step faster "
-        "beyond the spread: 325.9 -> 322.1 ms with M's (99 % interval of the ratio 0.90 .. 1.04), "
-        "a forward and backward pass 272.6 -> 270.3 with R's too; the first step takes 2 to 4 s "
-        "longer",
-        exit_when="more of a block than its elementwise parts can be compiled around the kernels",
+        role="experimental",
+        keep="borderline",
+        removes="reads and writes between the norms of B and C, the steps and the decays: one "
+        "graph of torch.compile each way, for all M",
+        fallback="reference",
+        exit_when=_PREP_EXIT,
+    ),
+    _mamba3_prep(
+        backend="reference",
+        role="fallback",
+        keep="keep",
+        removes=_PREP_REFERENCE,
+        exit_when=REFERENCE_EXIT,
+    ),
+    _m2rnn_prep(
+        backend="inductor",
+        role="experimental",
+        keep="borderline",
+        removes="reads and writes in the convolution, the decay and the gated norm: two graphs of "
+        "torch.compile each way, three where the norm is over tensor-parallel ranks",
+        fallback="reference",
+        exit_when=_PREP_EXIT,
+    ),
+    _m2rnn_prep(
+        backend="reference",
+        role="fallback",
+        keep="keep",
+        removes=_PREP_REFERENCE,
+        exit_when=REFERENCE_EXIT,
     ),
 )
 

@@ -2,7 +2,7 @@
 
 from megacpp_mcore.catalog.attention import CORE_ATTENTION, ROPE_QK
 from megacpp_mcore.catalog.head import HEAD
-from megacpp_mcore.catalog.mixers import COMPILED, M2RNN, MAMBA3_SCAN, MLA
+from megacpp_mcore.catalog.mixers import M2RNN, MAMBA3_SCAN, MLA, PREP
 from megacpp_mcore.catalog.parts import LINEAR, MOE_EXPERTS, NORM, RESIDUAL
 from megacpp_mcore.catalog.row import Keep, Role, Row
 
@@ -10,5 +10,5 @@ __all__ = ["ROWS", "Keep", "Role", "Row"]
 
 ROWS: tuple[Row, ...] = (
     *(LINEAR + NORM + MOE_EXPERTS + CORE_ATTENTION + ROPE_QK + MLA),
-    *(MAMBA3_SCAN + COMPILED + M2RNN + HEAD + RESIDUAL),
+    *(MAMBA3_SCAN + PREP + M2RNN + HEAD + RESIDUAL),
 )

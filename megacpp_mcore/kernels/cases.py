@@ -12,7 +12,9 @@ _CASES = {
     "rope_qk": "megacpp_mcore.kernels.rope_qk.case:RopeQKCase",
     "mla_rope": "megacpp_mcore.kernels.mla_rope.case:MLARopeCase",
     "mamba3_scan": "megacpp_mcore.kernels.mamba3.case:Mamba3ScanCase",
+    "mamba3_prep": "megacpp_mcore.kernels.mamba3_prep.case:Mamba3PrepCase",
     "m2rnn": "megacpp_mcore.kernels.m2rnn.case:M2RNNCase",
+    "m2rnn_prep": "megacpp_mcore.kernels.m2rnn_prep.case:M2RNNPrepCase",
     "linear_cross_entropy": (
         "megacpp_mcore.kernels.linear_cross_entropy.case:LinearCrossEntropyCase"
     ),

@@ -34,10 +34,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import deprecate_inference_params
 from torch import Tensor
-from torch.nn.functional import silu, softplus
 
 from megacpp_mcore import dispatch, problems
 from megacpp_mcore.kernels.m2rnn import m2rnn_step
+from megacpp_mcore.kernels.m2rnn_prep import REFERENCE, M2RNNPrep
 from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout, M2RNNMixerError
 from megacpp_mcore.layers.mixer import RecurrentMixer
 from megacpp_mcore.layers.settings import PluginSettings, plugin_settings
@@ -99,6 +99,7 @@ class M2RNNMixer(RecurrentMixer):
         self.wide = _FP32_PARAMETERS
         self.sections |= {"conv1d_weight": layout.conv, "conv1d_bias": layout.conv}
         self.m2rnn = self._choose_backend(plugin)
+        self.prep = self._choose_prep(plugin)
 
     def _add_parameters(self) -> None:
         """Whole parameters, the same on every rank, of which each rank keeps its slice."""
@@ -135,6 +136,10 @@ class M2RNNMixer(RecurrentMixer):
         """The backend of the recurrence; called as `megacpp_mcore.kernels.m2rnn.m2rnn`."""
         problem = problems.m2rnn(problems.current_device(), self.config, self.layout, self.settings)
         return dispatch.decide("m2rnn", problem, plugin.backends).load()
+
+    def _choose_prep(self, plugin: PluginSettings) -> M2RNNPrep:
+        problem = problems.mixer_prep(problems.current_device(), self.config)
+        return dispatch.decide("m2rnn_prep", problem, plugin.backends).load()
 
     def forward(
         self,
@@ -177,7 +182,7 @@ class M2RNNMixer(RecurrentMixer):
 
     def _core(self, projected: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """`_mix` from a zero state, whose next state nobody needs."""
-        return self._mix(projected, cu_seqlens=cu_seqlens)[0]
+        return self._mix(projected, self.prep, cu_seqlens=cu_seqlens)[0]
 
     def _infer(
         self, hidden_states: Tensor, context, packed_seq_params: PackedSeqParams | None
@@ -225,22 +230,27 @@ class M2RNNMixer(RecurrentMixer):
                 "them all; turn it off for inference"
             )
         projected, _ = self.in_proj(hidden_states)
-        mixed, state = self._mix(projected, state)
-        return *self.out_proj(mixed), state
+        # Prompts of any length and single tokens: nothing is compiled for them.
+        mixed, recurrent = self._mix(projected, REFERENCE, state)
+        inputs = projected[..., : state.conv.shape[-1]]
+        conv = torch.cat((state.conv.to(inputs.dtype), inputs))[inputs.shape[0] :]
+        return *self.out_proj(mixed), M2RNNState(conv, recurrent)
 
     def _mix(
-        self, projected: Tensor, state: M2RNNState | None = None, cu_seqlens: Tensor | None = None
-    ) -> tuple[Tensor, M2RNNState]:
-        """Everything between the projections: [s, b, in_proj rows] -> [s, b, heads * V]."""
+        self, projected: Tensor, prep: M2RNNPrep, state: M2RNNState | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Everything between the projections: [s, b, in_proj rows] -> [s, b, heads * V].
+
+        Returns the recurrence's last state, too.
+        """
         *qkv, gate, x_f = projected.split(list(self.layout.in_proj.values()), dim=-1)
-        conv_in = torch.cat(qkv, dim=-1)
-        history = self.zero_state(projected.shape[1]).conv if state is None else state.conv
-        conv_in = torch.cat((history.to(conv_in.dtype), conv_in))
-        offset = None if cu_seqlens is None else _offsets_in_document(cu_seqlens, projected)
-        qkv = _causal_conv_silu(conv_in, self.conv1d_weight, self.conv1d_bias, offset)
-        q, k, v = self._heads(qkv)
-        x_f = x_f.to(self.dt_bias.dtype) + self.dt_bias
-        f = torch.exp(-self.A_log.exp() * softplus(x_f)).transpose(0, 1)
+        mixed, f = prep.conv_and_decay(
+            *qkv, x_f, self.conv1d_weight, self.conv1d_bias, self.A_log, self.dt_bias,
+            history=None if state is None else state.conv,
+            offset=None if cu_seqlens is None else _offsets_in_document(cu_seqlens, projected),
+        )  # fmt: skip
+        q, k, v = self._heads(mixed)
         if state is not None and v.shape[1] == 1:
             token = (x.squeeze(1) for x in (q, k, v))
             y, recurrent = m2rnn_step(*token, self.W, f.squeeze(1), state.recurrent)
@@ -254,8 +264,12 @@ class M2RNNMixer(RecurrentMixer):
                 grad_clamp=self.settings.grad_clamp,
                 tanh=self.settings.tanh,
             )  # fmt: skip
-        next_state = M2RNNState(conv_in[projected.shape[0] :], recurrent)
-        return self._gated_norm(y, v, gate), next_state
+        out = prep.gated_norm(
+            y, v, gate, self.D, self.norm_weight,
+            channels=self.layout.channels, eps=self.config.layernorm_epsilon,
+            over_ranks=self._over_ranks if self.layout.tp > 1 else None,
+        )  # fmt: skip
+        return out, recurrent
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[s, b, channels] -> q, k (b, s, 1, K), whole on every rank, and v (b, s, heads, V)."""
@@ -267,16 +281,10 @@ class M2RNNMixer(RecurrentMixer):
         q, k = qk.split(1, dim=2)
         return q, k, v.unflatten(-1, (-1, self.layout.v_dim)).transpose(0, 1)
 
-    def _gated_norm(self, y: Tensor, v: Tensor, gate: Tensor) -> Tensor:
-        """RMSNorm((y + D * v) * silu(gate)) over the channels of all ranks, [s, b, heads * V]."""
-        y, v = (x.flatten(2).transpose(0, 1).to(self.D.dtype) for x in (y, v))
-        x = (y + self.D * v) * silu(gate.to(self.D.dtype))
-        squares = x.square().sum(-1, keepdim=True)
-        # Every rank needs the sum, and every rank sends back a gradient of it.
+    def _over_ranks(self, squares: Tensor) -> Tensor:
+        """Every rank needs the sum, and every rank sends back a gradient of it."""
         squares = reduce_from_tensor_model_parallel_region(squares, group=self.tp_group)
-        squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
-        x = x * torch.rsqrt(squares / self.layout.channels + self.config.layernorm_epsilon)
-        return (x * self.norm_weight.to(x.dtype)).to(gate.dtype)
+        return copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
 
 
 def _documents(packed: PackedSeqParams | None, projected: Tensor) -> Tensor | None:
@@ -301,23 +309,3 @@ def _offsets_in_document(cu_seqlens: Tensor, projected: Tensor) -> Tensor:
     token = torch.arange(projected.shape[0], dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     document = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
     return (token - cu_seqlens[document]).view(-1, 1, 1)
-
-
-def _causal_conv_silu(x: Tensor, weight: Tensor, bias: Tensor, offset: Tensor | None) -> Tensor:
-    """silu of a depthwise causal convolution, in float32 or wider.
-
-    x: (kernel - 1 + s, b, c), history first. weight: (c, 1, kernel). offset: (s, 1, 1), how many
-    tokens of its own document come before each; None for one document. Returns (s, b, c) in x's
-    dtype.
-    """
-    kernel = weight.shape[-1]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    taps = weight.squeeze(1).to(wide).unbind(-1)
-    length = x.shape[0] - kernel + 1
-    out = bias.to(wide)
-    for start, tap in enumerate(taps):
-        term = x[start : start + length].to(wide) * tap
-        if offset is not None:
-            term = term * (offset >= kernel - 1 - start)
-        out = out + term
-    return silu(out).to(x.dtype)

@@ -16,7 +16,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
     all_gather_last_dim_from_tensor_parallel_region,
     copy_to_tensor_model_parallel_region,
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from megacpp_mcore import dispatch, problems
 from megacpp_mcore.kernels.mamba3 import mamba3_step
+from megacpp_mcore.kernels.mamba3_prep import mamba3_prep
 from megacpp_mcore.layers.gathered import gathered
 from megacpp_mcore.layers.mamba3_layout import IN_PROJ_PARTS, Mamba3Layout, Mamba3MixerError
 from megacpp_mcore.layers.mixer import RecurrentMixer
@@ -79,6 +79,7 @@ class Mamba3Mixer(RecurrentMixer):
         inner = self.layout.heads * self.layout.head_dim
         self._add_out_proj(submodules.out_proj, inner, d_model, name)
         self.scan = self._choose_scan(plugin)
+        self.prep = self._choose_prep(plugin)
 
     def _add_parameters(self) -> None:
         """Upstream's initial values; dt_bias is drawn so that dt starts log-uniform."""
@@ -130,6 +131,10 @@ class Mamba3Mixer(RecurrentMixer):
         )
         return dispatch.decide("mamba3_scan", problem, plugin.backends).load()
 
+    def _choose_prep(self, plugin: PluginSettings):
+        problem = problems.mixer_prep(problems.current_device(), self.config)
+        return dispatch.decide("mamba3_prep", problem, plugin.backends).load()
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -147,7 +152,8 @@ class Mamba3Mixer(RecurrentMixer):
         inference_context = deprecate_inference_params(inference_context, inference_params)
         if inference_context is not None:
             projected, _ = self.in_proj(hidden_states)
-            tokens, parameters = self._scan_arguments(projected.transpose(0, 1))
+            # Prompts of any length and single tokens: nothing is compiled for them.
+            tokens, parameters = self._scan_arguments(projected.transpose(0, 1), mamba3_prep)
             y = self._infer(tokens, parameters, inference_context, packed_seq_params)
             return self.out_proj(y.transpose(0, 1).flatten(2))
         offsets = _document_offsets(packed_seq_params)
@@ -159,26 +165,31 @@ class Mamba3Mixer(RecurrentMixer):
 
     def _core(self, projected: Tensor, offsets: Tensor | None) -> Tensor:
         """Everything between the projections: [s, b, in_proj rows] -> [s, b, heads * P]."""
-        tokens, parameters = self._scan_arguments(projected.transpose(0, 1))
+        tokens, parameters = self._scan_arguments(projected.transpose(0, 1), self.prep)
         y = self.scan(**tokens, **parameters, chunk_size=self.chunk_size, cu_seqlens=offsets)
         return y.transpose(0, 1).flatten(2)
 
-    def _scan_arguments(self, projected: Tensor) -> tuple[dict, dict]:
-        """projected (b, s, in_proj rows) -> the scan's per-token tensors, and its parameters."""
-        layout = self.layout
+    def _scan_arguments(self, projected: Tensor, prep) -> tuple[dict, dict]:
+        """projected (b, s, in_proj rows) -> the scan's per-token tensors, and its parameters.
+
+        prep: a backend of mamba3_prep.
+        """
+        layout, settings = self.layout, self.settings
         z, x, B, C, dd_dt, dd_A, trap, angle = projected.split(layout.in_proj, dim=-1)
         if layout.groups_are_split:
             (angle,) = self._gather(angle)
         else:
             B, C, angle = self._gather(B, C, angle)
-        dt = F.softplus(_wide(dd_dt) + self.dt_bias)
+        inputs = prep(
+            B, C, dd_dt, dd_A, self.dt_bias, self._norm_weight(self.B_norm),
+            self._norm_weight(self.C_norm), None if layout.groups_are_split else self.head_groups,
+            variant=settings.variant, rank=layout.rank, decay=settings.decay,
+            decay_floor=settings.decay_floor, eps=_NORM_EPS,
+        )  # fmt: skip
         tokens = {
-            "q": self._group_states(C, self.C_norm),
-            "k": self._group_states(B, self.B_norm),
+            **inputs._asdict(),
             "v": x.unflatten(-1, (layout.local_heads, layout.head_dim)),
             "z": z.unflatten(-1, (layout.local_heads, layout.head_dim)),
-            "adt": _decay(_wide(dd_A), self.settings) * dt,
-            "dt": dt,
             "trap": trap,
             "angles": angle.unsqueeze(2),
         }
@@ -187,17 +198,11 @@ class Mamba3Mixer(RecurrentMixer):
             parameters |= {"mimo_v": self.mimo_x, "mimo_z": self.mimo_z, "mimo_out": self.mimo_o}
         return tokens, parameters
 
-    def _group_states(self, x: Tensor, norm: torch.nn.RMSNorm) -> Tensor:
-        """B or C (b, s, groups * R * N) -> normalised (b, s, G, N), MIMO (b, s, R, G, N)."""
-        layout = self.layout
-        x = x.unflatten(-1, (-1, layout.rank, layout.state_dim))
-        # The ranks' heads each add to this weight's gradient: sum it, in float32.
-        weight = _wide(gathered(norm).weight)
-        weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
-        x = F.rms_norm(_wide(x), (layout.state_dim,), weight, _NORM_EPS)
-        if not layout.groups_are_split:
-            x = x.index_select(2, self.head_groups)
-        return x.transpose(2, 3) if self.settings.variant == "mimo" else x.squeeze(3)
+    def _norm_weight(self, norm: torch.nn.RMSNorm) -> Tensor:
+        """The ranks' heads each add to this weight's gradient: sum it, in float32."""
+        weight = gathered(norm).weight
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        return copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
 
     def _gather(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """The whole of parts whose last dim is split over the ranks, in one collective."""
@@ -250,15 +255,6 @@ class Mamba3Mixer(RecurrentMixer):
         )
 
 
-def _decay(x: Tensor, settings: Mamba3Settings) -> Tensor:
-    """A < 0 from its logits, at most -decay_floor."""
-    if settings.decay == "softplus":
-        rate = F.softplus(x)
-    else:  # 1 + x for x >= 0, 1 / (1 - x) below
-        rate = x.clamp(min=0) + 1 / (1 - x.clamp(max=0))
-    return -rate.clamp(min=settings.decay_floor)
-
-
 def _document_offsets(packed_seq_params) -> Tensor | None:
     """Where packed documents start in the row, padding included; None for unpacked rows."""
     if packed_seq_params is None:
@@ -271,8 +267,3 @@ def _document_offsets(packed_seq_params) -> Tensor | None:
             f"{'missing' if offsets is None else 'given'}; the Mamba-3 mixer takes 'thd' with both"
         )
     return offsets
-
-
-def _wide(x: Tensor) -> Tensor:
-    """At least float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

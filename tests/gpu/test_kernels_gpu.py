@@ -15,6 +15,16 @@ test_core_attention = admission.suite("core_attention", "cuda")
 test_rope_qk = admission.suite("rope_qk", "cuda")
 test_mla_rope = admission.suite("mla_rope", "cuda")
 test_mamba3_scan = admission.suite("mamba3_scan", "cuda")
+test_mamba3_prep = admission.suite("mamba3_prep", "cuda")
 test_m2rnn = admission.suite("m2rnn", "cuda")
+test_m2rnn_prep = admission.suite("m2rnn_prep", "cuda")
 test_linear_cross_entropy = admission.suite("linear_cross_entropy", "cuda")
 test_residual = admission.suite("residual", "cuda")
+
+
+@pytest.fixture(autouse=True)
+def many_sizes():
+    """A suite has more sizes, dtypes and strides than torch.compile makes graphs for."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield

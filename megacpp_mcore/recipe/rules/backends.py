@@ -6,6 +6,8 @@ from megacpp_mcore.recipe.refusal import Rules
 _REASONS = {
     ("linear", "reference"): surfaces.in_the_models_dtype,
     ("norm", "liger"): surfaces.liger_norm_kind,
+    ("mamba3_prep", "inductor"): surfaces.inductor_options,
+    ("m2rnn_prep", "inductor"): surfaces.inductor_options,
     ("moe_experts", "grouped_mm"): surfaces.grouped_experts,
     ("moe_experts", "reference"): surfaces.plain_experts,
 }
