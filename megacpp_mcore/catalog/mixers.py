@@ -123,7 +123,7 @@ MAMBA3_SCAN = (
         "heads, where plain torch takes 37.1 / 125.5 and 22.4. Upstream's own launchers trace each "
         "kernel anew in every call, 0.19 / 1.5 s of the host: they are made to remember",
         layout="q, k (B, S, 4, G, 64), v, z (B, S, H, 64) -> (B, S, H, 64); MIMO of rank 4 with "
-        "skip and gate, 64 tokens or more, in chunks of 16 whatever the recipe says",
+        "skip and gate, in chunks of 16 whatever the recipe says",
         dtypes="bf16; dt, decay and state in fp32, angles in fp32",
         fallback="reference",
         tests=("tests/gpu/test_mamba3_mimo_gpu.py", "tests/kernels/test_mamba_ssm_mimo.py"),

@@ -68,6 +68,7 @@ class Mamba3ScanCase(Case):
             "odd-length": cls(2, 75, 2, 2, 32, 32, 4, 0, 64),
             "odd-mimo": cls(1, 21, 4, 4, 3, 8, 4, 3, 8),
             "odd-mimo-length": cls(2, 75, 2, 2, 64, 64, 16, 4, 64),
+            "odd-mimo-one-token": cls(2, 1, 2, 1, 64, 64, 16, 4, 64),
             "odd-one-token": cls(2, 1, 2, 2, 4, 4, 2, 0, 8),
             "empty": cls(2, 0, 2, 1, 4, 4, 1, 0, 8),
         }

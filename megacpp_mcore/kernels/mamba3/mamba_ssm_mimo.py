@@ -3,11 +3,15 @@
 Upstream wants q, k, v, z and trap in bfloat16, angles and their sums in float32, and 64 rows of
 tokens x rank in a tile; its backward pass groups of one head or of all, and whole chunks, if not
 documents.
+
+Its launchers compare every stride with a new tensor's, those of axes of one, too, which torch never
+looks at: a row of one token, one head or group a rank, or the gradient of a micro batch of one is
+`is_contiguous()` and refused all the same (`strides[2] expected 1, but got 4`). So tensors and
+gradients go in by `_as_new`.
 """
 
 import functools
 import importlib
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -53,16 +57,12 @@ def mamba3_scan(
     and its meaning. The kernels' own chunk is 64 / R tokens; `chunk_size` is the reference's, and
     dispatch gives a model with another than 64 no such backend.
 
-    With a state, which is inference, the reference runs; so it does, with a warning, for rows of
-    fewer than 64 tokens: on an H200 a row of one failed, and none between was tried.
+    With a state, which is inference, the reference runs.
 
     Raises Mamba3InputError for a v that is not bfloat16, an empty sequence, and a call without the
     skip, the gate, or the projections of MIMO.
     """
-    with_state = initial_state is not None or return_final_state
-    if with_state or 0 < v.shape[1] < _ROWS:
-        if not with_state:
-            _say_that_rows_are_short(v.shape[1])
+    if initial_state is not None or return_final_state:
         return reference_scan(
             q, k, v, adt, dt, trap, angles, q_bias, k_bias, D, z, mimo_v=mimo_v, mimo_z=mimo_z,
             mimo_out=mimo_out, chunk_size=chunk_size, cu_seqlens=cu_seqlens,
@@ -91,15 +91,6 @@ def mamba3_scan(
     return y.view(v.shape)
 
 
-@torch.compiler.disable
-def _say_that_rows_are_short(seq: int) -> None:
-    warnings.warn(
-        f"mamba_ssm_mimo: a row of {seq} tokens runs on the reference; the kernels are tested from "
-        f"{_ROWS} tokens on",
-        stacklevel=3,
-    )
-
-
 def _as_documents(*tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
     """The rows (B, S, ...) as documents of one row (1, B * S, ...), and the offsets of them."""
     batch, seq = tokens[0].shape[:2]
@@ -114,7 +105,15 @@ def _launch(*inputs) -> Tensor:
     _keep_kernels()
     *tensors, chunk_size, bounds = inputs
     state_dim, angles = tensors[0].shape[-1], tensors[11].shape[-1]
-    return mamba3_mimo(*tensors, chunk_size, state_dim // angles, torch.bfloat16, cu_seqlens=bounds)
+    y = mamba3_mimo(
+        *map(_as_new, tensors), chunk_size, state_dim // angles, torch.bfloat16, cu_seqlens=bounds
+    )
+    return _as_new(y)
+
+
+def _as_new(x: Tensor) -> Tensor:
+    """x with the strides of a new tensor of its shape; its gradient arrives with them, too."""
+    return x.flatten().view(x.shape)
 
 
 @functools.cache
