@@ -111,7 +111,7 @@ class TwoRanks:
 
 @contextlib.contextmanager
 def compiling(surface: str) -> Iterator[None]:
-    """In a rank: layers have the surface's `inductor`, its graphs taken but no code made of them."""
+    """In a rank: layers have the surface's `inductor`. Graphs are taken, no code is made."""
     from megacpp_mcore.backend import always
     from megacpp_mcore.surfaces import REGISTRY
 
