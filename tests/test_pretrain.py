@@ -127,6 +127,20 @@ def test_the_recipe_may_come_from_the_environment(gpu_recipe, monkeypatch):
     assert launch(lower(gpu_recipe).argv).recipe == gpu_recipe
 
 
+def test_a_shipped_recipes_words_are_enough(monkeypatch):
+    """`torchrun --nproc-per-node 8 -m megacpp_mcore.pretrain $(megacpp recipe args nam56r)`"""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    recipe = load_recipe("nam56r")
+    argv = lower(recipe).argv
+    assert launch(argv).recipe == recipe and os.environ["MEGACPP_RECIPE"] == "nam56r"
+    monkeypatch.delenv("MEGACPP_RECIPE")
+    assert launch([*argv, "--tensorboard-dir", "log"]).recipe == recipe
+    monkeypatch.delenv("MEGACPP_RECIPE")
+    other = lower(load_recipe("nam56r", ["schedule.seed=2"])).argv
+    with pytest.raises(LaunchError, match="no shipped recipe's as it stands"):
+        launch(other)
+
+
 def test_a_launch_that_cannot_be_right_is_refused(gpu_recipe, small_recipe, monkeypatch):
     def refused(argv: list[str], what: str) -> None:
         with pytest.raises(LaunchError, match=what):

@@ -16,7 +16,8 @@ from megacpp_mcore.recipe.source import KEYS, RecipeError, shipped
 _ARGS_EPILOG = """\
 The words are Megatron's alone. It has no flag for a part of a recipe, which travels in
 MEGACPP_RECIPE: --env prints it. With --with-recipe it travels in words of our own before
-Megatron's, which our own module takes and Megatron-LM's pretrain_hybrid.py does not.
+Megatron's, which our own module takes and Megatron-LM's pretrain_hybrid.py does not. The words of
+a shipped recipe without --set our own module knows by themselves.
 
 formats:
   shell  one line, quoted: to copy and paste, and for $(...) as long as no word needs quotes

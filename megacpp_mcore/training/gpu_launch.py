@@ -15,6 +15,7 @@ from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.lowering import Lowered, lower
 from megacpp_mcore.plan import Spec
 from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, Recipe, load_recipe, recipe_from_environment
+from megacpp_mcore.recipe.source import shipped
 from megacpp_mcore.training.environment import apply_environment
 
 RECIPE, SET, OUT = "--megacpp-recipe", "--megacpp-set", "--megacpp-out"
@@ -58,7 +59,8 @@ def recipe_words(recipe: Recipe) -> list[str]:
 def launch(argv: Sequence[str]) -> Launch:
     """Read our arguments out of `argv`, and set the recipe's environment in this process.
 
-    Raises LaunchError when no recipe or two are named, the recipe is for the CPU, or the world is
+    Words that are a shipped recipe's as it stands need no other name for it. Raises LaunchError
+    when no recipe or two are named, the recipe is for the CPU, or the world is
     not the one that torchrun made; RecipeError as `load_recipe`.
     """
     parser = argparse.ArgumentParser(
@@ -75,7 +77,7 @@ def launch(argv: Sequence[str]) -> Launch:
     parser.add_argument(YARDSTICK, dest="yardstick", action="store_true",
                         help="train Megatron's own blocks instead, to compare with")  # fmt: skip
     own, words = parser.parse_known_args(argv)
-    recipe = _recipe(own.recipe, own.overrides)
+    recipe = _recipe(own.recipe, own.overrides, words)
     _check_world(recipe, os.environ)
     lowered = lower(recipe)
     if not words:
@@ -124,17 +126,19 @@ def _on_megatrons_blocks(
     return replace(lowered, expected=expected), words
 
 
-def _recipe(name: str | None, overrides: Sequence[str]) -> Recipe:
+def _recipe(name: str | None, overrides: Sequence[str], words: Sequence[str]) -> Recipe:
     inherited = recipe_from_environment()
     if name is None:
         if overrides:
             raise LaunchError(f"{SET} {overrides[0]} changes a recipe, but {RECIPE} names none")
-        if inherited is None:
+        found = inherited or _shipped_recipe_of(words)
+        if found is None:
             raise LaunchError(
-                "no recipe: pass the words of `megacpp recipe args RECIPE --with-recipe`, which "
-                f"begin with {RECIPE}, or export {ENVIRONMENT_VARIABLE}"
+                "no recipe: the words are no shipped recipe's as it stands. Pass those of `megacpp "
+                f"recipe args RECIPE --with-recipe`, which begin with {RECIPE}, or export "
+                f"{ENVIRONMENT_VARIABLE}"
             )
-        return inherited
+        return found
     recipe = load_recipe(name, overrides)
     if inherited is not None and inherited.sha256 != recipe.sha256:
         raise LaunchError(
@@ -142,6 +146,13 @@ def _recipe(name: str | None, overrides: Sequence[str]) -> Recipe:
             f"{inherited.request!r}: unset the variable, or make both the same"
         )
     return recipe
+
+
+def _shipped_recipe_of(words: Sequence[str]) -> Recipe | None:
+    """The one whose words these begin with; what follows is held to it as any other word is."""
+    recipes = [(recipe, lower(recipe).argv) for recipe in map(load_recipe, shipped())]
+    found = [recipe for recipe, argv in recipes if list(words[: len(argv)]) == argv]
+    return found[0] if len(found) == 1 else None
 
 
 def _check_world(recipe: Recipe, environment: Mapping[str, str]) -> None:
