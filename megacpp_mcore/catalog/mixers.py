@@ -174,19 +174,19 @@ _prep = partial(
     Row,
     tests=_PREP_TESTS,
     dtypes="bf16, fp16, fp32, fp64; computed in fp32 or wider, rounded once",
-    no_receipt="not timed since it can be chosen; model-nam56r-quarter-precision.json has such "
-    "regions as they were tried: 325.9 -> 322.1 ms a step, within the spread",
 )
 _mamba3_prep = partial(
     _prep,
     surface="mamba3_prep",
     blocks="M",
+    receipt="examples/receipts/h200/layer-mamba3-prep.json",
     layout="B, C (b, s, G R N), dt, A (b, s, H) -> q, k (b, s, [R,] G, N), adt, dt (b, s, H)",
 )
 _m2rnn_prep = partial(
     _prep,
     surface="m2rnn_prep",
     blocks="R",
+    receipt="examples/receipts/h200/layer-m2rnn-prep.json",
     layout="q, k, v, decay (s, b, ...) -> (s, b, 2 K + H V), f (b, s, H); y, v (b, s, H, V), gate "
     "(s, b, H V) -> (s, b, H V)",
 )
@@ -198,8 +198,8 @@ PREP = (
         backend="inductor",
         role="experimental",
         keep="borderline",
-        removes="reads and writes between the norms of B and C, the steps and the decays: one "
-        "graph of torch.compile each way, for all M",
+        removes="reads and writes between the norms of B and C, the steps and the decays, one "
+        "graph of torch.compile each way: the layer takes 10.17 ms for 10.76 forward and backward",
         fallback="reference",
         exit_when=_PREP_EXIT,
     ),
@@ -214,8 +214,9 @@ PREP = (
         backend="inductor",
         role="experimental",
         keep="borderline",
-        removes="reads and writes in the convolution, the decay and the gated norm: two graphs of "
-        "torch.compile each way, three where the norm is over tensor-parallel ranks",
+        removes="reads and writes in the convolution, the decay and the gated norm, two graphs of "
+        "torch.compile each way, three with tensor parallelism: the layer takes 5.89 ms for 8.05 "
+        "forward and backward, and 0.75 GiB for 0.87",
         fallback="reference",
         exit_when=_PREP_EXIT,
     ),
