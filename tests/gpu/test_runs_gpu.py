@@ -1,6 +1,8 @@
-"""Whole runs of `megacpp train --gpus` on this machine: cold and second start, yardstick, a kill.
+"""Whole runs of `megacpp train --gpus` on this machine: cold and second start, yardstick, a kill,
+TensorBoard's log, a loss that is not finite, out of memory.
 
-At NAM56R's full width, one layer of each letter and an MTP depth.
+At NAM56R's full width, one layer of each letter and an MTP depth; what needs no width, with the
+small NAM56R of the layouts.
 """
 
 import os
@@ -10,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import parallel_runs
 import psutil
 import pytest
 import torch
@@ -70,10 +73,7 @@ def test_a_killed_rank_ends_the_run_within_a_minute(corpus, tmp_path):
         deadline = time.monotonic() + 300
         while not (out / "receipt.json").exists() and time.monotonic() < deadline:
             time.sleep(0.5)  # the receipt is there after the first step
-        ranks = [
-            child for child in psutil.Process(run.pid).children()
-            if "megacpp_mcore.pretrain" in child.cmdline()
-        ]  # fmt: skip
+        ranks = ranks_of(run)
         assert len(ranks) == 2
         time.sleep(1)
         started = time.monotonic()
@@ -84,3 +84,75 @@ def test_a_killed_rank_ends_the_run_within_a_minute(corpus, tmp_path):
     said = (tmp_path / "err").read_text()
     assert said.count("was killed by SIGKILL") == 1
     assert result(out)["status"] == "failed" and "SIGKILL" in result(out)["reason"]
+
+
+def small(recipe: Path, corpus: Path, out: Path) -> list[str]:
+    """`--set` words of the layouts' small NAM56R, saving every fifth step."""
+    recipe.write_text(parallel_runs.RECIPE)
+    sets = [
+        f'data.data_path=["{corpus}"]', f"data.data_cache_path={out}/data",
+        f"checkpoint.save={out}/saved", f"checkpoint.load={out}/saved",
+        "checkpoint.save_interval=5", "schedule.train_iters=30",
+    ]  # fmt: skip
+    return [word for text in sets for word in ("--set", text)]
+
+
+def small_run(recipe: Path, corpus: Path, out: Path) -> list[str]:
+    words = [sys.executable, "-m", "megacpp_mcore.cli", "train", str(recipe), "--gpus", "1"]
+    return [*words, "--out", str(out), *small(recipe, corpus, out)]
+
+
+def ranks_of(run: subprocess.Popen) -> list[psutil.Process]:
+    return [
+        child
+        for child in psutil.Process(run.pid).children()
+        if "megacpp_mcore.pretrain" in child.cmdline()
+    ]
+
+
+def series(out: Path, name: str) -> dict[int, float]:
+    found = receipts.read(out / "receipt.json")["series"]
+    return dict(zip(found["step"], found[name], strict=True))
+
+
+def test_tensorboard_has_the_losses(corpus, tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    recipe, out, log = tmp_path / "small.toml", tmp_path / "run", tmp_path / "log"
+    make = [sys.executable, "-m", "megacpp_mcore.cli", "recipe", "args", str(recipe)]
+    sets = small(recipe, corpus, out)
+    made = subprocess.run(
+        [*make, "--with-recipe", "--format", "lines", *sets], check=True, stdout=subprocess.PIPE
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words = ["--megacpp-out", str(out), *made.stdout.decode().splitlines()]
+    entry = [*torchrun, "--nproc-per-node", "1", "-m", "megacpp_mcore.pretrain"]
+    subprocess.run([*entry, *words, "--tensorboard-dir", str(log)], check=True)
+    events = reader.EventAccumulator(str(log))
+    events.Reload()
+    logged = {event.step: event.value for event in events.Scalars("lm loss")}
+    assert logged == pytest.approx(series(out, "loss"), rel=1e-6)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(corpus, tmp_path):
+    out, err = tmp_path / "run", tmp_path / "err"
+    words = small_run(tmp_path / "small.toml", corpus, out)
+    with err.open("w") as stream:  # weights of 1e30 after two steps
+        run = subprocess.run([*words, "--set", "optimizer.lr=1e30"], stderr=stream, timeout=300)
+    assert run.returncode > 0 and err.read_text().count("megacpp: rank 0 of 1") == 1
+    assert result(out)["status"] == "failed" and result(out)["steps"] < 10, result(out)
+
+
+def test_out_of_memory_ends_the_run_and_names_the_largest_consumers(corpus, tmp_path):
+    out, err = tmp_path / "run", tmp_path / "err"
+    words = command(corpus, out, 1, 3)
+    for small_one, large in (
+        ("pattern=AEMR", "pattern=AEMEAEMEAEMR"), ("depth=4", "depth=13"),
+        ("batch_size=1", "batch_size=32"),
+    ):  # fmt: skip
+        words = [word.replace(small_one, large) for word in words]
+    with err.open("w") as stream:
+        assert subprocess.run(words, stderr=stream, timeout=300).returncode == 1
+    said = err.read_text()
+    assert "GPU memory of rank 0" in said and "a micro batch keeps" in said
+    assert said.count("megacpp: rank 0 of 1") == 1
+    assert result(out)["status"] == "failed" and "OutOfMemoryError" in result(out)["reason"]
