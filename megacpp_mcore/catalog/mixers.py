@@ -190,7 +190,11 @@ _m2rnn_prep = partial(
     layout="q, k, v, decay (s, b, ...) -> (s, b, 2 K + H V), f (b, s, H); y, v (b, s, H, V), gate "
     "(s, b, H V) -> (s, b, H V)",
 )
-_PREP_EXIT = "a whole step is faster with it beyond the spread: then auto takes it"
+_PREP_EXIT = (
+    "a whole step is faster with it beyond the spread: then auto takes it. One of nam56r-quarter, "
+    "off, with R's and with M's in turns, was not, beside other jobs on the host: 318.5 ms, with "
+    "ratios of 0.90 .. 1.08 and 0.93 .. 1.09 (model-nam56r-quarter-compile.json)"
+)
 _PREP_REFERENCE = "nothing: the definition in plain torch, which serves unless inductor is named"
 
 PREP = (
