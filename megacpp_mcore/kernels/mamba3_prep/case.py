@@ -53,11 +53,10 @@ class Mamba3PrepCase(Case):
 
     @classmethod
     def samples(cls) -> dict[str, Self]:
-        return {
+        return {  # few: each is compiled anew
             "plain": cls(2, 16, 4, 2, 16),
-            "plain-mimo": cls(2, 16, 4, 2, 16, "mimo", 3, "rational", 0.6),
             "odd": cls(3, 7, 5, 1, 10, decay_floor=0.6),
-            "odd-spread": cls(1, 13, 6, 3, 6, "mimo", 1, spread=True),
+            "odd-mimo": cls(1, 13, 6, 3, 6, "mimo", 2, "rational", 0.6, spread=True),
             # Not of a few values: their gradients cancel, and all that is left is rounding.
             "odd-one-token": cls(1, 1, 6, 1, 16),
             "empty": cls(2, 0, 4, 2, 16),
