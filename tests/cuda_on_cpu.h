@@ -6,6 +6,7 @@
 // launch.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -362,6 +363,11 @@ inline __nv_bfloat162 multiply_add(__nv_bfloat162 x, __nv_bfloat162 y, __nv_bflo
   return __floats2bfloat162_rn(std::fmaf(a.x, b.x, c.x), std::fmaf(a.y, b.y, c.y));
 }
 
+inline uint32_t greatest_pairs(uint32_t x, uint32_t y) {
+  const uint32_t low = std::max(x & 0xffff, y & 0xffff), high = std::max(x >> 16, y >> 16);
+  return high << 16 | low;
+}
+
 template <typename T>
 T load(const T* from) {
   if (reinterpret_cast<size_t>(from) % sizeof(T)) fail("a load that is not aligned");
@@ -396,6 +402,7 @@ using std::min;
 #define __cvta_generic_to_shared(x) \
   static_cast<uint32_t>(reinterpret_cast<const char*>(x) - cpu::shared)
 #define __hfma2(x, y, z) cpu::multiply_add(x, y, z)
+#define __vmaxu2(x, y) cpu::greatest_pairs(x, y)
 #define __ldg(x) cpu::load(x)
 #define __ldcg(x) cpu::load(x)
 #define __nanosleep(x)

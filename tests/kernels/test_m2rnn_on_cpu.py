@@ -177,6 +177,24 @@ def test_documents_and_the_clamp(on_cpu, dtype, chunk_size):
     assert_close(actual, expected(inputs, bounds, grad_clamp=0.05), dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_y_of_any_q(on_cpu, dtype):
+    """fp16 has neither bfloat16's largest numbers nor its smallest: each step's q has its scale."""
+    q, k, v, W, f, initial = draw(1, 70, 2, dtype=dtype)
+    sizes = 2.0 ** torch.arange(-105, 105, 3) if dtype == torch.bfloat16 else torch.ones(70)
+    q = q * sizes.view(1, 70, 1, 1).to(dtype)
+    q[0, 10], q[0, 20, 0, 5], q[0, 30, 0, 5] = 0, math.inf, math.nan
+    y, *_ = cuda._forward._init_fn(q, k, v, W, f, initial, None, 32, None, False)
+    y64, _ = reference(*(x.double() for x in (q, k, v, W, f)), initial_state=initial.double())
+    finite = torch.ones(70, dtype=torch.bool)
+    finite[20:21] = finite[30:31] = False
+    off = ((y - y64).norm(dim=-1) / y64.norm(dim=-1))[0, finite].nan_to_num(0)
+    bound = 2 * torch.finfo(dtype).eps + LASTING * STEP_ERROR[dtype][0]
+    assert off.max() <= bound
+    assert torch.equal(y[0, 10], torch.zeros_like(y[0, 10]))
+    assert y[0, 20].isinf().all() and y[0, 30].isnan().all()
+
+
 @pytest.mark.parametrize("chunk_size", cuda.CHUNK_SIZES)
 def test_same_bits_however_chains_are_cut(on_cpu, monkeypatch, chunk_size):
     inputs = draw(1, 200, 5, k_dim=32 if chunk_size == 16 else 64)

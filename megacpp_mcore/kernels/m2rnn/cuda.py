@@ -7,8 +7,9 @@ and batch are made in a fixed order: a result does not change from run to run.
 16-bit inputs: of h W = h + h (W - 1) the first is float32, the second with h rounded to 11 bits and
 W - 1 in two parts of 11, for what W is off by adds up over steps. tanh="approximate" is the GPU's
 own instruction, within 2^-16 of the value on Hopper (measured 2^-16.5; PTX promises 2^-11); "exact"
-is 1 - 2 / (1 + e^2x), within 2^-20 of 1. So z is off by at most d = 2^-12 sum_i |h_i (W - 1)_ij|
-plus 2^-16 |z| or 2^-20, and an element of the state, if it was off by e before a step, by
+is 1 - 2 / (1 + e^2x), within 2^-20 of 1. So z is off by at most d = sum_i r_i |(W - 1)_ij| plus
+2^-16 |z| or 2^-20, r_i being what rounding h_i makes: 2^-11 |h_i|, and no more than 2^-12 where
+|h_i| is at most 1. An element of the state, if it was off by e before a step, is off by
 f e + (1 - f) (w e + d) after it, w = max_j sum_i |W_ij|, for tanh is nowhere steeper than 1. Where
 w < 1 that is never more than d / (1 - w), however many steps there are.
 
@@ -16,10 +17,12 @@ Backwards a state is made again from the last checkpoint, which keeps 11 bits of
 bits there, tanh is the approximate one whatever `tanh` says, and z and 1 - z^2 are kept to 11 bits;
 none of it lasts beyond the next checkpoint. The gradient of the state is carried in float32; that
 of tanh's argument, a, is float32, too, and is multiplied with W^T at 11 bits. What only goes into a
-sum is rounded to the inputs' dtype first, as the operands of any 16-bit matrix product are: h for
-y, dq and dW, a for dk, dv and dW, and for df both of its factors, the gradient of the state and
-h - z, whose products are added up two and two in that dtype. Eight steps are summed up at a time: a
-NaN of one shows in y and in q's, k's and v's gradients of all eight.
+sum is rounded first, as the operands of any 16-bit matrix product are: h for y to 11 bits (q is
+taken in multiples of a power of two for each step, so that fp16 holds a bfloat16 q but for what is
+2^-39 of the step's largest); to the inputs' dtype h for dq and dW, a for dk, dv and dW, and for df
+both of its factors, the gradient of the state and h - z, whose products are added up two and two in
+that dtype. Eight steps are summed up at a time: a NaN of one shows in y and in q's, k's and v's
+gradients of all eight.
 
 float32: all products with both factors in two parts of 11 bits (2^-20 of the sum of absolute
 products).
@@ -213,9 +216,10 @@ def _first_chunks(bounds: Tensor | None, chunk_size: int) -> Tensor | None:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """x itself when its rows can be read four elements at a time, else a copy."""
-    aligned = x.stride(-1) == 1 and all(stride % 4 == 0 for stride in x.stride()[:-1])
-    return x if aligned and x.data_ptr() % (4 * x.element_size()) == 0 else x.clone(
+    """x itself when its rows can be read 16 bytes at a time, else a copy."""
+    size = x.element_size()
+    aligned = x.stride(-1) == 1 and all(stride * size % 16 == 0 for stride in x.stride()[:-1])
+    return x if aligned and x.data_ptr() % 16 == 0 else x.clone(
         memory_format=torch.contiguous_format
     )  # fmt: skip
 
@@ -247,11 +251,10 @@ def _forward(
     if v.dtype != torch.float32:
         if bounds is None:
             sizes.slots = _slots(sizes, _processors(q.device))
-        if sizes.groups > 1:
-            steps = sizes.batch * sizes.tokens // Y_STEPS + 3 * sizes.chains
-            counts = f.new_zeros(steps, sizes.heads, dtype=torch.int32)
-        if sizes.slots < sizes.chains * sizes.heads:
-            carried = f.new_zeros(sizes.chains, sizes.heads, sizes.k_dim // 8, dtype=torch.int32)
+        steps = sizes.batch * sizes.tokens // Y_STEPS + 3 * sizes.chains
+        strips = sizes.chains * sizes.k_dim // 8
+        zeros = f.new_zeros(steps + strips, sizes.heads, dtype=torch.int32)
+        counts, carried = zeros.split((steps, strips))
     _launch(
         "m2rnn_forward", sizes, v.dtype, v.device,
         q=_readable(q), k=_readable(k), v=_readable(v), W=W.contiguous(), f=f,
@@ -265,7 +268,7 @@ def _forward(
 
 
 # What a step takes with so many of forward's blocks on a multiprocessor, in cycles, on an H200.
-_STEP_CYCLES = {1: 131, 2: 155, 3: 200}
+_STEP_CYCLES = {1: 142, 2: 172, 3: 221}
 
 
 def _slots(sizes: _Sizes, processors: int) -> int:

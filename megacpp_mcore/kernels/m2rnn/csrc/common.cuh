@@ -36,8 +36,8 @@ struct Problem {
   float* final_state;            // (chains, H, K, V)
   void* y;                       // (B, S, H, V)
   float* y_parts;                // (groups, B, S, H, V), or null with one group
-  int32_t* y_counts;             // zeros, (B * S / 32 + 3 chains, H), or null as y_parts
-  int32_t* carried;              // zeros, (chains, H, K / 8), or null where no chain is cut
+  int32_t* y_counts;             // zeros, (B * S / 32 + 3 chains, H), or null for float inputs
+  int32_t* carried;              // zeros, (chains, H, K / 8), or null for float inputs
   const void* dy;                // (B, S, H, V) contiguous, or null
   const float* d_final;          // (chains, H, K, V), or null
   void *dq, *dk, *dv;            // as q, k, v, contiguous

@@ -2,10 +2,11 @@
 // read the inputs ahead and add up y behind, 32 steps (a group) at a time.
 //
 // The state is kept transposed, h^T: thread 4 g + t has columns g, g + 8 of rows 2 t, 2 t + 1. That
-// is how m16n8k16 returns (W - 1)^T h^T, and the left operand of y^T += h^T q. As the right operand
-// of the next step's product it goes, in fp16, through two `movmatrix`; what it is multiplied with
-// beyond that, 1, it is in fp32, as what v^T k is added to. Of k and q of eight steps (a unit) one
-// step's, and zeros for the others, are the right operands of v^T k and h^T q.
+// is how m16n8k16 returns (W - 1)^T h^T, and, of two steps, the left operand of y^T += h^T q. As
+// the right operand of the next step's product it goes, in fp16, through two `movmatrix`; what it
+// is multiplied with beyond that, 1, it is in fp32, as what that product is added to. Of k and q of
+// eight steps (a unit) one step's, and zeros for the others, are the right operands of v^T k and
+// h^T q.
 #pragma once
 
 #include "fast_forward_help.cuh"
@@ -67,35 +68,41 @@ struct ForwardWeight {
 template <typename T, bool kExact>
 struct ForwardState {
   float h[4], y[4];
-  float given[4];      // h + k v^T, of the next step
-  uint32_t packed[2];  // h in fp16, as it lies in h
+  float given[4];      // k v^T of the next step
+  uint32_t packed[4];  // h in fp16, as it lies in h: after an even step, after an odd one
 
+  template <bool kOdd>
   __device__ void pack_h() {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) packed[r] = pack<__half>(h[2 * r], h[2 * r + 1]);
+    for (int r = 0; r < 2; ++r) packed[2 * kOdd + r] = pack<__half>(h[2 * r], h[2 * r + 1]);
   }
-  // h + k v^T for a step of `unit`. mask: the step's bits in the thread's two of them.
+  // k v^T for a step of `unit`. mask: the step's bits in the thread's two of them.
   __device__ void give(const ForwardUnit& unit, uint32_t mask) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) given[e] = h[e];
+    for (int e = 0; e < 4; ++e) given[e] = 0.f;
     mma8<T>(given, unit.v[0], unit.v[1], unit.k & mask);
   }
-  // y of the step that h is of. q: zeros in lanes of other steps.
-  __device__ void add_y(uint32_t q) {
-    mma8<T>(y, pack<T>(h[0], h[1]), pack<T>(h[2], h[3]), q);
+  // y of the last even step and of the odd one after it. q: zeros in lanes of other steps.
+  __device__ void add_y(uint32_t even_q, uint32_t odd_q) {
+    mma16<__half>(y, packed, even_q, odd_q);
   }
-  // One step. q: of the step before. unit, mask: of the next.
-  __device__ void step(const ForwardWeight& w, float2 decay, uint32_t q, const ForwardUnit& unit,
-                       uint32_t mask) {
-    const uint32_t h0 = transposed(packed[0]), h1 = transposed(packed[1]);
+  // One step. even_q, odd_q: of the two steps before an even one. unit, mask: of the next.
+  template <bool kOdd>
+  __device__ void step(const ForwardWeight& w, float2 decay, uint32_t even_q, uint32_t odd_q,
+                       const ForwardUnit& unit, uint32_t mask) {
+    const uint32_t h0 = transposed(packed[2 * !kOdd]), h1 = transposed(packed[2 * !kOdd + 1]);
+    // Side by side: neither product waits for the other.
+    float z[4] = {h[0], h[1], h[2], h[3]};
+    mma16<__half>(z, w.high, h0, h1);
     mma16<__half>(given, w.low, h0, h1);
-    mma16<__half>(given, w.high, h0, h1);
-    add_y(q);
-    tanh_of<kExact>(given);
+    if (!kOdd) add_y(even_q, odd_q);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) h[e] = fmaf(decay.y, given[e], decay.x * h[e]);
-    pack_h();
+    for (int e = 0; e < 4; ++e) z[e] += given[e];
     give(unit, mask);
+    tanh_of<kExact>(z);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) h[e] = fmaf(decay.y, z[e], decay.x * h[e]);
+    pack_h<kOdd>();
   }
   // To the thread's column of the first of its two steps.
   __device__ void put_y(float* to) {
@@ -137,7 +144,7 @@ __device__ void forward_recurrence(FastForwardShared& shared, const Problem& p,
   } else if (p.initial) {
     x.load(p.initial + at.chain * state_size(p) + state);
   }
-  x.pack_h();
+  x.template pack_h<true>();
   const float2* decay = shared.in[0].decay;
   const uint32_t* own_q = &shared.in[0].q[g][warp * 4 + t];
   const uint32_t* own_v = &shared.in[0].v[g][t];
@@ -159,23 +166,27 @@ __device__ void forward_recurrence(FastForwardShared& shared, const Problem& p,
           checkpoint += state_size(p);
         }
       }
-      x.step(w, decay[0], q & masks.g[kUnit - 1], now, masks.step(1));
+      x.template step<false>(w, decay[0], q & masks.g[kUnit - 2], q & masks.g[kUnit - 1], now,
+                             masks.step(1));
       x.put_y(y);
       q = now.q;
 #pragma unroll
-      for (int i = 1; i < kUnit - 1; ++i)
-        x.step(w, decay[i], q & masks.g[i - 1], now, masks.step(i + 1));
+      for (int i = 1; i < kUnit - 1; i += 2) {
+        x.template step<true>(w, decay[i], 0, 0, now, masks.step(i + 1));
+        x.template step<false>(w, decay[i + 1], q & masks.g[i - 1], q & masks.g[i], now,
+                               masks.step(i + 2));
+      }
       const float2 last = decay[kUnit - 1];
       own_q += kInputs, own_v += kInputs, decay += kInputs / 2, y += kUnitOfY;
       now.take(own_q, own_v);  // of the next group: again, when it is there
-      x.step(w, last, q & masks.g[kUnit - 2], now, masks.step(0));
+      x.template step<true>(w, last, 0, 0, now, masks.step(0));
     }
     own_q -= back * kInputs, own_v -= back * kInputs, decay -= back * (kInputs / 2);
     y -= back * kUnitOfY;
     back = 2 * kGroupUnits - back;
     __syncthreads();
   }
-  x.add_y(q & masks.g[kUnit - 1]);
+  x.add_y(q & masks.g[kUnit - 2], q & masks.g[kUnit - 1]);
   x.put_y(y);
   __syncthreads();
   x.store(final_state);

@@ -13,7 +13,7 @@ constexpr int kGroupUnits = 4, kGroup = kGroupUnits * kUnit;
 struct ForwardInputs {
   static constexpr int kRowPairs = kForwardWarps * kStripRows / 2 + 4;
   static constexpr int kColumnPairs = kColumns / 2 + 4;
-  float2 decay[kUnit];  // f, 1 - f
+  alignas(16) float2 decay[kUnit];  // f, 1 - f
   uint32_t q[kUnit][kRowPairs], k[kUnit][kRowPairs], v[kUnit][kColumnPairs];
 };
 constexpr int kInputs = sizeof(ForwardInputs) / 4;
@@ -25,6 +25,7 @@ constexpr int kPartOfY = kUnit * (kColumns + 4), kUnitOfY = kForwardWarps * kPar
 struct FastForwardShared {
   alignas(16) ForwardInputs in[2 * kGroupUnits + 1];  // the last is read, but nothing is in it
   alignas(16) ForwardY y[2][kGroupUnits];
+  float q_unit[4 * kGroup];  // what q is in multiples of, of the steps of four groups in turns
   int is_last;
 };
 
