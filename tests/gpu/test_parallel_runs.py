@@ -63,17 +63,31 @@ def test_a_run_that_resumes_goes_on_where_the_other_run_was():
     told("step 11: loss 4.02", outcome([4.02] + [4.05] * 9, norm=2.2), run, dp2=dp2)
 
 
-LAYOUTS = Path(__file__).parents[2] / "examples/receipts/h200/layouts"
+RECEIPTS = Path(__file__).parents[2] / "examples/receipts/h200"
+# Each folder is one call's, with the one-GPU run that its others were made beside.
+CALLS = {
+    "layouts-2xh200": ("dp2", "ep2", "tp2", "pp2", "pp2-vpp2", "tp2-from-dp2", "one-resumed"),
+    "layouts": ("dp4", "ep4", "tp2-ep2", "ep4-from-ep2", "dp2-grouped-mm"),
+}
 
 
-@pytest.mark.parametrize("run", [run for run in RUNS if run != ROUNDING], ids=lambda run: run.name)
-def test_receipts_of_four_h200s_have_the_losses_of_one(run):
+def test_every_layout_has_its_receipt():
+    assert {name for names in CALLS.values() for name in names} == {
+        run.name for run in RUNS if run != ROUNDING
+    }
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [(folder, name) for folder, names in CALLS.items() for name in names]
+)
+def test_receipts_of_h200s_have_the_losses_of_one(folder, name):
+    (run,) = (run for run in RUNS if run.name == name)
     outcomes = {
-        path.stem: Outcome(*parallel_runs._read(path, LAYOUTS / "none"))
-        for path in LAYOUTS.glob("*.json")
+        path.stem: Outcome(*parallel_runs._read(path, RECEIPTS / "none"))
+        for path in (RECEIPTS / folder).glob("*.json")
     }
     assert parallel_runs.differences(run, outcomes) == []
-    receipt = receipts.read(LAYOUTS / f"{run.name}.json")
+    receipt = receipts.read(RECEIPTS / folder / f"{name}.json")
     assert receipt["topology"]["world_size"] == receipt["lane"]["device"]["count"] == run.gpus
     assert receipt["lane"]["device"]["name"] == "NVIDIA H200"
 
@@ -104,7 +118,7 @@ def test_megatrons_own_script_had_the_losses_of_our_entry():
 
     Its second loss is twice a printed mean less the first: two digits' rounding.
     """
-    folder = LAYOUTS.parent / "stock"
+    folder = RECEIPTS / "stock"
     log, receipt = folder / "pretrain_hybrid.log", folder / "entry.json"
     losses, norms = parallel_runs._read(receipt, log)
     printed_losses, printed_norms = parallel_runs._read(folder / "none", log)
