@@ -102,6 +102,20 @@ def test_args_that_carry_the_recipe_to_our_own_module(capsys):
     assert words == [*ours, *lower(load_recipe("nam56r", [override])).argv]
 
 
+@pytest.mark.parametrize(
+    "override",
+    ["m2rnn.tanh=exact", "backends.m2rnn=reference", "recompute.mamba3=core"],
+)
+def test_words_that_leave_out_what_was_set_are_not_printed(capsys, override):
+    """Our own module would take them for the shipped recipe, and train without it."""
+    assert recipe("args", "nam56r", "--set", override) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and override in err and "--with-recipe" in err and "--env" in err
+    for carrier in ("--with-recipe", "--env"):
+        assert recipe("args", "nam56r", carrier, "--set", override) == 0
+        assert override in capsys.readouterr().out
+
+
 def test_lines_refuses_a_line_break(capsys):
     assert recipe("args", "nam56r", "--format", "lines", "--set", "data.data_path=a\nb") == 2
     assert "line break" in capsys.readouterr().err

@@ -17,7 +17,8 @@ _ARGS_EPILOG = """\
 The words are Megatron's alone. It has no flag for a part of a recipe, which travels in
 MEGACPP_RECIPE: --env prints it. With --with-recipe it travels in words of our own before
 Megatron's, which our own module takes and Megatron-LM's pretrain_hybrid.py does not. The words of
-a shipped recipe without --set our own module knows by themselves.
+a shipped recipe without --set our own module knows by themselves; where those of another recipe are
+the same, they are not printed without one of the two.
 
 formats:
   shell  one line, quoted: to copy and paste, and for $(...) as long as no word needs quotes
@@ -177,6 +178,8 @@ def _args(args: argparse.Namespace) -> int:
 
     recipe = load_recipe(args.recipe, args.overrides)
     lowered = lower(recipe)
+    if not (args.env or args.with_recipe):
+        _check_alone(recipe, lowered.argv)
     environment = lowered.environment if args.env else {}
     words = [*recipe_words(recipe), *lowered.argv] if args.with_recipe else lowered.argv
     if args.format == "json":
@@ -186,6 +189,20 @@ def _args(args: argparse.Namespace) -> int:
     else:
         _print_shell(words, environment)
     return 0
+
+
+def _check_alone(recipe: Recipe, argv: list[str]) -> None:
+    """Refuse words that say less than the recipe and that our own module takes for another one."""
+    from megacpp_mcore.training.gpu_launch import shipped_recipe_of
+
+    known = shipped_recipe_of(argv)
+    if known is not None and known.sha256 != recipe.sha256:
+        raise RecipeError(
+            f"the words of {recipe.request} are those of {known.name} as it is shipped: Megatron "
+            "has no flag for what is set apart from it, and a run on the words alone would go "
+            "without. Add --with-recipe, for `python -m megacpp_mcore.pretrain`, or --env, for "
+            "Megatron-LM's pretrain_hybrid.py"
+        )
 
 
 def _lines(argv: list[str], environment: dict[str, str]) -> list[str]:

@@ -60,8 +60,8 @@ def launch(argv: Sequence[str]) -> Launch:
     """Read our arguments out of `argv`, and set the recipe's environment in this process.
 
     Words that are a shipped recipe's as it stands need no other name for it. Raises LaunchError
-    when no recipe or two are named, the recipe is for the CPU, or the world is
-    not the one that torchrun made; RecipeError as `load_recipe`.
+    when no recipe or two are named, the recipe is for the CPU, or the world is not the one that
+    torchrun made; RecipeError as `load_recipe`.
     """
     parser = argparse.ArgumentParser(
         prog="python -m megacpp_mcore.pretrain",
@@ -131,7 +131,7 @@ def _recipe(name: str | None, overrides: Sequence[str], words: Sequence[str]) ->
     if name is None:
         if overrides:
             raise LaunchError(f"{SET} {overrides[0]} changes a recipe, but {RECIPE} names none")
-        found = inherited or _shipped_recipe_of(words)
+        found = inherited or shipped_recipe_of(words)
         if found is None:
             raise LaunchError(
                 "no recipe: the words are no shipped recipe's as it stands. Pass those of `megacpp "
@@ -148,8 +148,11 @@ def _recipe(name: str | None, overrides: Sequence[str], words: Sequence[str]) ->
     return recipe
 
 
-def _shipped_recipe_of(words: Sequence[str]) -> Recipe | None:
-    """The one whose words these begin with; what follows is held to it as any other word is."""
+def shipped_recipe_of(words: Sequence[str]) -> Recipe | None:
+    """The one whose words these begin with; what follows is held to it as any other word is.
+
+    Words do not hold all that a recipe says: `megacpp recipe args` prints these for no other one.
+    """
     recipes = [(recipe, lower(recipe).argv) for recipe in map(load_recipe, shipped())]
     found = [recipe for recipe, argv in recipes if list(words[: len(argv)]) == argv]
     return found[0] if len(found) == 1 else None
