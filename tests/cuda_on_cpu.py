@@ -87,7 +87,6 @@ def _instruction(statement: str) -> str:
         "@p ld.global.nc.v2.b32": "x = valid ? cpu::load(from) : uint2();",
         "prefetch.global.L2": ";",
         "exit;": 'cpu::fail("a thread that ends");',
-        "ld.global.b32": "x = cpu::load(static_cast<const uint32_t*>(from));",
         "tanh.approx.f32": "{0} = cpu::approximate_tanh({1});",
         "min.NaN.f32 %0, %1, 0f41F00000": "{0} = cpu::least_or_nan({1}, 30.f);",
         "min.NaN.f32 %0, %1, 0f42700000": "{0} = cpu::least_or_nan({1}, 60.f);",

@@ -30,7 +30,7 @@ __device__ void add_heads(const Problem& p, void* to, const void* parts, int64_t
 }
 
 // y of float32; of 16-bit inputs, forward's blocks do it themselves.
-inline __global__ void combine_forward(const __grid_constant__ Problem p) {
+__global__ void combine_forward(const __grid_constant__ Problem p) {
   const int64_t units = static_cast<int64_t>(p.batch) * p.tokens * p.heads * (kColumns / 4);
   const int64_t unit = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (unit < units) add_up<float, float>(p.y, unit, p.y_parts, unit, p.groups, units);

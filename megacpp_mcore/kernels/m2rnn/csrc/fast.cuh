@@ -105,12 +105,24 @@ __device__ inline uint32_t transposed(uint32_t x) {
   return y;
 }
 
-// A load that stays where it is: the compiler moves others to shortly before their use.
-__device__ inline uint32_t load_here(const void* from) {
-  uint32_t x;
-  asm volatile("ld.global.b32 %0, [%1];" : "=r"(x) : "l"(from));
-  return x;
+// x, of which the compiler does not know that it can be made again or is the same in all lanes.
+__device__ inline uint32_t kept(uint32_t x) {
+  const int lane = threadIdx.x % 32;
+  return __float_as_uint(__shfl_sync(kAll, __uint_as_float(x), lane));
 }
+// All ones in the lanes of one g or t, else zeros.
+struct StepMasks {
+  uint32_t g[kUnit], t[4];
+
+  __device__ StepMasks() {
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) g[i] = kept(lane_g() == i ? ~0u : 0u);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) t[i] = kept(lane_t() == i ? ~0u : 0u);
+  }
+  // Ones where a pair of steps' elements in lane t have step i, which is known when compiled.
+  __device__ uint32_t pair(int i) const { return t[i / 2] & (i % 2 ? 0xffff0000u : 0xffffu); }
+};
 
 // What other blocks may have written in the meantime.
 __device__ inline int32_t load_now(const int32_t* from) {

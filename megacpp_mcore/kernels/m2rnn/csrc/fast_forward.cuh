@@ -13,25 +13,6 @@
 
 namespace m2rnn {
 
-// All ones in the lanes of one g or t, else zeros. The compiler would make them again at each use,
-// were they not shuffled.
-struct LaneMasks {
-  uint32_t g[kUnit], t[4];
-
-  __device__ LaneMasks() {
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) g[i] = kept(lane_g() == i);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) t[i] = kept(lane_t() == i);
-  }
-  __device__ static uint32_t kept(bool own) {
-    const float bits = __uint_as_float(own ? ~0u : 0u);
-    return __float_as_uint(__shfl_sync(kAll, bits, static_cast<int>(threadIdx.x % 32)));
-  }
-  // Of the step's half of a pair of steps.
-  __device__ uint32_t step(int i) const { return t[i / 2] & (i % 2 ? 0xffff0000u : 0xffffu); }
-};
-
 // A unit's inputs as a warp's operands. q: a right one, columns are steps. k: another, rows are
 // steps, and v, the left one, has its columns for steps: thread 4 g + t has steps 2 t, 2 t + 1.
 struct ForwardUnit {
@@ -131,7 +112,7 @@ __device__ void forward_recurrence(FastForwardShared& shared, const Problem& p,
   const int row = at.row0 + warp * kStripRows + 2 * t;
   const int64_t state = (static_cast<int64_t>(at.head) * p.k_dim + row) * kColumns + g;
   const ForwardWeight w(p.W + at.head * kColumns * kColumns);
-  const LaneMasks masks;
+  const StepMasks masks;
   const int units = Place::ceil_div(at.length, kUnit), units_a_chunk = 2 * p.stages;
   auto* checkpoint = static_cast<__half*>(p.checkpoints) + at.first_chunk * state_size(p) + state;
   ForwardState<T, kExact> x = {};
@@ -156,7 +137,7 @@ __device__ void forward_recurrence(FastForwardShared& shared, const Problem& p,
   __syncthreads();
   for (int unit = 0; unit < units; unit += kGroupUnits) {
     now.take(own_q, own_v);
-    x.give(now, masks.step(0));
+    x.give(now, masks.pair(0));
 #pragma unroll 1
     for (int u = unit; u < unit + kGroupUnits; ++u) {
       if (--due == 0) {
@@ -167,19 +148,19 @@ __device__ void forward_recurrence(FastForwardShared& shared, const Problem& p,
         }
       }
       x.template step<false>(w, decay[0], q & masks.g[kUnit - 2], q & masks.g[kUnit - 1], now,
-                             masks.step(1));
+                             masks.pair(1));
       x.put_y(y);
       q = now.q;
 #pragma unroll
       for (int i = 1; i < kUnit - 1; i += 2) {
-        x.template step<true>(w, decay[i], 0, 0, now, masks.step(i + 1));
+        x.template step<true>(w, decay[i], 0, 0, now, masks.pair(i + 1));
         x.template step<false>(w, decay[i + 1], q & masks.g[i - 1], q & masks.g[i], now,
-                               masks.step(i + 2));
+                               masks.pair(i + 2));
       }
       const float2 last = decay[kUnit - 1];
       own_q += kInputs, own_v += kInputs, decay += kInputs / 2, y += kUnitOfY;
       now.take(own_q, own_v);  // of the next group: again, when it is there
-      x.template step<true>(w, last, 0, 0, now, masks.step(0));
+      x.template step<true>(w, last, 0, 0, now, masks.pair(0));
     }
     own_q -= back * kInputs, own_v -= back * kInputs, decay -= back * (kInputs / 2);
     y -= back * kUnitOfY;

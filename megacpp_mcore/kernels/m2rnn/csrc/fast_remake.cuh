@@ -16,11 +16,6 @@ struct Slot {
   uint4 before[32], slope[32], gap[32];
 };
 
-// x, of which the compiler does not know that it can be made again or is the same in all lanes.
-__device__ inline uint32_t kept(uint32_t x) {
-  const int lane = threadIdx.x % 32;
-  return __float_as_uint(__shfl_sync(kAll, __uint_as_float(x), lane));
-}
 // Loads, where valid, that stay where they are: the compiler moves others close to their use.
 __device__ inline uint32_t load_here(const uint32_t* from, bool valid, uint32_t otherwise) {
   uint32_t x;
@@ -86,19 +81,6 @@ __device__ inline bool has_step(int t, const Place& at) {
   return static_cast<unsigned>(step) < static_cast<unsigned>(at.length - at.first);
 }
 
-// All ones in the lanes of one g or t, else zeros.
-struct StepMasks {
-  uint32_t g[kUnit], t[4];
-
-  __device__ StepMasks() {
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) g[i] = kept(lane_g() == i ? ~0u : 0u);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) t[i] = kept(lane_t() == i ? ~0u : 0u);
-  }
-  // Ones where a pair of steps' elements in lane t have step i, which is known when compiled.
-  __device__ uint32_t pair(int i) const { return t[i / 2] & (i % 2 ? 0xffff0000u : 0xffffu); }
-};
 __device__ inline uint32_t pair_mask(int i) {
   return lane_t() == i / 2 ? (i % 2 ? 0xffff0000u : 0xffffu) : 0u;
 }
