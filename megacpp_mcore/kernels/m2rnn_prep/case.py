@@ -2,22 +2,21 @@
 
 import functools
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from megacpp_mcore import problems
-from megacpp_mcore.backend import Problem
-from megacpp_mcore.kernels.case import Bound, Case, Tensors
+from megacpp_mcore.kernels.case import Bound, Tensors
 from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds
 from megacpp_mcore.kernels.m2rnn_prep import REFERENCE, M2RNNPrep
+from megacpp_mcore.kernels.prep_case import PrepCase
 from megacpp_mcore.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class M2RNNPrepCase(Case):
+class M2RNNPrepCase(PrepCase):
     """q, k (s, b, K), v (s, b, H V), decay (s, b, H) -> mixed (s, b, 2 K + H V), f (b, s, H);
     y, values (b, s, H, V), gate (s, b, H V) -> out (s, b, H V).
 
@@ -63,12 +62,6 @@ class M2RNNPrepCase(Case):
             "odd-one-token": cls(1, 1, 8, 4, 5),
             "empty": cls(2, 0, 4, 8, 4),
         }
-
-    def problem(self, device: str, dtype: torch.dtype) -> Problem:
-        return problems.mixer_prep(
-            device,
-            SimpleNamespace(params_dtype=dtype, deterministic_mode=False, cuda_graph_impl="none"),
-        )
 
     def draw(self, generator: torch.Generator) -> Tensors:
         normal = functools.partial(self.normal, generator)

@@ -2,21 +2,20 @@
 
 import functools
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from megacpp_mcore import problems
-from megacpp_mcore.backend import Problem
-from megacpp_mcore.kernels.case import Bound, Case, Tensors
+from megacpp_mcore.kernels.case import Bound, Tensors
 from megacpp_mcore.kernels.mamba3_prep.reference import mamba3_prep
+from megacpp_mcore.kernels.prep_case import PrepCase
 from megacpp_mcore.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Mamba3PrepCase(Case):
+class Mamba3PrepCase(PrepCase):
     """B, C (b, s, G R N), dt, A (b, s, H) -> q, k (b, s, [R,] G, N), adt, dt (b, s, H).
 
     spread: the scan is given the group of each head, as where the groups do not divide over
@@ -61,12 +60,6 @@ class Mamba3PrepCase(Case):
             "odd-one-token": cls(1, 1, 6, 1, 16),
             "empty": cls(2, 0, 4, 2, 16),
         }
-
-    def problem(self, device: str, dtype: torch.dtype) -> Problem:
-        return problems.mixer_prep(
-            device,
-            SimpleNamespace(params_dtype=dtype, deterministic_mode=False, cuda_graph_impl="none"),
-        )
 
     def draw(self, generator: torch.Generator) -> Tensors:
         normal = functools.partial(self.normal, generator)
