@@ -12,6 +12,17 @@ from megacpp_mcore.training.megatron_setup import build_model, megatron_args, si
 
 _NAMES = ("MEGACPP_RECIPE", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
+# Of any pattern, with mixers that a GPU's kernels take.
+GPU_SIZES = [
+    "model.hidden_size=128", "model.ffn_hidden_size=128", "model.num_attention_heads=4",
+    "model.seq_length=128", "mamba3.mamba_num_heads=4", "mamba3.mamba_head_dim=64",
+    "mamba3.mamba_state_dim=64", "mamba3.mamba_num_groups=2", "mamba3.chunk_size=64",
+    "m2rnn.k_head_dim=64", "m2rnn.v_head_dim=16", "m2rnn.num_heads=5", "mtp.mtp_num_layers=0",
+    "mtp.pattern=", "precision.bf16=true", "moe.moe_grouped_gemm=true", "launch.device=cuda",
+    "launch.distributed_backend=nccl", "launch.use_cpu_initialization=false",
+    "model.transformer_impl=transformer_engine", "moe.moe_token_dispatcher_type=alltoall",
+]  # fmt: skip
+
 Kept = tuple[dict[str, torch.Tensor], int]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from recompute_slice import train_once
+from recompute_slice import GPU_SIZES, train_once
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.dispatch import DispatchError
@@ -16,15 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
 ]
 
-SIZES = [
-    "model.pattern=MRM", "model.depth=3", "model.hidden_size=128", "model.ffn_hidden_size=128",
-    "model.num_attention_heads=4", "model.seq_length=128", "mamba3.mamba_num_heads=4",
-    "mamba3.mamba_head_dim=64", "mamba3.mamba_state_dim=64", "mamba3.mamba_num_groups=2",
-    "mamba3.chunk_size=64", "m2rnn.k_head_dim=64", "m2rnn.v_head_dim=16", "m2rnn.num_heads=5",
-    "mtp.mtp_num_layers=0", "mtp.pattern=", "precision.bf16=true", "moe.moe_grouped_gemm=true",
-    "launch.device=cuda", "launch.distributed_backend=nccl", "launch.use_cpu_initialization=false",
-    "model.transformer_impl=transformer_engine", "moe.moe_token_dispatcher_type=alltoall",
-]  # fmt: skip
+SIZES = [*GPU_SIZES, "model.pattern=MRM", "model.depth=3"]
 NAMED = ["backends.mamba3_prep=inductor", "backends.m2rnn_prep=inductor"]
 AGAIN = ["recompute.mamba3=mixer", "recompute.m2rnn=core"]
 FP8 = ["precision.fp8=hybrid", "precision.fp8_recipe=tensorwise"]

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from mamba3_checks import check_documents, check_outputs_and_gradients
 
 from megacpp_mcore.kernels import parity
-from megacpp_mcore.kernels.mamba3 import mamba3_scan as reference
 from megacpp_mcore.kernels.mamba3.case import Mamba3ScanCase
 
 pytestmark = [
@@ -27,34 +27,12 @@ def scan():
 
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients(name):
-    case, dtype = CASES[name], torch.bfloat16
-    wide = torch.float64 if case.seq <= 512 else torch.float32
-    tensors = parity.drawn(case, dtype, "cuda", seed=case.seq)
-    truth = parity.truth_of(case, tensors, dtype, wide)
-    actual = parity.run(case, case.bind(scan(), "cuda", dtype), tensors, truth.directions)
-    wrong = [str(e) for e in parity.errors(case, actual, truth, dtype) if not e.share <= 1]
-    assert not wrong, wrong
+    check_outputs_and_gradients(scan(), CASES[name])
 
 
 @pytest.mark.parametrize("offsets", ([0, 70, 200], [0, 64, 128], [0, 1, 199]))
 def test_documents_start_from_zero(offsets):
-    """Packed documents, the last one behind the last offset where that is not the end."""
-    case = Mamba3ScanCase(1, 200, 8, 2, 64, 64, 16, 0, 64)
-    tensors = parity.drawn(case, torch.bfloat16, "cuda", seed=offsets[1])
-    cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device="cuda")
-    leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
-    actual = scan()(**leaves, cu_seqlens=cu_seqlens)
-    gradient = torch.randn_like(actual)
-    actual_grads = torch.autograd.grad(actual, list(leaves.values()), gradient)
-    wide = {name: tensor.detach().double().requires_grad_() for name, tensor in leaves.items()}
-    expected = reference(**wide, cu_seqlens=cu_seqlens)
-    expected_grads = torch.autograd.grad(expected, list(wide.values()), gradient.double())
-    for name, got, want in zip(
-        ["y", *leaves], [actual, *actual_grads], [expected, *expected_grads], strict=True
-    ):
-        bound = case.tolerance(name if name == "y" else f"d{name}", torch.bfloat16)
-        distance = (got.double() - want).abs().max() / want.abs().max()
-        assert distance <= bound, f"{name}: {distance:.3e} > {bound:.3e}"
+    check_documents(scan(), Mamba3ScanCase(1, 200, 8, 2, 64, 64, 16, 0, 64), offsets)
 
 
 def test_the_same_inputs_give_the_same_bits():

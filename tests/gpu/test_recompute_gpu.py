@@ -6,7 +6,7 @@ differ by roundings to bf16, the losses not at all.
 
 import pytest
 import torch
-from recompute_slice import train_once
+from recompute_slice import GPU_SIZES, train_once
 
 from megacpp_mcore.recipe import load_recipe
 
@@ -16,16 +16,10 @@ pytestmark = [
 ]
 
 SIZES = [
-    "model.pattern=AEMR", "model.depth=4", "model.hidden_size=128", "model.ffn_hidden_size=128",
-    "model.num_attention_heads=4", "model.seq_length=128", "attention.q_lora_rank=32",
+    *GPU_SIZES, "model.pattern=AEMR", "model.depth=4", "attention.q_lora_rank=32",
     "attention.kv_lora_rank=32", "attention.qk_head_dim=32", "attention.qk_pos_emb_head_dim=32",
     "attention.v_head_dim=32", "moe.moe_ffn_hidden_size=64",
-    "moe.moe_shared_expert_intermediate_size=64", "mamba3.mamba_num_heads=4",
-    "mamba3.mamba_head_dim=64", "mamba3.mamba_state_dim=64", "mamba3.mamba_num_groups=2",
-    "mamba3.chunk_size=64", "m2rnn.k_head_dim=64", "m2rnn.v_head_dim=16", "m2rnn.num_heads=5",
-    "mtp.mtp_num_layers=0", "mtp.pattern=", "precision.bf16=true", "moe.moe_grouped_gemm=true",
-    "launch.device=cuda", "launch.distributed_backend=nccl", "launch.use_cpu_initialization=false",
-    "model.transformer_impl=transformer_engine", "moe.moe_token_dispatcher_type=alltoall",
+    "moe.moe_shared_expert_intermediate_size=64",
 ]  # fmt: skip
 PRECISIONS = {
     "bf16": [],
