@@ -127,14 +127,17 @@ def test_the_recipe_may_come_from_the_environment(gpu_recipe, monkeypatch):
     assert launch(lower(gpu_recipe).argv).recipe == gpu_recipe
 
 
-def test_a_shipped_recipes_words_are_enough(monkeypatch):
+def test_a_shipped_recipes_words_are_enough(monkeypatch, capfd):
     """`torchrun --nproc-per-node 8 -m megacpp_mcore.pretrain $(megacpp recipe args nam56r)`"""
     monkeypatch.setenv("WORLD_SIZE", "8")
     recipe = load_recipe("nam56r")
     argv = lower(recipe).argv
     assert launch(argv).recipe == recipe and os.environ["MEGACPP_RECIPE"] == "nam56r"
+    assert capfd.readouterr().err.count("those of nam56r as it is shipped") == 1
     monkeypatch.delenv("MEGACPP_RECIPE")
+    monkeypatch.setenv("RANK", "1")
     assert launch([*argv, "--tensorboard-dir", "log"]).recipe == recipe
+    assert capfd.readouterr().err == ""
     monkeypatch.delenv("MEGACPP_RECIPE")
     other = lower(load_recipe("nam56r", ["schedule.seed=2"])).argv
     with pytest.raises(LaunchError, match="no shipped recipe's as it stands"):

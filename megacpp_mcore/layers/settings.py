@@ -94,5 +94,5 @@ def _check_agreement(config, recipe) -> None:
         raise SettingsError(
             f"MEGACPP_RECIPE names recipe {recipe.name}, which is not the one that Megatron's "
             f"command line was made from: {'; '.join(differing)}. Make both with one "
-            "`megacpp recipe args` call"
+            "`megacpp recipe args RECIPE --env` call"
         )

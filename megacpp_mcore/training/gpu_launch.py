@@ -6,6 +6,7 @@ all of it. Nothing here imports torch: variables that CUDA reads as it starts ar
 
 import argparse
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,9 +60,9 @@ def recipe_words(recipe: Recipe) -> list[str]:
 def launch(argv: Sequence[str]) -> Launch:
     """Read our arguments out of `argv`, and set the recipe's environment in this process.
 
-    Words that are a shipped recipe's as it stands need no other name for it. Raises LaunchError
-    when no recipe or two are named, the recipe is for the CPU, or the world is not the one that
-    torchrun made; RecipeError as `load_recipe`.
+    Words that are a shipped recipe's as it stands need no other name for it; rank 0 says so. Raises
+    LaunchError when no recipe or two are named, the recipe is for the CPU, or the world is not the
+    one that torchrun made; RecipeError as `load_recipe`.
     """
     parser = argparse.ArgumentParser(
         prog="python -m megacpp_mcore.pretrain",
@@ -82,8 +83,8 @@ def launch(argv: Sequence[str]) -> Launch:
     lowered = lower(recipe)
     if not words:
         raise LaunchError(
-            f"Megatron's words of recipe {recipe.name} are missing: append the output of "
-            f"`megacpp recipe args {recipe.request}`"
+            f"Megatron's words of recipe {recipe.name} are missing: pass the output of "
+            f"`megacpp recipe args {recipe.request} --with-recipe`"
         )
     if own.yardstick:
         lowered, words = _on_megatrons_blocks(recipe, lowered, words)
@@ -131,12 +132,20 @@ def _recipe(name: str | None, overrides: Sequence[str], words: Sequence[str]) ->
     if name is None:
         if overrides:
             raise LaunchError(f"{SET} {overrides[0]} changes a recipe, but {RECIPE} names none")
-        found = inherited or shipped_recipe_of(words)
+        if inherited is not None:
+            return inherited
+        found = shipped_recipe_of(words)
         if found is None:
             raise LaunchError(
                 "no recipe: the words are no shipped recipe's as it stands. Pass those of `megacpp "
                 f"recipe args RECIPE --with-recipe`, which begin with {RECIPE}, or export "
                 f"{ENVIRONMENT_VARIABLE}"
+            )
+        if os.environ.get("RANK", "0") == "0":
+            print(
+                f"megacpp: no recipe is named; the words are those of {found.name} as it is "
+                "shipped, which is trained",
+                file=sys.stderr,
             )
         return found
     recipe = load_recipe(name, overrides)
@@ -194,5 +203,6 @@ def check_agreement(launch: Launch, args: Any) -> None:
         )
         raise LaunchError(
             f"Megatron's words are not those of recipe {launch.recipe.name}: {listed}. Make them "
-            f"with `megacpp recipe args {launch.recipe.request}`, and change a value there"
+            f"with `megacpp recipe args {launch.recipe.request} --with-recipe`, and change a value "
+            "there"
         )
