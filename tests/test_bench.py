@@ -474,6 +474,24 @@ class TestCommand:
         assert ("model: a mean loss of" in capsys.readouterr().err) == (factor != 1)
         assert rows[other, "step"]["error"] is None
 
+    def test_a_model_beside_itself_with_another_key(self, tmp_path, monkeypatch):
+        from megacpp_mcore.bench import model
+
+        path, other = tmp_path / "model.json", "recompute.mamba3=mixer,mamba3_scan=reference"
+        built = []
+        build = model.build
+        monkeypatch.setattr(model, "build", lambda c: built.append(build(c)) or built[-1])
+        words = [word for override in SMALL for word in ("--set", override)]
+        status = cli.main(["bench", "model", "--recipe", "nam56r-tiny", *words, "--layers", "1",
+                           "--set", "model.pattern=M", "--against", other,
+                           "--receipt", str(path)])  # fmt: skip
+        receipt = json.loads(path.read_text())
+        assert (status, receipt["baseline"]) == (0, other)
+        assert receipt["recipe"]["content"]["recompute"]["mamba3"] is None
+        mixers = [model.decoder.layers[0].mixer for model, _ in built]
+        assert [mixer.recompute for mixer in mixers] == [None, "mixer"]
+        assert [r["backend"] for r in receipt["rows"] if r["error"] == 0] == ["model"] * 3
+
     def test_a_step_that_fails_leaves_the_other_rows_and_status_1(self, monkeypatch, capfd):
         def fails(bare, args):
             raise RuntimeError("no optimizer today")
@@ -500,6 +518,9 @@ class TestCommand:
             (["linear"], "surface 'linear' has no case"),
             (["norm", "--layers", "3"], "--layers and --no-optimizer are for `megacpp bench"),
             (["model", "--against", "te"], "not of the form surface=backend"),
+            (["model", "--against", "moe.num_experts=8"], "precision and recompute can, and"),
+            (["model", "--against", "precision.fp9=hybrid"], "unknown key 'precision.fp9'"),
+            (["model", "--against", "precision.bf16=false,norm=fast"], "unknown backend 'fast'"),
             (["model", "--layers", "0"], "--layers 0: at least 1 is needed"),
             (["norm", "--recipe", "nam57"], "unknown recipe 'nam57'"),
             (["m2rnn", "--recipe", "nam56r-tiny", "--set", "model.pattern=AE", "--set",

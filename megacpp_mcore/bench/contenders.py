@@ -1,27 +1,55 @@
-"""Backends inside a layer or a model, built one beside the other: what `--against` names of it."""
+"""A layer or a model built another way beside itself: with the backends that `--against` names in
+it, and with other keys of its recipe."""
 
 import contextlib
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from megacpp_mcore import dispatch
+from megacpp_mcore import bench, dispatch
 from megacpp_mcore.lowering import lower
-from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, Recipe
+from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, Recipe, load_recipe
+
+_SECTIONS = ("precision", "recompute")  # how a model is computed; any other would be another model
 
 
-def contenders(as_it_is: str, against: Sequence[str]) -> dict[str, str]:
-    """Name -> `surface=backend,...`: the subject as its recipe has it, under the name `as_it_is`,
-    and those of `against`.
+@dataclass(frozen=True)
+class Contender:
+    """backends: `surface=backend,...`, before those that the recipe has."""
 
-    Raises DispatchError for a surface or a backend that does not exist.
+    recipe: Recipe
+    backends: str = ""
+
+
+def contenders(recipe: Recipe, as_it_is: str, against: Sequence[str]) -> dict[str, Contender]:
+    """The subject as `recipe` has it, under the name `as_it_is`, and those of `against` by their
+    own words: `surface=backend,...`, where `precision.KEY=VALUE` and `recompute.KEY=VALUE` are keys
+    of the recipe.
+
+    Raises DispatchError for a surface or a backend that does not exist, BenchError for a key of
+    another section, RecipeError for one that the recipe does not have or cannot have so.
     """
-    for text in against:
-        dispatch.forced_backends(text)
-    return {as_it_is: ""} | {text: text for text in against}
+    return {as_it_is: Contender(recipe)} | {text: _contender(recipe, text) for text in against}
+
+
+def _contender(recipe: Recipe, text: str) -> Contender:
+    parts = text.split(",")
+    keys = [part.strip() for part in parts if "." in part.partition("=")[0]]
+    for key in keys:
+        if (section := key.partition(".")[0]) not in _SECTIONS:
+            raise bench.BenchError(
+                f"--against {key}: section {section!r} of the recipe cannot differ here; "
+                f"{' and '.join(_SECTIONS)} can, and backends as SURFACE=BACKEND"
+            )
+    backends = ",".join(part for part in parts if part.strip() not in keys)
+    dispatch.forced_backends(backends)
+    if not keys:
+        return Contender(recipe, backends)
+    return Contender(load_recipe(recipe.source, [*recipe.overrides, *keys]), backends)
 
 
 @contextlib.contextmanager
@@ -38,12 +66,12 @@ def serving(requests: str) -> Iterator[None]:
             os.environ[dispatch.ENVIRONMENT_VARIABLE] = before
 
 
-def build(recipe: Recipe, requests: str) -> tuple[torch.nn.Module, Namespace]:
-    """The model of `recipe` with the backends of `requests`, and Megatron's args of it."""
+def build(contender: Contender) -> tuple[torch.nn.Module, Namespace]:
+    """The contender's model, and Megatron's args of it."""
     from megacpp_mcore.training import megatron_setup as setup
 
-    lowered = lower(recipe)
-    with serving(requests):
+    lowered = lower(contender.recipe)
+    with serving(contender.backends):
         os.environ[ENVIRONMENT_VARIABLE] = lowered.environment[ENVIRONMENT_VARIABLE]
         # The spec chooses its parts as it is imported, which may have been for another model.
         sys.modules.pop("megacpp_mcore.specs.nam56r", None)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megacpp_mcore import bench, bridges, dispatch, problems, receipts
 from megacpp_mcore.bench.clock import Clock, clock_for, interleave
-from megacpp_mcore.bench.contenders import build, contenders, take_weights
+from megacpp_mcore.bench.contenders import Contender, build, contenders, take_weights
 from megacpp_mcore.bench.subject import in_half_precision, weight_flops
 from megacpp_mcore.bench.surface import environment
 from megacpp_mcore.kernels.core_attention.case import CoreAttentionCase
@@ -57,7 +57,7 @@ def bench_layer(
 ) -> tuple[dict[str, Any], list[str]]:
     """Time the only layer of `recipe`, forward and forward with backward.
 
-    recipe: from `load_for_bench` with `layer_overrides`. against: `surface=backend,...` each, to be
+    recipe: from `load_for_bench` with `layer_overrides`. against: what `contenders` takes, to be
     timed beside the layer as the recipe has it, in turns; the first is the baseline.
 
     Returns the bench receipt, and which contenders are further from the baseline than rounding
@@ -65,7 +65,7 @@ def bench_layer(
     and running the layer raises.
     """
     bench.check_receipts()
-    asked = contenders(AS_IT_IS, against)
+    asked = contenders(recipe, AS_IT_IS, against)
     bridges.before_megatron()
     from megacpp_mcore.training import megatron_setup as setup
 
@@ -73,10 +73,10 @@ def bench_layer(
     clock = clock_for(device)
     with setup.single_process(recipe.schedule.seed, device), setup.quiet():
         layers, decisions = {}, []
-        for name, requests in asked.items():
+        for name, contender in asked.items():
             say(f"{name}: building {recipe.plan.megatron_pattern} on {device}")
             dispatch.forget()
-            layers[name] = _layer(recipe, requests, clock)
+            layers[name] = _layer(contender, clock)
             decisions += [asdict(decision) for decision in dispatch.decisions()]
         baseline = next(iter(against), AS_IT_IS)
         say(f"all against {baseline}, with its weights")
@@ -131,8 +131,8 @@ class _Layer:
         return values
 
 
-def _layer(recipe: Recipe, requests: str, clock: Clock) -> _Layer:
-    model, args = build(recipe, requests)
+def _layer(contender: Contender, clock: Clock) -> _Layer:
+    recipe, (model, args) = contender.recipe, build(contender)
     in_half_precision(model, args)
     stack = model.decoder
     stack.post_layer_norm = False

@@ -1,7 +1,8 @@
 """A recipe's whole model: forward, forward and backward, and a step with the optimizer.
 
-Alone, or beside itself with other backends inside: then every model has its own weights, gradients
-and optimizer in memory, and what is told of a model's memory leaves out what the others keep.
+Alone, or beside itself with other backends inside or in another precision: then every model has
+its own weights, gradients and optimizer in memory, and what is told of a model's memory leaves out
+what the others keep.
 """
 
 import gc
@@ -15,7 +16,7 @@ import torch
 
 from megacpp_mcore import bench, bridges, dispatch, problems, receipts
 from megacpp_mcore.bench.clock import Clock, clock_for, interleave
-from megacpp_mcore.bench.contenders import build, contenders, take_weights
+from megacpp_mcore.bench.contenders import Contender, build, contenders, take_weights
 from megacpp_mcore.bench.subject import Subject, batches
 from megacpp_mcore.bench.surface import environment
 from megacpp_mcore.flops import count
@@ -35,17 +36,17 @@ def bench_model(
 ) -> tuple[dict[str, Any], list[str]]:
     """Time the model of `recipe` on random tokens, one micro batch at a time.
 
-    recipe: from `load_for_bench`. against: `surface=backend,...` each, to be timed beside the model
+    recipe: from `load_for_bench`. against: what `contenders` takes, to be timed beside the model
     as the recipe has it, in turns; the first is the baseline. optimizer: also time a step;
     Megatron's distributed data parallel and optimizer on a GPU, the CPU lane's AdamW on a CPU.
 
     Returns the bench receipt, and what went wrong: with the step, which then has no row, or a loss
     further from the baseline's than rounding explains. Raises DispatchError for a backend that is
-    unknown or cannot serve, what building the model raises, and torch's OutOfMemoryError when not
-    even a forward and a backward pass fit.
+    unknown or cannot serve, what `contenders` and building the model raise, and torch's
+    OutOfMemoryError when not even a forward and a backward pass fit.
     """
     bench.check_receipts()
-    asked = contenders(_AS_IT_IS, against)
+    asked = contenders(recipe, _AS_IT_IS, against)
     baseline = next(iter(against), _AS_IT_IS)
     bridges.before_megatron()
     from megacpp_mcore.training import megatron_setup as setup
@@ -53,10 +54,10 @@ def bench_model(
     device = problems.current_device()
     with setup.single_process(recipe.schedule.seed, device), setup.quiet():
         race, decisions = _Race(baseline, clock_for(device), say), []
-        for name, requests in asked.items():
+        for name, contender in asked.items():
             say(f"{name}: building {recipe.plan.megatron_pattern} on {device}")
             dispatch.forget()
-            race.enter(name, recipe, requests)
+            race.enter(name, contender)
             decisions += [asdict(decision) for decision in dispatch.decisions()]
         args = race.subjects[baseline].args
         cost, tokens = count(recipe), args.micro_batch_size * args.seq_length
@@ -102,11 +103,11 @@ class _Race:
         # Every logit and loss is rounded by half of it at most; the mean of them by less.
         self._tolerance = 0.0
 
-    def enter(self, name: str, recipe: Recipe, requests: str) -> None:
-        """Build the model of `recipe` with the backends of `requests`."""
+    def enter(self, name: str, contender: Contender) -> None:
+        """Build the contender's model."""
         before = self._allocated()
-        model, args = build(recipe, requests)
-        data = batches(recipe, args, self.clock.device)
+        model, args = build(contender)
+        data = batches(contender.recipe, args, self.clock.device)
         self.subjects[name] = Subject(model, args, data, self.clock)
         self._kept[name] = self._allocated() - before
 

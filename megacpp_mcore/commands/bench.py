@@ -13,6 +13,8 @@ examples:
   megacpp bench layer A --against mla_rope=megatron one layer, another backend inside it
   megacpp bench model --against linear_cross_entropy=megatron
                                                     two models beside each other, in turns
+  megacpp bench model --set precision.fp8=hybrid --set precision.fp8_recipe=tensorwise \\
+      --against precision.fp8=null                  FP8 against bf16, the same weights
   megacpp report compare before.json after.json
 
 Exit status 1 when a backend failed or was wrong; it then has a reason and no times.
@@ -40,7 +42,8 @@ def register(subparsers: Any) -> None:
         help="override one key; may be given again")  # fmt: skip
     add("--against", metavar="BACKEND", nargs="+", default=[],
         help="time these beside the chosen one, no others; the first is the baseline. Of `layer` "
-        "and `model`: SURFACE=BACKEND,... each")  # fmt: skip
+        "and `model`: SURFACE=BACKEND,... each, and keys of the recipe's precision and recompute, "
+        "as precision.fp8=null")  # fmt: skip
     add("--variant", metavar="NAME",
         help="of linear_cross_entropy: weighted (a training step's sum of losses, the default), "
         "per_token (losses that take any gradient) or mean (all weights the same: beside Liger's "
