@@ -1,5 +1,5 @@
-"""Whole runs of `megacpp train --gpus` on this machine: cold and second start, yardstick, a kill,
-TensorBoard's log, a loss that is not finite, out of memory.
+"""Whole runs of `megacpp train --gpus` on this machine: cold and second start, yardstick, kills, a
+resumed run, packed documents, TensorBoard's log, a loss that is not finite, out of memory.
 
 At NAM56R's full width, one layer of each letter and an MTP depth; what needs no width, with the
 small NAM56R of the layouts.
@@ -115,6 +115,32 @@ def series(out: Path, name: str) -> dict[int, float]:
     return dict(zip(found["step"], found[name], strict=True))
 
 
+def test_a_killed_run_goes_on_to_the_losses_of_an_unbroken_one(corpus, tmp_path):
+    """Killed in a step, four or less after a checkpoint; then `--resume`, to the same bits."""
+    recipe, runs = tmp_path / "small.toml", {}
+    for name in ("unbroken", "killed"):
+        out = tmp_path / name
+        words = small_run(recipe, corpus, out)
+        err = (tmp_path / f"{name}.err").open("w")
+        runs[name] = subprocess.Popen(words, stderr=err), words
+    run, words = runs["killed"]
+    tracker, deadline = out / "saved/latest_checkpointed_iteration.txt", time.monotonic() + 300
+    while not (tracker.exists() and tracker.read_text() == "10"):
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.4)  # into a later step
+    (rank,) = ranks_of(run)
+    rank.kill()
+    assert run.wait(timeout=90) == 128 + signal.SIGKILL
+    assert "go on from it with --resume" in (tmp_path / "killed.err").read_text()
+    assert max(series(out, "step")) < 30 and result(out)["status"] == "failed"
+    subprocess.run([*words, "--resume"], check=True)
+    assert runs["unbroken"][0].wait(timeout=300) == 0
+    for name in ("loss", "grad_norm"):
+        assert series(out, name) == series(tmp_path / "unbroken", name)
+    assert list(series(out, "loss")) == [*range(1, 31)]
+
+
 def test_tensorboard_has_the_losses(corpus, tmp_path):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     recipe, out, log = tmp_path / "small.toml", tmp_path / "run", tmp_path / "log"
@@ -131,6 +157,14 @@ def test_tensorboard_has_the_losses(corpus, tmp_path):
     events.Reload()
     logged = {event.step: event.value for event in events.Scalars("lm loss")}
     assert logged == pytest.approx(series(out, "loss"), rel=1e-6)
+
+
+def test_packed_documents_train(corpus, tmp_path):
+    out, masking = tmp_path / "run", "data.dataloader_inter_document_masking=true"
+    words = small_run(tmp_path / "small.toml", corpus, out)
+    subprocess.run([*words, "--set", masking], check=True)
+    losses = series(out, "loss")
+    assert list(losses) == [*range(1, 31)] and losses[30] < 0.75 * losses[1]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(corpus, tmp_path):
