@@ -192,8 +192,8 @@ _m2rnn_prep = partial(
 )
 _PREP_EXIT = (
     "a whole step is faster with it beyond the spread: then auto takes it. One of nam56r-quarter, "
-    "off, with R's and with M's in turns, was not, beside other jobs on the host: 318.5 ms, with "
-    "ratios of 0.90 .. 1.08 and 0.93 .. 1.09 (model-nam56r-quarter-compile.json)"
+    "off, with R's, with M's and with both in turns, was not: 322.0 ms, with ratios of 0.93 .. "
+    "1.06, 0.92 .. 1.06 and 0.95 .. 1.08 (model-nam56r-quarter-compile.json)"
 )
 _PREP_REFERENCE = "nothing: the definition in plain torch, which serves unless inductor is named"
 
