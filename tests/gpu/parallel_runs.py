@@ -131,7 +131,10 @@ RUNS = (
     Run("one-resumed", start=("one", SAVED)),
     Run("dp2-grouped-mm", 2, ("backends.moe_experts=grouped_mm",)),
 )
-STOCK = Run("stock", script="pretrain_hybrid.py")
+STOCK = (
+    Run("stock", script="pretrain_hybrid.py"),
+    Run("stock-tp2", 2, _TP, script="pretrain_hybrid.py"),
+)
 
 
 @dataclass
@@ -385,7 +388,7 @@ def table(runs: Iterable[Run], outcomes: Mapping[str, Outcome]) -> str:
 
 def runs_for(gpus: int) -> tuple[Run, ...]:
     """What a machine of so many GPUs can compare with the one-GPU run."""
-    stock = (STOCK,) if "MEGACPP_MEGATRON_LM" in os.environ else ()
+    stock = STOCK if "MEGACPP_MEGATRON_LM" in os.environ else ()
     return tuple(run for run in (*stock, *RUNS) if run.gpus <= gpus)
 
 

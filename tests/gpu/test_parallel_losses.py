@@ -27,7 +27,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return Packed(out, gpus).run((SEED, ONE, *parallel_runs.runs_for(len(gpus))))
 
 
-@pytest.mark.parametrize("run", (*RUNS, STOCK), ids=lambda run: run.name)
+@pytest.mark.parametrize("run", (*RUNS, *STOCK), ids=lambda run: run.name)
 def test_losses_are_those_of_one_gpu(run, outcomes):
     if run.name not in outcomes:
         pytest.skip("MEGACPP_MEGATRON_LM names no checkout" if run.script else "too few GPUs")
