@@ -190,6 +190,25 @@ def test_a_model_learns_with_mla_ropes_kernel_as_it_does_with_the_reference():
         assert [judgement.loss.judgement for judgement in judgements] == ["not worse"] * 2
 
 
+def test_a_model_learns_in_fp8_as_it_does_in_bf16():
+    """Over the batches of the three runs above, from their weights."""
+    fp8 = receipts.read(FOLDER / "run-nam56r-quarter-fp8.json")
+    runs = [_run(name) for name in ("triton", "reference-a", "reference-b")]
+    assert fp8["recipe"]["content"]["precision"]["fp8_recipe"] == "tensorwise"
+    assert fp8["series"]["step"] == [*range(1, 101)]
+    assert {judge_runs(run, fp8).loss.judgement for run in runs} == {"not worse"}
+    for run in runs:
+        same = {d.partition(":")[0] for d in unlike(run, fp8) if d.startswith("recipe.")}
+        assert same == {"recipe.precision.fp8", "recipe.precision.fp8_recipe",
+                        "recipe.m2rnn.chunk_size", "recipe.m2rnn.tanh"}  # fmt: skip
+    apart = [
+        fmean(abs(x - y) for x, y in zip(run["series"]["loss"], fp8["series"]["loss"], strict=True))
+        for run in runs
+    ]
+    words = " ".join(README.read_text().split())
+    assert f"{min(apart):.3f} to {max(apart):.3f} nats a step from them" in words
+
+
 def test_a_second_start_finds_its_kernels_and_takes_less_than_half_a_minute():
     first, second, chunked = (
         receipts.read(FOLDER / f"run-cold-{name}.json")
