@@ -1,8 +1,8 @@
 """What Megatron-Core 0.19.2 cannot do as it is installed, bridged in this one place.
 
-All but `dataset_helper` and `operators_alone` is for machines with no GPU and changes nothing with
-CUDA. Each bridge
-names its reason; one that a patch of the lane makes needless is not laid where that is applied.
+All but `dataset_helper`, `operators_alone` and `experts_of_few_rows` is for machines with no GPU
+and changes nothing with CUDA. Each bridge names its reason; one that a patch of the lane makes
+needless is not laid where that is applied.
 The distributed optimizer's checkpoints have their own: `megacpp_mcore.optimizer_bridges`.
 """
 
@@ -12,9 +12,11 @@ import importlib.util
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -80,6 +82,32 @@ def dataset_helper() -> None:
 
 def _import_the_helper() -> None:
     importlib.import_module("megatron.core.datasets.helpers_cpp")
+
+
+def experts_of_few_rows() -> None:
+    """Let the experts' SwiGLU of no row or of one run as it is written, not compiled.
+
+    Megatron compiles it for any number of rows, but torch.compile never takes 0 and 1 for any: it
+    compiles anew when a rank's experts first get no token and when they first get one, 0.5 and
+    1.7 s on an H200 in the middle of a run, and all other ranks of expert parallelism wait.
+    """
+    from megatron.core.fusions import fused_bias_swiglu
+
+    for name in ("weighted_swiglu", "weighted_swiglu_back"):
+        compiled = getattr(fused_bias_swiglu, name)
+        if not isinstance(compiled, _AsWrittenForFewRows):
+            setattr(fused_bias_swiglu, name, _AsWrittenForFewRows(compiled))
+
+
+@dataclass(frozen=True)
+class _AsWrittenForFewRows:
+    compiled: Callable
+
+    def __call__(self, rows: torch.Tensor, *others: torch.Tensor) -> Any:
+        if rows.shape[0] > 1:
+            return self.compiled(rows, *others)
+        with torch.compiler.set_stance("force_eager"):
+            return self.compiled(rows, *others)
 
 
 def operators_alone(package: str) -> None:

@@ -72,6 +72,8 @@ class MegacppStack(HybridStack):
     def __init__(self, config, submodules, final_norm=None, post_layer_norm=True, **kwargs) -> None:
         bridges.install()
         optimizer_bridges.install()
+        if config.expert_model_parallel_size > 1:
+            bridges.experts_of_few_rows()
         # Fails here, with the reason, rather than in some layer.
         requests = plugin_settings(config).backends
         loss.check_asked_for(config)
