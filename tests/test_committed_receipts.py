@@ -209,6 +209,14 @@ def test_a_model_learns_in_fp8_as_it_does_in_bf16():
     assert f"{min(apart):.3f} to {max(apart):.3f} nats a step from them" in words
 
 
+def test_packed_documents_train_with_every_letter():
+    run = receipts.read(FOLDER / "run-small-packed.json")
+    assert run["recipe"]["content"]["data"]["dataloader_inter_document_masking"]
+    assert run["result"]["status"] == "complete" and set(run["plan"]["source_pattern"]) == {*"AEMR"}
+    losses = run["series"]["loss"]
+    assert len(losses) == 30 and fmean(losses[-5:]) < 0.5 * losses[0]
+
+
 def test_a_second_start_finds_its_kernels_and_takes_less_than_half_a_minute():
     first, second, chunked = (
         receipts.read(FOLDER / f"run-cold-{name}.json")
