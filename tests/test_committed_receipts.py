@@ -231,38 +231,41 @@ def test_a_second_start_finds_its_kernels_and_takes_less_than_half_a_minute():
     assert chunked["result"]["cold_start_s"] < 30 < second["result"]["cold_start_s"]
 
 
-# What examples/full_size.sh asks of the recipe on four GPUs.
-_FULL_SIZE = ["launch.nproc_per_node=4", "parallel.expert_model_parallel_size=4",
-              "schedule.micro_batch_size=4", "schedule.global_batch_size=16"]  # fmt: skip
+def _full_size(gpus, pattern):
+    """What examples/full_size.sh asks of the recipe on several GPUs."""
+    return load_recipe("nam56r", [
+        f"launch.nproc_per_node={gpus}", f"parallel.expert_model_parallel_size={gpus}",
+        "schedule.micro_batch_size=4", f"schedule.global_batch_size={4 * gpus}",
+        f"model.pattern={pattern}",
+    ])  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("name", "pattern", "figures"),
+    ("gpus", "name", "pattern", "figures"),
     [
-        ("", "AEMEAEMEAEMR", (33, "1,112 ms", "58,944", "243", "24.5 %", "90.3 GiB")),
-        ("-yardstick", "AEMEAEMEAEMM", (30, "1,139 ms", "57,553", "248", "25.1 %", "97.1 GiB")),
+        (4, "", "AEMEAEMEAEMR", (33, "1,112 ms", "58,944", "243", "24.5 %", "90.3 GiB")),
+        (4, "-yardstick", "AEMEAEMEAEMM", (30, "1,139 ms", "57,553", "248", "25.1 %", "97.1 GiB")),
     ],
 )
-def test_52_layers_train_on_four_gpus(name, pattern, figures):
-    run = receipts.read(FOLDER / f"run-nam56r-4xh200{name}.json")
+def test_52_layers_train_on_several_gpus(gpus, name, pattern, figures):
+    run = receipts.read(FOLDER / f"run-nam56r-{gpus}xh200{name}.json")
     result, loss = run["result"], run["series"]["loss"]
-    assert run["lane"]["device"]["count"] == run["topology"]["ep"] == run["topology"]["dp"] == 4
-    assert result["status"] == "complete" and len(loss) == result["steps"]
+    assert run["lane"]["device"]["count"] == run["topology"]["ep"] == run["topology"]["dp"] == gpus
+    assert result["status"] == "complete" and len(loss) == result["steps"] >= 30
     assert run["series_info"] == {"stride": 1, "cold_steps": [1], "gaps": []}
     assert max(loss[-5:]) < 4 < 11 < loss[0]
     assert fmean(loss[-10:]) < fmean(loss[-20:-10]) < fmean(loss[:10])
 
     assert sum(run["plan"]["counts"].values()) == 52
     assert run["plan"]["source_pattern"] == (pattern * 5)[:52]
-    recipe = load_recipe("nam56r", [*_FULL_SIZE, f"model.pattern={pattern}"])
-    counted = flops.count(recipe, mamba2=name == "-yardstick")
+    counted = flops.count(_full_size(gpus, pattern), mamba2=name == "-yardstick")
     assert result["flops_per_token"] == counted.training
     moved_away = sum(p.layers * 16 * 3 * 3584 * 896 for p in counted.parts if p.name[-1] == "E")
-    assert result["rank_parameters"] == counted.parameters - moved_away * 3 // 4
-    rate = result["tokens_per_s_median"] * counted.training / 4
+    assert result["rank_parameters"] == counted.parameters - moved_away * (gpus - 1) // gpus
+    rate = result["tokens_per_s_median"] * counted.training / gpus
     assert result["tflops_per_s_per_device"] == pytest.approx(rate / 1e12, rel=1e-5)
 
-    ms = 65536e3 / result["tokens_per_s_median"]
+    ms = gpus * 4 * 4096e3 / result["tokens_per_s_median"]
     assert figures == (
         result["steps"], f"{ms:,.0f} ms", f"{result['tokens_per_s_median']:,.0f}",
         f"{rate / 1e12:.0f}", f"{result['mfu'] * 100:.1f} %",
@@ -271,9 +274,10 @@ def test_52_layers_train_on_four_gpus(name, pattern, figures):
     assert f" | {' | '.join(map(str, figures))} | " in README.read_text()
 
 
-def test_the_full_size_beside_the_yardstick_is_not_decided():
+@pytest.mark.parametrize("gpus", [4])
+def test_the_full_size_beside_the_yardstick_is_not_decided(gpus):
     yardstick, ours = (
-        receipts.read(FOLDER / f"run-nam56r-4xh200{n}.json") for n in ("-yardstick", "")
+        receipts.read(FOLDER / f"run-nam56r-{gpus}xh200{n}.json") for n in ("-yardstick", "")
     )
     expected = {"mamba3_scan": "mamba_ssm", "m2rnn": "cuda", "moe_experts": "te",
                 "mla_rope": "triton", "linear_cross_entropy": "chunked"}  # fmt: skip
