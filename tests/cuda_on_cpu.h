@@ -89,13 +89,17 @@ inline void fail(const std::string& what) {
   wait();
 }
 
-inline void barrier(int number, unsigned count) {
-  auto& waiting = barriers[number];
-  waiting.push_back(current);
-  if (waiting.size() < count) return wait();
-  for (Fiber* fiber : waiting)
-    if (fiber != current) ready.push_back(fiber);
-  waiting.clear();
+// waits: or only says that it is here.
+inline void barrier(int number, unsigned count, bool waits = true) {
+  auto& here = barriers[number];
+  here.push_back(waits ? current : nullptr);
+  if (here.size() >= count) {
+    for (Fiber* fiber : here)
+      if (fiber != nullptr && fiber != current) ready.push_back(fiber);
+    here.clear();
+  } else if (waits) {
+    wait();
+  }
 }
 
 // `operation` on the arguments of all 32 lanes, once the last of them is here.
@@ -339,6 +343,26 @@ inline float shuffle(float x, int lane) {
   return own.taken;
 }
 
+inline uint32_t greatest(uint32_t x) {
+  uint32_t own = x;
+  together(12, &own, [](void** all) {
+    uint32_t most = 0;
+    for (int lane = 0; lane < 32; ++lane) most = std::max(most, *static_cast<uint32_t*>(all[lane]));
+    for (int lane = 0; lane < 32; ++lane) *static_cast<uint32_t*>(all[lane]) = most;
+  });
+  return own;
+}
+
+inline int total(int x) {
+  int own = x;
+  together(13, &own, [](void** all) {
+    int sum = 0;
+    for (int lane = 0; lane < 32; ++lane) sum += *static_cast<int*>(all[lane]);
+    for (int lane = 0; lane < 32; ++lane) *static_cast<int*>(all[lane]) = sum;
+  });
+  return own;
+}
+
 inline uint32_t rounded_tf32(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
@@ -374,6 +398,11 @@ T load(const T* from) {
   return *from;
 }
 
+inline uint2 load_pair(const void* from) {
+  if (reinterpret_cast<size_t>(from) % sizeof(uint2)) fail("a load that is not aligned");
+  return *static_cast<const uint2*>(from);
+}
+
 inline int add(int* to, int x) {
   const int before = *to;
   *to += x;
@@ -403,12 +432,16 @@ using std::min;
   static_cast<uint32_t>(reinterpret_cast<const char*>(x) - cpu::shared)
 #define __hfma2(x, y, z) cpu::multiply_add(x, y, z)
 #define __vmaxu2(x, y) cpu::greatest_pairs(x, y)
+#define __vimax3_u16x2(x, y, z) cpu::greatest_pairs(cpu::greatest_pairs(x, y), z)
 #define __ldg(x) cpu::load(x)
 #define __ldcg(x) cpu::load(x)
 #define __nanosleep(x)
-#define __reduce_max_sync(mask, x) (x)  // of what is the same in all lanes
+#define __reduce_max_sync(mask, x) cpu::greatest(x)
+#define __reduce_add_sync(mask, x) cpu::total(x)
 #define __threadfence()
 #define atomicAdd(to, x) cpu::add(to, x)
+#define __float_as_int(x) cpu::bits_as<int>(static_cast<float>(x))
+#define __int_as_float(x) cpu::bits_as<float>(static_cast<int>(x))
 #define __float_as_uint(x) cpu::bits_as<uint32_t>(static_cast<float>(x))
 #define __uint_as_float(x) cpu::bits_as<float>(static_cast<uint32_t>(x))
 

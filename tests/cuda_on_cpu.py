@@ -81,10 +81,11 @@ def _instruction(statement: str) -> str:
         "mad.wide.s32": "to = from + static_cast<int64_t>(t) * token;",
         "stmatrix.sync.aligned.m8n8.x4.shared": "cpu::stmatrix(x, to);",
         "ex2.approx.ftz.f32": "{0} = exp2f({1});",
+        "lg2.approx.ftz.f32": "{0} = log2f({1});",
         "rcp.approx.ftz.f32": "{0} = 1.f / ({1});",
         "ld.acquire.gpu.global.b32": "x = cpu::load(from);",
-        "@p ld.global.nc.b32": "x = valid ? cpu::load(from) : otherwise;",
-        "@p ld.global.nc.v2.b32": "x = valid ? cpu::load(from) : uint2();",
+        "@p ld.global.nc.b32": "if (valid) x = cpu::load(static_cast<const uint32_t*>(from));",
+        "@p ld.global.nc.v2.b32": "if (valid) x = cpu::load_pair(from);",
         "prefetch.global.L2": ";",
         "exit;": 'cpu::fail("a thread that ends");',
         "tanh.approx.f32": "{0} = cpu::approximate_tanh({1});",
@@ -92,6 +93,7 @@ def _instruction(statement: str) -> str:
         "min.NaN.f32 %0, %1, 0f42700000": "{0} = cpu::least_or_nan({1}, 60.f);",
         "cvt.rna.tf32.f32": "{0} = cpu::rounded_tf32({1});",
         "bar.sync %0, %1": "cpu::barrier({0}, {1});",
+        "bar.arrive %0, %1": "cpu::barrier({0}, {1}, false);",
     }
     for name, meaning in instructions.items():
         if name in statement:

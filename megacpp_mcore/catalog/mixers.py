@@ -159,6 +159,7 @@ MAMBA3_SCAN = (
 _M2RNN_TESTS = (
     "tests/gpu/test_m2rnn_gpu.py",
     "tests/kernels/test_m2rnn_on_cpu.py",
+    "tests/kernels/test_m2rnn_gradient_sizes.py",
     "tests/kernels/test_m2rnn_build.py",
 )
 _M2RNN_LAYOUT = "q, k (B, S, 1 or H, K), v (B, S, H, V) -> (B, S, H, V), state (B, H, K, V); V 16"

@@ -24,13 +24,13 @@ NAMES = ("q", "k", "v", "W", "f", "initial_state")
 V = 16
 TANH = {"approximate": 2**-16, "exact": 2**-20}  # how far from tanh, with 16-bit inputs
 # What a step is off by, relative to the largest state or gradient: see the top of cuda.py. With
-# 16-bit inputs h goes to 11 bits for h (W - 1), at most 3/2 of |h| here; backwards a and W go to 11
-# bits, too, and tanh, itself off by 2^-11 and kept to 2^-12, makes 1 - z^2, kept to 2^-12 as well,
-# off by twice that.
+# 16-bit inputs h goes to 11 bits for h (W - 1), at most 3/2 of |h| here; backwards the gradient of
+# the state, 1 - f, 1 - z^2, both their products and W go to 11 bits, and z, off by 2^-16 and kept
+# to 2^-12, makes 1 - z^2 off by twice that.
 STEP_ERROR = {
     torch.float32: (2**-20 + 2**-21, 2**-20 + 2**-21),
-    torch.bfloat16: (1.5 * 2**-12 + 2**-16, 2**-11 + 2**-11 + 2**-10 + 2**-12),
-    torch.float16: (1.5 * 2**-12 + 2**-16, 2**-11 + 2**-11 + 2**-10 + 2**-12),
+    torch.bfloat16: (1.5 * 2**-12 + 2**-16, 6 * 2**-12 + 2 * (2**-12 + 2**-16)),
+    torch.float16: (1.5 * 2**-12 + 2**-16, 6 * 2**-12 + 2 * (2**-12 + 2**-16)),
 }
 LASTING = 64  # steps: f is at most 0.95 here, and W halves; gradients run through two recurrences
 DTYPES = [torch.float32, torch.bfloat16]
@@ -109,7 +109,7 @@ def test_chains_that_are_cut(dtype, monkeypatch):
     assert_close(run(kernel(), inputs), run(reference, inputs, wide=True), dtype)
 
 
-@pytest.mark.parametrize("chunk_size", [16, 48])
+@pytest.mark.parametrize("chunk_size", [16, 32])
 def test_same_bits_however_chains_are_cut(monkeypatch, chunk_size):
     from megacpp_mcore.kernels.m2rnn import cuda
 
@@ -130,8 +130,15 @@ def test_heads_of_q_and_k(dtype, heads):
     assert_close(actual, run(reference, inputs, wide=True), dtype)
 
 
-@pytest.mark.parametrize("chunk_size", [16, 32, 48, 64])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "chunk_size"),
+    [
+        *((torch.float32, chunk_size) for chunk_size in (16, 48, 64)),
+        *((torch.bfloat16, chunk_size) for chunk_size in (16, 32)),
+        (torch.float16, 32),
+    ],
+    ids=str,
+)
 def test_documents_have_states_of_their_own(dtype, chunk_size):
     bounds = torch.tensor([0, 1, 1, 90, 154, 200], device="cuda")
     inputs = draw(1, 200, 2, dtype=dtype, states=5)
@@ -295,6 +302,7 @@ def test_refuses_what_the_kernels_do_not_take():
         ({"q": good["q"].float()}, {}, "takes one dtype"),
         ({"v": good["v"].cpu()}, {}, "on one cuda device"),
         ({}, {"chunk_size": 24}, "chunk_size is 24"),
+        ({}, {"chunk_size": 64}, "chunk_size is 64; it takes 16, 32 for bfloat16"),
         ({}, {"grad_clamp": -1.0}, "grad_clamp is -1.0"),
         ({}, {"tanh": "fast"}, "tanh is 'fast'"),
     ):

@@ -27,7 +27,7 @@ def fresh(monkeypatch, tmp_path):
 
 
 def problem(device="cuda", dtype="bfloat16", **changes):
-    sizes = {"heads": 44, "k_head_dim": 64, "v_head_dim": 16, "chunk_size": 64} | changes
+    sizes = {"heads": 44, "k_head_dim": 64, "v_head_dim": 16, "chunk_size": 32} | changes
     return Problem.of(device, dtype, **sizes)
 
 
@@ -61,7 +61,9 @@ def test_dispatch_takes_the_kernels_for_what_they_serve(hopper, monkeypatch, tmp
         (problem(k_head_dim=128), "cuda"),
         (problem(k_head_dim=40), "reference"),
         (problem(v_head_dim=8), "reference"),
-        (problem(chunk_size=128), "reference"),
+        (problem(chunk_size=64), "reference"),
+        (problem(dtype="float32", chunk_size=64), "cuda"),
+        (problem(dtype="float32", chunk_size=128), "reference"),
         (problem(dtype="float64"), "reference"),
         (problem(device="cpu"), "reference"),
     ):

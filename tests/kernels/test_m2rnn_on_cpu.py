@@ -88,7 +88,7 @@ def directions(v, state):
     ]
 
 
-def run(inputs, bounds=None, chunk_size=64, grad_clamp=None, exact_tanh=False):
+def run(inputs, bounds=None, chunk_size=32, grad_clamp=None, exact_tanh=False):
     """The outputs, and the gradients by the operators' own functions, which autograd would call."""
     q, k, v, W, f, initial = inputs
     options = (chunk_size, grad_clamp)
@@ -168,8 +168,11 @@ def test_more_blocks_than_multiprocessors(on_cpu):
     assert_close(run(inputs), expected(inputs), torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("chunk_size", [16, 48])
+@pytest.mark.parametrize(
+    ("dtype", "chunk_size"),
+    [(torch.float32, 16), (torch.float32, 48), (torch.bfloat16, 16), (torch.bfloat16, 32)],
+    ids=str,
+)
 def test_documents_and_the_clamp(on_cpu, dtype, chunk_size):
     bounds = torch.tensor([0, 1, 1, 60, 76, 90], dtype=torch.int32)
     inputs = draw(1, 90, 1, dtype=dtype, states=5)
@@ -195,7 +198,7 @@ def test_y_of_any_q(on_cpu, dtype):
     assert y[0, 20].isinf().all() and y[0, 30].isnan().all()
 
 
-@pytest.mark.parametrize("chunk_size", cuda.CHUNK_SIZES)
+@pytest.mark.parametrize("chunk_size", cuda.CHUNK_SIZES["bfloat16"])
 def test_same_bits_however_chains_are_cut(on_cpu, monkeypatch, chunk_size):
     inputs = draw(1, 200, 5, k_dim=32 if chunk_size == 16 else 64)
     *tensors, initial = inputs
@@ -232,15 +235,17 @@ def test_backward_in_segments(on_cpu, monkeypatch, segments, seq):
         assert_close(actual, expected(inputs, grad_clamp=clamp), torch.bfloat16)
 
 
+@pytest.mark.parametrize("chunk_size", [16, 32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_same_bits_whichever_warp_is_faster(on_cpu, dtype):
+def test_same_bits_whichever_warp_is_faster(on_cpu, dtype, chunk_size):
     """A barrier that is missing lets a warp read what another has not written, or has written over;
     the drawn order of the threads is another one under every seed."""
     inputs = draw(1, 70, 2, dtype=dtype)
+    inputs[5] = 100 * inputs[5]  # above 1, which backward's warps tell each other
     results = []
     for seed in range(4):
         on_cpu.cpu_seed(seed)
-        results.append(run(inputs, chunk_size=16))
+        results.append(run(inputs, chunk_size=chunk_size))
     for other in results[1:]:
         assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
 

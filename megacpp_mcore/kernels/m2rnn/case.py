@@ -47,9 +47,9 @@ class M2RNNCase(Case):
     def samples(cls) -> dict[str, Self]:
         return {
             "plain": cls(2, 16, 4, 8, 4, 8),
-            "plain-nam56r-dims": cls(1, 64, 2, 64, 16, 64),
+            "plain-nam56r-dims": cls(1, 64, 2, 64, 16, 32),
             "odd": cls(1, 37, 3, 5, 3, 8),
-            "odd-length": cls(2, 75, 3, 64, 16, 64),
+            "odd-length": cls(2, 75, 3, 64, 16, 32),
             "odd-one-token": cls(2, 1, 2, 3, 4, 8),
             "empty": cls(2, 0, 2, 4, 4, 8),
         }

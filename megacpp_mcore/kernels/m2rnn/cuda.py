@@ -14,15 +14,21 @@ f e + (1 - f) (w e + d) after it, w = max_j sum_i |W_ij|, for tanh is nowhere st
 w < 1 that is never more than d / (1 - w), however many steps there are.
 
 Backwards a state is made again from the last checkpoint, which keeps 11 bits of it: W goes to 11
-bits there, tanh is the approximate one whatever `tanh` says, and z and 1 - z^2 are kept to 11 bits;
-none of it lasts beyond the next checkpoint. The gradient of the state is carried in float32; that
-of tanh's argument, a, is float32, too, and is multiplied with W^T at 11 bits. What only goes into a
-sum is rounded first, as the operands of any 16-bit matrix product are: h for y to 11 bits (q is
-taken in multiples of a power of two for each step, so that fp16 holds a bfloat16 q but for what is
-2^-39 of the step's largest); to the inputs' dtype h for dq and dW, a for dk, dv and dW, and for df
-both of its factors, the gradient of the state and h - z, whose products are added up two and two in
-that dtype. Eight steps are summed up at a time: a NaN of one shows in y and in q's, k's and v's
-gradients of all eight.
+bits there, tanh is the approximate one whatever `tanh` says, and z is kept to 11 bits; none of it
+lasts beyond the next checkpoint. The gradient of the state, dh, is carried in float32. All that is
+multiplied is fp16: h, z, W and 1 - f as they are (1 - f rounded up or down by turns, for else it
+would be off the same way at every step of a constant f); the others in multiples of a power of two
+that is chosen anew for every 8 steps (a unit) of every 16 rows: k, v and dy (of q dy, dy) so that
+the largest is near one, and dh, of which the gradient of tanh's argument is made, so that nothing
+that becomes of it within the unit overflows. For |dh| before a step is at most f + (1 - f) r times
+that after it, r being the largest sum of a row of |W| or 1, and its q dy apart. This growth is
+counted up to 2^18 a unit; gradients that truly grow faster come out infinite or NaN. So what fp16
+takes off an element of dh is at most 2^-12 of it or, if that is more, 2^-18 of the largest that the
+16 rows and their q dy have, and where W lets nothing grow 2^-36 of that (2^-126 at least). Of k, v
+and dy it is 2^-12 of an element or 2^-25 of the unit's largest: nothing of a bfloat16 that is not
+below 2^-17 of it. Sums are float32, but of dq and dk the parts of heads that share q or k, and of
+dv those of every 16 rows, are rounded to the inputs' dtype before they are added up. Eight steps
+are summed up at a time: a NaN of one shows in y and in q's, k's and v's gradients of all eight.
 
 float32: all products with both factors in two parts of 11 bits (2^-20 of the sum of absolute
 products).
@@ -39,10 +45,12 @@ from megacpp_mcore.kernels.m2rnn.build import library
 
 V_HEAD_DIM = 16
 ROWS = 32  # of a state in a block: K is a multiple of it
+TILE_ROWS = 16  # of backward's warps, for 16-bit inputs
 STEPS = 16  # chunk_size is a multiple of it
 Y_STEPS = 32  # whose y is added up at once
-CHUNK_SIZES = (16, 32, 48, 64)
-DTYPES = ("float32", "bfloat16", "float16")
+# The fast backward keeps the states of a chunk in shared memory: there is no room for more.
+CHUNK_SIZES = {"float32": (16, 32, 48, 64), "bfloat16": (16, 32), "float16": (16, 32)}
+DTYPES = tuple(CHUNK_SIZES)
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the numbers of m2rnn.cu
 
 
@@ -61,9 +69,9 @@ def m2rnn(
 ) -> tuple[Tensor, Tensor]:
     """`megacpp_mcore.kernels.m2rnn.m2rnn` on cuda; q, k and v in one of DTYPES.
 
-    K is a multiple of 32, V is 16, chunk_size is one of CHUNK_SIZES. With 16-bit inputs elements of
-    W and the initial state stay below fp16's 65504. Raises M2RNNInputError for other sizes and
-    dtypes, and KernelBuildError when the kernels cannot be built.
+    K is a multiple of 32, V is 16, chunk_size is one of the dtype's CHUNK_SIZES. With 16-bit inputs
+    elements of W and the initial state stay below fp16's 65504. Raises M2RNNInputError for other
+    sizes and dtypes, and KernelBuildError when the kernels cannot be built.
     """
     _public.check_inputs(q, k, v, W, f, initial_state, cu_seqlens, chunk_size, grad_clamp, tanh)
     _check_served(q, k, v, chunk_size)
@@ -84,8 +92,9 @@ def sizes_reason(dtype: str, k_dim: int, v_dim: int, chunk_size: int) -> str | N
         return f"K is {k_dim}; it takes multiples of {ROWS}"
     if v_dim != V_HEAD_DIM:
         return f"V is {v_dim}; it takes {V_HEAD_DIM}"
-    if chunk_size not in CHUNK_SIZES:
-        return f"chunk_size is {chunk_size}; it takes {', '.join(map(str, CHUNK_SIZES))}"
+    if chunk_size not in CHUNK_SIZES[dtype]:
+        allowed = ", ".join(map(str, CHUNK_SIZES[dtype]))
+        return f"chunk_size is {chunk_size}; it takes {allowed} for {dtype}"
     return None
 
 
@@ -196,9 +205,10 @@ class _Sizes:
     def state(self, rows: int) -> tuple[int, int, int, int]:
         return rows, self.heads, self.k_dim, V_HEAD_DIM
 
-    def parts(self, like: Tensor, *width: int) -> Tensor:
-        """Room for one part of each group's."""
-        return like.new_empty(self.groups, self.batch, self.tokens, self.heads, *width)
+    def parts(self, like: Tensor, *width: int, rows: int = ROWS) -> Tensor:
+        """Room for one part of every so many rows'."""
+        shape = self.k_dim // rows, self.batch, self.tokens, self.heads, *width
+        return like.new_empty(shape)
 
     def key_parts(self, gradient: Tensor) -> Tensor:
         """Room for one part of each head's of q's or k's gradient: itself when none is shared."""
@@ -282,7 +292,7 @@ def _slots(sizes: _Sizes, processors: int) -> int:
     return max(1, min(chains, at_once * processors // sizes.groups))
 
 
-SEGMENTS = 4  # into which backward cuts a chain
+SEGMENTS = 8  # into which backward cuts a chain
 
 
 def _segments(sizes: _Sizes, processors: int) -> int:
@@ -330,7 +340,7 @@ def _backward(
     sizes = _Sizes(q, k, v, bounds, chunk_size, grad_clamp)
     if bounds is None:
         sizes.segments = _segments(sizes, _processors(q.device))
-    in_parts = sizes.groups > 1 or v.dtype == torch.float32
+    rows = ROWS if v.dtype == torch.float32 else TILE_ROWS
     dq, dk, dv, dW, df, d_initial = _gradient_outputs(q, k, v, W, f, sizes)
     _launch(
         "m2rnn_backward", sizes, v.dtype, v.device,
@@ -339,8 +349,7 @@ def _backward(
         dy=_whole(dy), d_final=_whole(d_final),
         dq=dq, dk=dk, dv=dv, dW=dW, df=df, d_initial=d_initial,
         dq_parts=sizes.key_parts(dq), dk_parts=sizes.key_parts(dk),
-        dv_parts=sizes.parts(f, V_HEAD_DIM) if in_parts else None,
-        df_parts=sizes.parts(f) if in_parts else None,
+        dv_parts=sizes.parts(v, V_HEAD_DIM, rows=rows), df_parts=sizes.parts(f, rows=rows),
         dW_parts=f.new_empty(sizes.chains * sizes.groups, *W.shape),
         undone=f.new_zeros(sizes.chains * sizes.heads * sizes.groups + 1, dtype=torch.int32),
     )  # fmt: skip

@@ -150,7 +150,8 @@ __device__ inline void write_sums(const BackwardShared& shared, const Problem& p
     const int64_t out = (parts + at.token(p, t0 + summed_step())) * p.heads + at.head;
     constexpr float kScale = 1.f / kTwoLog2E;
     dv = make_float4(dv.x * kScale, dv.y * kScale, dv.z * kScale, dv.w * kScale);
-    *reinterpret_cast<float4*>(p.dv_parts + out * kColumns + summed_column()) = dv;
+    *reinterpret_cast<float4*>(static_cast<float*>(p.dv_parts) + out * kColumns +
+                               summed_column()) = dv;
   }
   if (threadIdx.x < kSteps && t0 + threadIdx.x < at.length) {
     const float* df = shared.df[threadIdx.x];

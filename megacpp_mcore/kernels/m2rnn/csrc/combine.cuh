@@ -1,7 +1,7 @@
 // Parts into whole values, added up in a fixed order.
 #pragma once
 
-#include "common.cuh"
+#include "fast.cuh"
 
 namespace m2rnn {
 
@@ -44,7 +44,7 @@ __host__ __device__ inline CombineSizes combine_sizes(const Problem& p) {
   const int64_t tokens = static_cast<int64_t>(p.batch) * p.tokens, values = tokens * p.heads;
   const int64_t keys = tokens * (p.k_dim / 4);
   return {p.dq_parts != p.dq ? keys : 0, p.dk_parts != p.dk ? keys : 0,
-          p.dv_parts ? values * (kColumns / 4) : 0, p.df_parts ? values : 0,
+          values * (kColumns / 4), values,
           static_cast<int64_t>(p.heads) * kColumns * kColumns / 4};
 }
 
@@ -54,12 +54,14 @@ __global__ void combine_backward(const __grid_constant__ Problem p) {
   int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i < n.dq) return add_heads<T>(p, p.dq, p.dq_parts, i);
   if ((i -= n.dq) < n.dk) return add_heads<T>(p, p.dk, p.dk_parts, i);
-  if ((i -= n.dk) < n.dv) return add_up<T, float>(p.dv, i, p.dv_parts, i, p.groups, n.dv);
+  // Of v and f a part of each block's rows, or, for 16-bit inputs, of each tile's.
+  const int parts = sizeof(T) == 2 ? p.k_dim / kTileRows : p.groups;
+  if ((i -= n.dk) < n.dv) return add_up<T, T>(p.dv, i, p.dv_parts, i, parts, n.dv);
   if ((i -= n.dv) < n.dW)
     return add_up<float, float>(p.dW, i, p.dW_parts, i, p.chains * p.groups, n.dW);
   if ((i -= n.dW) < n.df) {
     float sum = 0.f;
-    for (int j = 0; j < p.groups; ++j) sum += p.df_parts[i + j * n.df];
+    for (int j = 0; j < parts; ++j) sum += p.df_parts[i + j * n.df];
     p.df[i] = sum;
   }
 }

@@ -43,7 +43,8 @@ struct Problem {
   void *dq, *dk, *dv;            // as q, k, v, contiguous
   float *dW, *df, *d_initial;    // (H, V, V), (B, S, H), (chains, H, K, V)
   void *dq_parts, *dk_parts;     // (B, S, H, K), as q; dq and dk themselves with heads of their own
-  float *dv_parts, *df_parts;    // (groups, B, S, H, V), (groups, B, S, H), or null with one group
+  void* dv_parts;                // (groups, B, S, H, V); for 16-bit inputs (K / 16, B, S, H, V)
+  float* df_parts;               // (groups, B, S, H); for 16-bit inputs (K / 16, B, S, H)
   float* dW_parts;               // (chains * groups, H, V, V)
   int32_t* undone;               // zeros: segments, (chains, H, groups); then the blocks begun
   int64_t q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head;

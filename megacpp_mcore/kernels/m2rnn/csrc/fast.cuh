@@ -50,7 +50,7 @@ template <>
 __device__ inline float2 unpacked<__nv_bfloat16>(uint32_t x) {
   return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
 }
-// Two elements in a word: x y and x y + z.
+// Two elements in a word: x y, x - y and x y + z.
 template <typename T>
 using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
 template <typename T>
@@ -58,15 +58,22 @@ __device__ inline Pair<T> as_pair(uint32_t x) {
   return *reinterpret_cast<const Pair<T>*>(&x);
 }
 
+template <typename X>
+__device__ inline uint32_t as_bits(const X& pair) {
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
 template <typename T>
 __device__ inline uint32_t times(uint32_t x, uint32_t y) {
-  const Pair<T> product = __hmul2(as_pair<T>(x), as_pair<T>(y));
-  return *reinterpret_cast<const uint32_t*>(&product);
+  return as_bits(__hmul2(as_pair<T>(x), as_pair<T>(y)));
+}
+template <typename T>
+__device__ inline uint32_t minus(uint32_t x, uint32_t y) {
+  return as_bits(__hsub2(as_pair<T>(x), as_pair<T>(y)));
 }
 template <typename T>
 __device__ inline uint32_t times_plus(uint32_t x, uint32_t y, uint32_t z) {
-  const Pair<T> sum = __hfma2(as_pair<T>(x), as_pair<T>(y), as_pair<T>(z));
-  return *reinterpret_cast<const uint32_t*>(&sum);
+  return as_bits(__hfma2(as_pair<T>(x), as_pair<T>(y), as_pair<T>(z)));
 }
 
 template <typename T>
@@ -170,6 +177,11 @@ __device__ Source<T> dy_of(const Problem& p, const Place& at) {
 __device__ inline float exp2_of(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ inline float log2_of(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 __device__ inline float reciprocal(float x) {

@@ -1,142 +1,124 @@
 // Backward for 16-bit inputs. A block has 32 rows of a chain, and for each tile of 16 two warps:
-// one undoes the chain's parts of 16 steps, the last first, while the other makes the part before
-// again from its checkpoint. They meet every kStride steps: of a part that is undone there is as
-// much left to read as of the other one is written, so that both share kSlots slots, which are read
-// from one end to the other, and the next time back. Where blocks would not load the
-// multiprocessors evenly, a chain is cut into segments: a block goes on where another has ended.
+// one undoes the chain's chunks, the last first, while the other makes the chunk before again from
+// its checkpoint. Of a chunk that is undone there is as much left to read as of the other one is
+// written, so that both share the slots of one chunk and kStride more, which are read from one end
+// to the other, and the next time back; every kStride steps it is seen to that nothing is written
+// over before it has been read. Where blocks would not load the multiprocessors evenly, a chain is
+// cut into segments: a block goes on where another has ended.
 #pragma once
 
 #include "fast_sums.cuh"
-#include "fast_undo.cuh"
 
 namespace m2rnn {
 
-constexpr int kPartsOfDW = 8;  // that are added up before they are added to dW
-
-// Where a tile's warps are among its slots: `step` from one to the next. Of every second part,
-// the first to undo among them, the slots lie in order.
+// Where a tile's warps are among its slots: `step` from one to the next.
 struct Walk {
-  static constexpr int kLast = kSlots - 1;
-  int step;
+  int step, last;
   uint32_t to_write;  // the lane's, in shared memory
 
-  __device__ Walk(const Slot* slots, int parts) {
-    const auto first = static_cast<uint32_t>(__cvta_generic_to_shared(slots));
-    const bool forwards = parts % 2;
-    step = static_cast<int>(kept(forwards ? kSlotBytes : -kSlotBytes));
-    to_write = first + (forwards ? 0 : kLast * kSlotBytes) + threadIdx.x % 32 * 16;
+  __device__ Walk(const Slot* slots, int chunk) : last(chunk + kStride - 1) {
+    step = static_cast<int>(kept(kSlotBytes));
+    to_write = static_cast<uint32_t>(__cvta_generic_to_shared(slots)) + threadIdx.x % 32 * 16;
   }
   __device__ uint32_t to_read() const { return to_write + kStride * step; }
-  // From the end of a part: the other way.
+  // From the end of a chunk: the other way.
   __device__ void turn() {
-    to_write += kLast * step;
+    to_write += last * step;
     step = -step;
   }
 };
 
-// The compiler moves nothing from one side to the other of what might end the program, and so has
-// fewer registers in use. step: never this small.
-__device__ inline void cut(int step, int i) {
-  if (step == i + 1) asm volatile("exit;");
+// At the end of a unit's stride, 0 or 1; each of two units has barriers of its own. The warp that
+// undoes waits for the other one only after the second unit; but always where these are a chunk,
+// for before its end it reads what the other one leaves at its beginning.
+template <bool kUndoes>
+__device__ void end_stride(int tile, int units, int unit, int stride) {
+  const int number = 1 + tile * kMeetings + unit % 2u * 2 + stride;
+  if (kUndoes && units > 2 && (stride == 0 || unit % 2u == 0))
+    pass(number, 64);
+  else
+    meet(number, 64);
 }
-
-// Until no more are left than these: the rest have their turn beside a part's own steps.
-template <typename T>
-__device__ void run_leads(Remake<T>& remake, const Problem& p, const Place& at, int rest) {
+// While the tile's other warp does these of a chunk's units alone.
+template <bool kUndoes>
+__device__ void skip_units(int tile, int units, int from, int to) {
 #pragma unroll 1
-  while (remake.left > rest) {
-    remake.enter_lead(p, at);
-#pragma unroll 2
-    for (int i = 0; i < kUnit; ++i) remake.step_lead(i, pair_mask(i));
-  }
-}
-template <bool kLead, typename T>
-__device__ void remake_unit(Remake<T>& remake, uint32_t slot, int step, int tile) {
-#pragma unroll
-  for (int i = 0; i < kUnit; ++i) {
-    remake.step(i, slot);
-    if constexpr (kLead) remake.step_lead(i, remake.masks.pair(i));
-    slot += step;
-    if (i % kStride == kStride - 1) meet(1 + tile, 64);
-    if (i % 2 == 1) cut(step, i);
+  for (int unit = from; unit < to; ++unit) {
+    end_stride<kUndoes>(tile, units, unit, 0);
+    end_stride<kUndoes>(tile, units, unit, 1);
   }
 }
 
-// The part behind the last has steps behind the chain's last only, the one before the first steps
-// before its first: both warps do one part more than there is.
 template <typename T>
-__device__ void remake_chain(Slot* slots, const Problem& p, const Place& at, int tile, int parts,
-                             int first_part) {
+__device__ void remake_chain(BackwardTile& own, const Problem& p, const Place& at, int tile,
+                             int chunks, int first_chunk) {
   const int row = tile * kTileRows;
   const LaneInputs<T> in(p, at, row);
-  Remake<T> remake(p, at, in, row, parts);
-  Walk walk(slots, parts);
+  Remake<T> remake(p, at, in, row, chunks - 1);
+  const int units = remake.units;
+  Walk walk(own.slots, units * kUnit);
   const int64_t unit = static_cast<int64_t>(kUnit) * p.heads * p.k_dim;
-  T* dq = static_cast<T*>(p.dq_parts) + rows_place(p, at, row) + (parts - 1) * kPartUnits * unit;
-  remake.begin_lead(p);
-  run_leads(remake, p, at, 0);
-  remake.end_lead();
-  for (int part = parts - 1; part >= first_part - 1; --part) {
-    remake.begin_lead(p);
-    run_leads(remake, p, at, kPartUnits);
+  T* dq = static_cast<T*>(p.dq_parts) + rows_place(p, at, row) + (chunks - 1) * units * unit;
+  for (int chunk = chunks - 1; chunk >= first_chunk; --chunk) {
+    remake.enter_chunk(p, &own.reserve);
     uint32_t slot = walk.to_write;
 #pragma unroll 1
-    for (int u = 0; u < kPartUnits; ++u) {
+    for (int u = 0; u < units; ++u) {
       remake.enter(p, at, u);
-      if (remake.left > 0) {
-        remake.enter_lead(p, at);
-        remake_unit<true>(remake, slot, walk.step, tile);
-      } else {
-        remake_unit<false>(remake, slot, walk.step, tile);
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) {
+        remake.step(i, slot);
+        slot += walk.step;
+        if (i % kStride == kStride - 1) end_stride<false>(tile, units, u, i / kStride);
       }
-      slot += kUnit * walk.step;
-      store_rows<T>(dq, remake.dq, has_step(part * kSteps + u * kUnit, at));
+      remake.end_unit();
+      store_steps(dq, remake.dq, has_step((chunk * units + u) * kUnit, at));
       dq += unit;
     }
-    dq -= 2 * kPartUnits * unit;
+    dq -= 2 * units * unit;
     walk.turn();
-    remake.end_lead();
   }
+  skip_units<false>(tile, units, 0, units);
 }
 
 template <typename T, bool kClamp>
 __device__ void undo_chain(FastBackwardShared& shared, const Problem& p, const Place& at, int tile,
-                           int parts, int first_part, bool is_last) {
-  const int row = tile * kTileRows, lane = threadIdx.x % 32;
+                           int chunks, int first_chunk, bool is_last) {
+  const int row = tile * kTileRows, lane = threadIdx.x % 32, units = p.stages * kSteps / kUnit;
   const LaneInputs<T> in(p, at, row);
   const int64_t state = at.chain * state_size(p) + 4 * lane_t() +
-                        (static_cast<int64_t>(at.head) * p.k_dim + at.row0 + row + lane_g()) *
-                            kColumns;
-  Undo<T, kClamp> undo(p, at, in, is_last ? p.d_final : p.d_initial, state,
-                       parts * kSteps + kUnit);
-  SumsOut<T> out(p, at, parts * kSteps + kUnit, tile * 32 + lane);
+                        (static_cast<int64_t>(at.head) * p.k_dim + at.row0 + row +
+                         row_of(0, lane_g())) * kColumns;
+  int t = (chunks * units - 1) * kUnit;
+  Undo<T, kClamp> undo(p, at, in, is_last ? p.d_final : p.d_initial, state, t);
+  SumsOut<T> out(p, at, t, row);
   auto& own = shared.tiles[tile];
-  Walk walk(own.slots, parts);
-  float2* own_decay = own.decay + lane_g();
-  const int64_t unit = static_cast<int64_t>(kUnit) * p.heads * p.k_dim;
-  T* dk = static_cast<T*>(p.dk_parts) + rows_place(p, at, row) + (parts * kPartUnits + 1) * unit;
-  for (int part = parts; part >= first_part; --part) {
+  Walk walk(own.slots, units * kUnit);
+  // The other warp leaves it at a chunk's beginning, and the next after its end.
+  skip_units<true>(tile, units, 0, units - 1);
+  int reserve = own.reserve;
+  skip_units<true>(tile, units, units - 1, units);
+  walk.turn();
+  undo.prepare(own.decay[0] + lane_g(), reserve);
+  for (int chunk = chunks - 1; chunk >= first_chunk; --chunk) {
     uint32_t slot = walk.to_read();
 #pragma unroll 1
-    for (int u = 0; u < kPartUnits; ++u) {
-      undo.enter(p, at, own_decay);
+    for (int u = 0; u < units; ++u) {
+      undo.enter(p, at);
+      if (u + 1 == units) reserve = own.reserve;  // of the chunk before
 #pragma unroll
       for (int i = kUnit - 1; i >= 0; --i) {
-        if (!kClamp && i == 0) undo.enter_dy();
-        undo.step(i, slot, own.decay);
+        if (i == 1) undo.prepare(own.decay[(u + 1) % 2u] + lane_g(), reserve);
+        undo.step(i, slot, own.decay[u % 2u]);
         slot += walk.step;
-        if (i % kStride == 0) meet(1 + tile, 64);
+        if (i % kStride == 0) end_stride<true>(tile, units, u, 1 - i / kStride);
       }
-      store_rows<T>(dk, undo.dk, has_step((part + 1) * kSteps - (u + 1) * kUnit, at));
-      dk -= unit;
-      put_sums(own.sums[u], undo.dv, undo.df);
-      meet_undoers();
-      out.write(shared, at, p.dv_parts != nullptr, u);
+      const float scale = undo.end_unit();
+      out.store(at, t, undo.dk, undo.dv, undo.df, scale);
+      t -= kUnit;
     }
-    if (part % kPartsOfDW == 0) undo.add_dW();
     walk.turn();
   }
-  undo.add_dW();
   undo.store(p.d_initial + state);
   write_weight_sum(shared, p, at, undo.dW, tile * 32 + lane, is_last);
 }
@@ -169,16 +151,12 @@ fast_backward(const __grid_constant__ Problem p) {
   // multiprocessor of an H100 or H200 put both kinds of warps on each scheduler.
   const int swapped = block / 132 % 2 * kTiles;
   const int warp = threadIdx.x / 32 ^ swapped, tile = warp % kTiles;
-  const int parts = Place::ceil_div(at.length, kSteps);
-  const int first_part = at.first / kSteps;
-  auto* slots = reinterpret_cast<uint4*>(memory);
-  for (int i = threadIdx.x; i < sizeof(FastBackwardShared) / sizeof(uint4); i += blockDim.x)
-    slots[i] = make_uint4(0, 0, 0, 0);
   __syncthreads();
+  const int chunks = Place::ceil_div(at.length, chunk), first_chunk = at.first / chunk;
   if (warp < kTiles)
-    undo_chain<T, kClamp>(shared, p, at, tile, parts, first_part, segment == 0);
+    undo_chain<T, kClamp>(shared, p, at, tile, chunks, first_chunk, segment == 0);
   else
-    remake_chain<T>(shared.tiles[tile].slots, p, at, tile, parts, first_part);
+    remake_chain<T>(shared.tiles[tile], p, at, tile, chunks, first_chunk);
   if (segment + 1 == segments) return;
   __syncthreads();
   if (threadIdx.x == 0) {

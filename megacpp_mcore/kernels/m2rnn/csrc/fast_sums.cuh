@@ -1,103 +1,71 @@
-// The sums of fast_backward.cuh over a block's tiles: the gradients of v, f and W.
+// What a block of fast_backward.cuh shares, and its sums as they leave it: of v and f each tile's
+// part, of W the block's.
 #pragma once
 
-#include "fast_remake.cuh"
+#include "fast_undo.cuh"
 
 namespace m2rnn {
 
-constexpr int kUnitColumns = kUnit * kColumns;
-constexpr int kStride = kUnit;  // steps between two meetings of a tile's warps
-constexpr int kSlots = kSteps + kStride;
-constexpr int kTiles = 2;                  // of a block
+constexpr int kStride = kUnit / 2;  // steps between two meetings of a tile's warps
+constexpr int kMaxChunk = 2 * kSteps;
+constexpr int kSlots = kMaxChunk + kStride;
+constexpr int kTiles = 2;  // of a block
 constexpr int kBackwardThreads = kTiles * 64, kUndoers = kTiles * 32;
-constexpr int kUndoBarrier = kTiles + 1;   // of the warps that undo
+constexpr int kMeetings = kSteps / kStride;
+constexpr int kUndoBarrier = 1 + kTiles * kMeetings;  // of the warps that undo
 
-// Of a unit.
-struct UnitSums {
-  alignas(16) float dv[kUnitColumns];  // [column tile, column of it][step]
-  alignas(16) float df[kUnit];
-};
 struct BackwardTile {
   alignas(16) Slot slots[kSlots];
-  UnitSums sums[kPartUnits];
-  float2 decay[kUnit];  // as Undo has it
+  float2 decay[2][kUnit];  // as Undo has it, of two units in turns
+  int reserve;             // as Remake has it
 };
 struct FastBackwardShared {
   BackwardTile tiles[kTiles];
 };
 
-__device__ inline void meet_undoers() { meet(kUndoBarrier, kUndoers); }
+// Where a tile's parts of dk, dv and df go, unit by unit backwards.
+template <typename T>
+struct SumsOut {
+  T *dk, *dv;
+  float* df;
+  int64_t dk_unit, dv_unit, df_unit;
+
+  // t: first token of the first unit; row: the tile's first of the block's.
+  __device__ SumsOut(const Problem& p, const Place& at, int t, int row) {
+    const int g = lane_g(), step = 2 * lane_t() + g % 2;
+    df_unit = static_cast<int64_t>(kUnit) * p.heads;
+    dk_unit = df_unit * p.k_dim, dv_unit = df_unit * kColumns;
+    const int64_t first = at.token(p, t) * p.heads + at.head;
+    const int64_t part = static_cast<int64_t>(p.batch) * p.tokens * p.heads *
+                         ((at.row0 + row) / kTileRows);
+    dk = static_cast<T*>(p.dk_parts) + rows_place(p, at, row) +
+         static_cast<int64_t>(t) * p.heads * p.k_dim;
+    const int64_t own = first + static_cast<int64_t>(g) * p.heads;
+    dv = static_cast<T*>(p.dv_parts) + (part + own) * kColumns + 4 * lane_t();
+    df = p.df_parts + part + first + static_cast<int64_t>(step) * p.heads;
+  }
+  // t: the unit's first token.
+  __device__ void store(const Place& at, int t, const float (&of_k)[4], const float (&of_v)[4],
+                        const float (&of_f)[4], float scale) {
+    const bool valid = has_step(t, at);
+    store_steps(dk, of_k, valid);
+    store_steps(dv, of_v, valid);
+    // Of two steps: the lanes of even g sum the first up, those of odd g the second.
+    const bool odd = lane_g() % 2;
+    const float x = of_f[0] + of_f[2], y = of_f[1] + of_f[3];
+    float sum = (odd ? y : x) + __shfl_xor_sync(kAll, odd ? x : y, 4);
+    sum += __shfl_xor_sync(kAll, sum, 8);
+    sum += __shfl_xor_sync(kAll, sum, 16);
+    if (lane_g() < 2 && t + 2 * lane_t() + odd < at.length) *df = sum * scale;
+    dk -= dk_unit, dv -= dv_unit, df -= df_unit;
+  }
+};
+
 // x: in the first tile.
 __device__ inline float of_tiles(const float* x) {
   return x[0] + x[sizeof(BackwardTile) / sizeof(float)];
 }
-
-// The tile's parts of a unit. df: of each row.
-__device__ inline void put_sums(UnitSums& to, const float (&dv)[4], const float (&df)[4]) {
-  const int g = lane_g(), t = lane_t();
-  float x = df[0] + df[2], y = df[1] + df[3];
-#pragma unroll
-  for (int lanes = 4; lanes < 32; lanes *= 2) {
-    x += __shfl_xor_sync(kAll, x, lanes);
-    y += __shfl_xor_sync(kAll, y, lanes);
-  }
-  auto* pair = reinterpret_cast<float2*>(to.dv + g * kUnit + 2 * t);
-  pair[0] = make_float2(dv[0], dv[1]);
-  pair[kUnitColumns / 4] = make_float2(dv[2], dv[3]);
-  if (g == 0) *reinterpret_cast<float2*>(to.df + 2 * t) = make_float2(x, y);
-}
-
-// After a barrier, unit by unit backwards: the block's sums. A thread has one column of v of every
-// fourth step of a unit.
-template <typename T>
-struct SumsOut {
-  static constexpr int kEvery = kUndoers / kColumns;
-  int t, place, unit_bytes, unit_steps;  // t: the thread's step of the unit in turn
-  char* dv;
-  float* df;
-
-  int thread;  // of those that undo
-
-  // first: of the first unit.
-  __device__ SumsOut(const Problem& p, const Place& at, int first, int thread) : thread(thread) {
-    const int step = thread / kColumns, column = thread % kColumns;
-    t = first + step;
-    place = (column / 4 * 2 + column % 2 + column % 4 / 2 * 8) * kUnit + step;
-    const int bytes = p.dv_parts ? sizeof(float) : sizeof(T);
-    const int64_t part = at.group * (static_cast<int64_t>(p.batch) * p.tokens);
-    const int64_t to = at.token(p, t) * p.heads + at.head;
-    dv = p.dv_parts ? reinterpret_cast<char*>(p.dv_parts + part * p.heads * kColumns)
-                    : static_cast<char*>(p.dv);
-    dv += (to * kColumns + column) * bytes;
-    df = (p.df_parts ? p.df_parts + part * p.heads : p.df) + to;
-    unit_steps = kUnit * p.heads;
-    unit_bytes = unit_steps * kColumns * bytes;
-  }
-  // u: the unit's sums' number.
-  __device__ void write(FastBackwardShared& shared, const Place& at, bool in_parts, int u) {
-#pragma unroll
-    for (int later = 0; later < kUnit; later += kEvery)
-      write_step(shared, at, in_parts, u, later);
-    t -= kUnit;
-    dv -= unit_bytes;
-    df -= unit_steps;
-  }
-  __device__ void write_step(FastBackwardShared& shared, const Place& at, bool in_parts, int u,
-                             int later) {
-    if (static_cast<unsigned>(t + later) >= static_cast<unsigned>(at.length)) return;
-    const UnitSums& first = shared.tiles[0].sums[u];
-    const float sum = of_tiles(first.dv + place + later);
-    char* const to = dv + (later ? unit_bytes / 2 : 0);
-    if (in_parts)
-      *reinterpret_cast<float*>(to) = sum;
-    else
-      *reinterpret_cast<T*>(to) = static_cast<T>(sum);
-    if (thread % kColumns == 0)
-      df[later ? unit_steps / 2 : 0] = of_tiles(first.df + thread / kColumns + later);
-  }
-};
-
-// The block's part of dW, through slots that nobody reads any more.
+// The block's part of dW, through slots that nobody uses any more.
 __device__ inline void write_weight_sum(FastBackwardShared& shared, const Problem& p,
                                         const Place& at, const float (&dW)[2][4], int thread,
                                         bool is_first) {
@@ -109,7 +77,7 @@ __device__ inline void write_weight_sum(FastBackwardShared& shared, const Proble
 #pragma unroll
     for (int e = 0; e < 4; ++e)
       own[column_of(n, 2 * t + e % 2) * kColumns + column_of(e / 2, g)] = dW[n][e];
-  meet_undoers();
+  meet(kUndoBarrier, kUndoers);
   // Blocks of a head: its chains', in order, each with its groups of rows.
   const int64_t block = static_cast<int64_t>(at.chain) * at.groups + at.group;
   float* out = p.dW_parts + (block * p.heads + at.head) * kSize;
