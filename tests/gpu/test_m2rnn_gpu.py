@@ -110,13 +110,13 @@ def test_chains_that_are_cut(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("chunk_size", [16, 32])
-def test_same_bits_however_chains_are_cut(monkeypatch, chunk_size):
+def test_same_bits_however_chains_are_cut_and_bundled(monkeypatch, chunk_size):
     from megacpp_mcore.kernels.m2rnn import cuda
 
     inputs = draw(1, 1000, 140, dtype=torch.bfloat16)
     results = []
-    for slots in (140, 132, 99, 70, 3):
-        monkeypatch.setattr(cuda, "_slots", lambda sizes, processors, slots=slots: slots)
+    for at_once in ((140, 1), (132, 1), (99, 1), (3, 1), (47, 3), (33, 3), (1, 3)):
+        monkeypatch.setattr(cuda, "_at_once", lambda sizes, processors, at_once=at_once: at_once)
         results.append(run(kernel(), inputs, chunk_size=chunk_size))
     for other in results[1:]:
         assert all(torch.equal(x, other[name]) for name, x in results[0].items())

@@ -113,7 +113,7 @@ NAMES = ("y", "final_state", "dq", "dk", "dv", "dW", "df", "dinitial_state")
 
 
 def assert_close(actual, truth, dtype):
-    for name, got, want in zip(NAMES, actual, truth, strict=True):
+    for name, got, want in zip(NAMES[: len(truth)], actual, truth, strict=True):
         assert got.shape == want.shape and torch.isfinite(got).all(), name
         own = got.dtype if name in ("final_state", "dinitial_state") else dtype
         step = STEP_ERROR[dtype][name.startswith("d")]
@@ -198,29 +198,48 @@ def test_y_of_any_q(on_cpu, dtype):
     assert y[0, 20].isinf().all() and y[0, 30].isnan().all()
 
 
-@pytest.mark.parametrize("chunk_size", cuda.CHUNK_SIZES["bfloat16"])
-def test_same_bits_however_chains_are_cut(on_cpu, monkeypatch, chunk_size):
-    inputs = draw(1, 200, 5, k_dim=32 if chunk_size == 16 else 64)
+def forward(inputs, bounds=None, chunk_size=32):
     *tensors, initial = inputs
+    return cuda._forward._init_fn(*tensors, initial, bounds, chunk_size, None, False)
+
+
+@pytest.mark.parametrize("chunk_size", cuda.CHUNK_SIZES["bfloat16"])
+def test_same_bits_however_chains_are_cut_and_bundled(on_cpu, monkeypatch, chunk_size):
+    inputs = draw(1, 200, 5, k_dim=32 if chunk_size == 16 else 64)
     results = []
-    for slots in (5, 4, 3, 1):
-        monkeypatch.setattr(cuda, "_slots", lambda sizes, processors, slots=slots: slots)
-        results.append(cuda._forward._init_fn(*tensors, initial, None, chunk_size, None, False))
+    for at_once in ((5, 1), (4, 1), (3, 1), (1, 1), (2, 3), (1, 3)):
+        monkeypatch.setattr(cuda, "_at_once", lambda sizes, processors, at_once=at_once: at_once)
+        results.append(forward(inputs, chunk_size=chunk_size))
     for other in results[1:]:
         assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
 
 
-def test_so_many_chains_at_a_time_fill_the_multiprocessors_evenly():
-    def slots(batch, heads, k_dim=64, processors=132):
-        v = torch.empty(batch, 9, heads, V, device="meta")
-        q = torch.empty(batch, 9, 1, k_dim, device="meta")
-        return cuda._slots(cuda._Sizes(q, q, v, None, 32), processors)
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("k_dim", [32, 128])
+def test_bundles_that_are_not_full(on_cpu, monkeypatch, heads, k_dim):
+    """Documents of no, one, 31, 33 and 135 steps, in bundles of three heads."""
+    monkeypatch.setattr(cuda, "_at_once", lambda sizes, processors: (sizes.bundles(3), 3))
+    bounds = torch.tensor([0, 0, 1, 32, 65, 200], dtype=torch.int32)
+    inputs = draw(1, 200, heads, k_dim=k_dim, states=5)
+    y, state, _ = forward(inputs, bounds)
+    y64, state64 = reference(
+        *(x.double() for x in inputs[:5]), initial_state=inputs[5].double(), cu_seqlens=bounds
+    )
+    assert_close((y, state), (y64, state64), torch.bfloat16)
 
-    assert slots(1, 44) == 44 and slots(1, 51) == 51
-    assert slots(4, 44) == 176  # 352 blocks: three on a multiprocessor, at most
-    assert slots(4, 51) == 198  # of 204: 408 blocks would be four on some
-    assert slots(8, 51) == 198
-    assert slots(1, 3, k_dim=1024, processors=1) == 1
+
+def test_so_many_chains_at_a_time_fill_the_multiprocessors_evenly():
+    def at_once(batch, heads, k_dim=64, processors=132, q_heads=1):
+        v = torch.empty(batch, 9, heads, V, device="meta")
+        q = torch.empty(batch, 9, q_heads, k_dim, device="meta")
+        return cuda._at_once(cuda._Sizes(q, q, v, None, 32), processors)
+
+    assert at_once(1, 44) == (44, 1) and at_once(1, 51) == (51, 1)
+    assert at_once(4, 44) == (60, 3)  # 120 blocks
+    assert at_once(4, 51) == (66, 3)  # of 68: 136 blocks would be two on some
+    assert at_once(8, 51) == (66, 3)
+    assert at_once(4, 51, q_heads=51) == (132, 1)  # nothing to share: two on each
+    assert at_once(1, 3, k_dim=1024, processors=1) == (1, 3)
 
 
 @pytest.mark.parametrize("seq", [16, 33, 100])

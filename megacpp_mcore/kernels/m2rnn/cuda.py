@@ -129,7 +129,7 @@ class _Problem(ctypes.Structure):
           for name in ("q", "k", "v", "f") for step in ("batch", "token", "head")),
         *((name, ctypes.c_int32) for name in (
             "chains", "batch", "tokens", "heads", "q_heads", "k_heads", "k_dim", "stages",
-            "groups", "slots", "segments",
+            "groups", "slots", "bundle", "segments",
         )),
         ("clamp", ctypes.c_float),
         ("exact_tanh", ctypes.c_int32),
@@ -142,7 +142,7 @@ def _launch(entry: str, sizes: "_Sizes", dtype: torch.dtype, device: torch.devic
         chains=sizes.chains, batch=sizes.batch, tokens=sizes.tokens, heads=sizes.heads,
         q_heads=sizes.q_heads, k_heads=sizes.k_heads, k_dim=sizes.k_dim,
         stages=sizes.chunk // STEPS, groups=sizes.groups, clamp=sizes.clamp, slots=sizes.slots,
-        segments=sizes.segments, exact_tanh=sizes.exact_tanh,
+        bundle=sizes.bundle, segments=sizes.segments, exact_tanh=sizes.exact_tanh,
     )  # fmt: skip
     for name, x in tensors.items():
         setattr(problem, name, None if x is None else x.data_ptr())
@@ -199,8 +199,12 @@ class _Sizes:
             self.chains = bounds.numel() - 1
             # Without asking the device: every document ends in at most one chunk that is not full.
             self.chunks = self.tokens // chunk_size + self.chains
-        self.slots = self.chains * self.heads
+        self.slots, self.bundle = self.bundles(1), 1
         self.segments = 1
+
+    def bundles(self, heads: int) -> int:
+        """Of so many neighbouring heads of a chain's document, or fewer in its last."""
+        return self.chains * -(-self.heads // heads)
 
     def state(self, rows: int) -> tuple[int, int, int, int]:
         return rows, self.heads, self.k_dim, V_HEAD_DIM
@@ -259,8 +263,9 @@ def _forward(
     # from one block to another, for each eight rows.
     counts = carried = None
     if v.dtype != torch.float32:
-        if bounds is None:
-            sizes.slots = _slots(sizes, _processors(q.device))
+        sizes.slots, sizes.bundle = _at_once(sizes, _processors(q.device))
+        if bounds is not None:  # their lengths are not known here: none is cut
+            sizes.slots = sizes.bundles(sizes.bundle)
         steps = sizes.batch * sizes.tokens // Y_STEPS + 3 * sizes.chains
         strips = sizes.chains * sizes.k_dim // 8
         zeros = f.new_zeros(steps + strips, sizes.heads, dtype=torch.int32)
@@ -277,19 +282,28 @@ def _forward(
     return y, final_state, checkpoints
 
 
-# What a step takes with so many of forward's blocks on a multiprocessor, in cycles, on an H200.
-_STEP_CYCLES = {1: 142, 2: 172, 3: 221}
+BUNDLE = 3  # heads that a block of forward may have, if they share q and k
+
+# What a step takes in cycles on an H200 with so many blocks of so many heads on a multiprocessor.
+_STEP_CYCLES = {(1, 1): 135, (2, 1): 166, (1, BUNDLE): 203}
 
 
-def _slots(sizes: _Sizes, processors: int) -> int:
-    """How many of the chains forward computes at a time, each in as many blocks as it has groups.
+def _at_once(sizes: _Sizes, processors: int) -> tuple[int, int]:
+    """How many bundles of how many heads forward computes at a time, each in as many blocks as it
+    has groups.
 
     More of them on a multiprocessor take longer for a step, fewer take more turns.
     """
-    chains = sizes.chains * sizes.heads
-    turns = {n: max(1, chains * sizes.groups / (n * processors)) for n in _STEP_CYCLES}
-    at_once = min(_STEP_CYCLES, key=lambda n: turns[n] * _STEP_CYCLES[n])
-    return max(1, min(chains, at_once * processors // sizes.groups))
+    shared = sizes.q_heads == sizes.k_heads == 1
+
+    def cycles(way: tuple[int, int]) -> float:
+        blocks, heads = way
+        turns = sizes.bundles(heads) * sizes.groups / (blocks * processors)
+        return max(1, turns) * _STEP_CYCLES[way]
+
+    ways = [way for way in _STEP_CYCLES if shared or way[1] == 1]
+    blocks, heads = min(ways, key=cycles)
+    return max(1, min(sizes.bundles(heads), blocks * processors // sizes.groups)), heads
 
 
 SEGMENTS = 8  # into which backward cuts a chain

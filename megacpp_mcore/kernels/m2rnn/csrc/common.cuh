@@ -51,7 +51,8 @@ struct Problem {
   int64_t f_batch, f_token, f_head;
   int32_t chains, batch, tokens, heads, q_heads, k_heads, k_dim, stages;
   int32_t groups;                // blocks that share a head's rows
-  int32_t slots;                 // fast forward: chains that are computed at a time
+  int32_t slots;                 // fast forward: bundles of heads that are computed at a time
+  int32_t bundle;                // fast forward: heads of a block, 1; 3 if they share q and k
   int32_t segments;              // fast backward: of a chain, each in blocks of its own
   float clamp;                   // 0 or less: none
   int32_t exact_tanh;            // forward; 0: the GPU's instruction, for 16-bit inputs
@@ -86,7 +87,7 @@ struct Place {
     }
     state = (static_cast<int64_t>(head) * p.k_dim + row0) * kColumns + threadIdx.x * 4;
   }
-  __device__ static int ceil_div(int a, int b) { return (a + b - 1) / b; }
+  __host__ __device__ static int ceil_div(int a, int b) { return (a + b - 1) / b; }
   // Index of a token among those of the whole batch.
   __device__ int64_t token(const Problem& p, int t) const {
     return static_cast<int64_t>(batch) * p.tokens + start + t;

@@ -28,11 +28,17 @@ cudaError_t launch(Kernel kernel, const Problem& p, unsigned grid, int threads, 
   return cudaGetLastError();
 }
 
+template <typename T, bool kExact, int kHeads>
+cudaError_t launch_bundles(const Problem& p, cudaStream_t stream) {
+  const unsigned grid = static_cast<unsigned>(p.slots) * p.groups;
+  return launch(fast_forward<T, kExact, kHeads>, p, grid, kForwardThreads<kHeads>,
+                sizeof(FastForwardShared<kHeads>), stream);
+}
+
 template <typename T, bool kExact>
 cudaError_t launch_forward(const Problem& p, cudaStream_t stream) {
-  const unsigned grid = static_cast<unsigned>(p.slots) * p.groups;
-  return launch(fast_forward<T, kExact>, p, grid, kForwardThreads + kHelpers,
-                sizeof(FastForwardShared), stream);
+  return p.bundle == 1 ? launch_bundles<T, kExact, 1>(p, stream)
+                       : launch_bundles<T, kExact, 3>(p, stream);
 }
 
 template <typename T>
