@@ -242,7 +242,7 @@ M2RNN = (
         role="chosen",
         keep="keep",
         removes="the launches of 4096 dependent steps: one forward, two backward, the state in "
-        "registers, the backward pass's states and sums beside its recurrence; 0.52 / 1.82 ms at "
+        "registers, the backward pass's states and sums beside its recurrence; 0.48 / 1.55 ms at "
         "44 heads; a step of nam56r-quarter takes 299 ms for the reference's 787 "
         "(model-nam56r-quarter-m2rnn.json, by the kernels before these)",
         layout=f"{_M2RNN_LAYOUT}, K a multiple of 32",
