@@ -1,5 +1,6 @@
 """The runs of test_parallel_losses.py as far as a machine without a GPU goes."""
 
+import re
 from pathlib import Path
 
 import parallel_runs
@@ -127,3 +128,28 @@ def test_megatrons_own_script_had_the_losses_of_our_entry():
         assert abs(printed_losses[step] - loss) <= (2e-6 if step == 2 else 0.51e-6)
         assert abs(printed_norms[step] - norms[step]) <= 0.51e-3
     assert receipts.read(receipt)["lane"]["device"]["name"] == "NVIDIA H200"
+
+
+def test_a_killed_run_went_on_to_what_an_unbroken_one_prints():
+    """On an H200, both runs beside each other: every digit of losses and gradient norms.
+
+    The resumed run's lines are the last five; its second loss is the mean of its first two.
+    """
+    folder = RECEIPTS / "killed"
+    printed = (folder / "stdout.log").read_text()
+    found = [
+        (int(step), float(loss), float(norm))
+        for step, loss, norm in re.findall(
+            r"iteration +(\d+)/.*lm loss: ([-+.\dE]+).*grad norm: ([-+.\dE]+)", printed
+        )
+    ]
+    both, resumed = found[:-5], found[-5:]
+    assert "rank 0 of 1 was killed by SIGKILL" in (folder / "stderr.log").read_text()
+    unbroken = {step: (loss, norm) for step, loss, norm in both}
+    assert [*unbroken] == [*range(1, 16)] and len(both) == len(set(both)) + 6  # alike until killed
+    assert [step for step, *_ in resumed] == [*range(6, 11)]
+    for step, loss, norm in resumed:
+        expected, expected_norm = unbroken[step]
+        mean = (unbroken[6][0] + expected) / 2
+        assert abs(loss - (mean if step == 7 else expected)) <= 0.51e-6
+        assert norm == expected_norm
