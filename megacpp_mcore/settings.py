@@ -31,7 +31,9 @@ class M2RNNSettings:
     v_head_dim: int = 16  # V: columns of the state
     num_heads: int | None = None  # None: hidden_size // (k_head_dim + v_head_dim)
     conv_kernel: int = 4
-    chunk_size: int = 32  # steps between the states the backward pass starts from
+    # Steps between the states the backward pass starts from. The CUDA kernels take 16 or 32 in
+    # 16-bit models (float32: 48 and 64, too); with others `auto` takes the reference, and says so.
+    chunk_size: int = 32
     grad_clamp: float | None = None  # limit of the state's gradient at each step (XMA's is 1)
     # approximate: forward in 16-bit models the GPU's own instruction, within 2^-16 of the value on
     # Hopper (tested; what PTX promises of any GPU is 2^-11)
