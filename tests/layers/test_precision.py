@@ -91,6 +91,23 @@ def test_only_a_projection_that_does_not_fit_stays_in_the_models_dtype(fp8, head
     assert [in_the_models_dtype(mixer.out_proj) for mixer in built] == [False, False]
 
 
+def test_a_product_that_is_not_made_in_fp8_is_told_and_in_the_receipt(monkeypatch, capfd):
+    from megacpp_mcore import dispatch
+
+    monkeypatch.setenv("RANK", "0")
+    dispatch.forget()
+    for _ in range(2):  # layers of the same sizes: once
+        list(mixers("hybrid", 8))
+    said = "megacpp: backend of linear: the model's dtype (requested fp8 hybrid; "
+    assert capfd.readouterr().err.count(said) == 1
+    (told,) = (d for d in dispatch.decisions() if d.surface == "linear")
+    assert (told.requested, told.observed) == ("fp8 hybrid", "the model's dtype")
+    assert "32 x 296 on a rank" in told.reason and "multiples of 16" in told.reason
+    dispatch.forget()
+    list(mixers(None, 8))
+    assert not [d for d in dispatch.decisions() if d.surface == "linear"]
+
+
 def test_sizes_that_fit_are_those_of_one_rank():
     from megacpp_mcore.layers.precision import fitting_linear
 
