@@ -19,17 +19,19 @@ using Packed = uint32_t[4];  // [2 n + r]
 __device__ inline int lane_g() { return threadIdx.x % 32 / 4; }
 __device__ inline int lane_t() { return threadIdx.x % 4; }
 
+template <typename X>
+__device__ inline uint32_t as_bits(const X& pair) {
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
 template <typename T>
 __device__ uint32_t pack(float low, float high);
 template <>
 __device__ inline uint32_t pack<__half>(float low, float high) {
-  const __half2 x = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&x);
+  return as_bits(__floats2half2_rn(low, high));
 }
 template <>
 __device__ inline uint32_t pack<__nv_bfloat16>(float low, float high) {
-  const __nv_bfloat162 x = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&x);
+  return as_bits(__floats2bfloat162_rn(low, high));
 }
 
 template <typename T>
@@ -56,11 +58,6 @@ using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat1
 template <typename T>
 __device__ inline Pair<T> as_pair(uint32_t x) {
   return *reinterpret_cast<const Pair<T>*>(&x);
-}
-
-template <typename X>
-__device__ inline uint32_t as_bits(const X& pair) {
-  return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
 template <typename T>

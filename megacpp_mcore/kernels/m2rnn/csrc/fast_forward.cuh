@@ -40,7 +40,7 @@ struct ForwardWeight {
       const float x = W[from * kColumns + to] - (from == to ? 1.f : 0.f);
       const float y = W[(from + 1) * kColumns + to] - (from + 1 == to ? 1.f : 0.f);
       high[e] = pack<__half>(x, y);
-      const float2 rounded = __half22float2(*reinterpret_cast<const __half2*>(&high[e]));
+      const float2 rounded = unpacked<__half>(high[e]);
       low[e] = pack<__half>(x - rounded.x, y - rounded.y);
     }
   }
