@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import IO
 
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.training import checkpoint
 
 
 class RunFolderError(MegacppError):
@@ -30,6 +29,9 @@ class RunFolder:
         Raises RunFolderError when another process trains there, or when it holds a run and neither
         resume nor overwrite was asked for.
         """
+        # Imports Megatron, which the GPU lane must not before it has checked and bridged it.
+        from megacpp_mcore.training import checkpoint
+
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 (held until the process ends)
