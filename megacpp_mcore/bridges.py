@@ -1,8 +1,8 @@
 """What Megatron-Core 0.19.2 cannot do as it is installed, bridged in this one place.
 
-All but `dataset_helper`, `operators_alone` and `experts_of_few_rows` is for machines with no GPU
-and changes nothing with CUDA. Each bridge names its reason; one that a patch of the lane makes
-needless is not laid where that is applied.
+All but `dataset_helper`, `operators_alone`, `without` and `experts_of_few_rows` is for machines
+with no GPU and changes nothing with CUDA. Each bridge names its reason; one that a patch of the
+lane makes needless is not laid where that is applied.
 The distributed optimizer's checkpoints have their own: `megacpp_mcore.optimizer_bridges`.
 """
 
@@ -130,6 +130,23 @@ def operators_alone(package: str) -> None:
 
     module.__getattr__ = whole
     sys.modules[package] = module
+
+
+@contextlib.contextmanager
+def without(*packages: str) -> Iterator[None]:
+    """Let imports that only try a package find it absent, and find it again afterwards.
+
+    For what others import wherever it is installed, and a run then never asks for: seconds of every
+    rank's start. A package that is imported already stays.
+    """
+    hidden = [package for package in packages if package not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))
+    try:
+        yield
+    finally:
+        for package in hidden:
+            if sys.modules.get(package, package) is None:
+                del sys.modules[package]
 
 
 @contextlib.contextmanager

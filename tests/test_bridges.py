@@ -1,6 +1,7 @@
 """Bridges that need neither Megatron nor a GPU."""
 
 import importlib
+import importlib.util
 import sys
 
 import pytest
@@ -51,3 +52,23 @@ def test_a_package_that_is_imported_or_absent_stays_so(package):
     assert sys.modules[name] is whole and ran.read_text() == "x"
     bridges.operators_alone("no_such_package")
     assert "no_such_package" not in sys.modules
+
+
+def test_a_package_that_is_only_tried_is_absent_for_a_while(package):
+    name, ran = package
+    with bridges.without(name, "no_such_package"):
+        assert importlib.util.find_spec(name) is None
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module(f"{name}.ops.scan")
+    assert not ran.exists() and "no_such_package" not in sys.modules
+    whole = importlib.import_module(name)
+    with bridges.without(name):
+        assert importlib.import_module(name) is whole
+    assert sys.modules[name] is whole
+
+
+def test_a_package_is_found_again_after_an_error(package):
+    name, _ = package
+    with pytest.raises(KeyError), bridges.without(name):
+        raise KeyError
+    assert importlib.import_module(name).model == 4

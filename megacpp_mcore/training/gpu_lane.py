@@ -53,7 +53,8 @@ def _train(launch: Launch) -> None:
     bridges.operators_alone("mamba_ssm")
     check_packages(launch.recipe, yardstick=launch.yardstick)
     patch_needs.check(launch.recipe)
-    check_backends(launch.recipe)
+    with bridges.without("jax"):  # Transformer Engine imports its side for JAX, too
+        check_backends(launch.recipe)
     bridges.before_megatron()
     bridges.dataset_helper()
     from megacpp_mcore.training.gpu_data import check_data
@@ -73,7 +74,10 @@ def megatron_args(launch: Launch) -> Any:
     from megatron.training.arguments import parse_and_validate_args
 
     sys.argv = [sys.argv[0], *launch.argv]
-    args = parse_and_validate_args()
+    # With any tokenizer Megatron imports the libraries of all: transformers alone takes 3 s.
+    null = launch.recipe.data.tokenizer_type == "NullTokenizer"
+    with bridges.without(*(["transformers"] if null else [])):
+        args = parse_and_validate_args()
     check_agreement(launch, args)
     asked = [name for name in _UNSERVED if getattr(args, name, None)]
     if asked:
