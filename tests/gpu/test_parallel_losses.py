@@ -10,7 +10,9 @@ from pathlib import Path
 import parallel_runs
 import pytest
 import torch
-from parallel_runs import ONE, RUNS, SEED, STOCK, Packed
+from parallel_layouts import ONE, RUNS, SEED, STEPS, STOCK
+from parallel_runs import Packed
+from parallel_verdicts import differences
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +26,7 @@ pytestmark = [
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict:
     gpus = parallel_runs.visible_gpus()
     out: Path = tmp_path_factory.mktemp("parallel")
-    return Packed(out, gpus).run((SEED, ONE, *parallel_runs.runs_for(len(gpus))))
+    return Packed(out, gpus).run((SEED, ONE, *parallel_runs.runs_for(parallel_runs.ranks_of(gpus))))
 
 
 @pytest.mark.parametrize("run", (*RUNS, *STOCK), ids=lambda run: run.name)
@@ -32,10 +34,10 @@ def test_losses_are_those_of_one_gpu(run, outcomes):
     if run.name not in outcomes:
         pytest.skip("MEGACPP_MEGATRON_LM names no checkout" if run.script else "too few GPUs")
     assert not outcomes[ONE.name].reason, outcomes[ONE.name].reason
-    assert parallel_runs.differences(run, outcomes) == []
+    assert differences(run, outcomes) == []
 
 
 def test_the_one_gpu_run_learns(outcomes):
     losses = outcomes[ONE.name].losses
     # Bytes of source are far from uniform: well below the first loss after 20 steps.
-    assert losses[parallel_runs.STEPS] < 0.75 * losses[1]
+    assert losses[STEPS] < 0.75 * losses[1]

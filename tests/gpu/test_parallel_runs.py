@@ -1,11 +1,16 @@
 """The runs of test_parallel_losses.py as far as a machine without a GPU goes."""
 
+import os
 import re
+import sys
+import time
 from pathlib import Path
 
 import parallel_runs
 import pytest
-from parallel_runs import ONE, ROUNDING, RUNS, SEED, STEPS, STOCK, Outcome, Packed, Run
+from parallel_layouts import ONE, ROUNDING, RUNS, SEED, STEPS, STOCK, Run
+from parallel_runs import Packed
+from parallel_verdicts import Outcome, differences, table
 
 from megacpp_mcore import receipts
 from megacpp_mcore.recipe import check, load_recipe
@@ -33,6 +38,48 @@ def test_megatron_takes_the_words_of_every_run(packed):
         assert ("megacpp_mcore.pretrain" in words) is (run.script is None), run.name
 
 
+def test_two_gpus_are_two_hosts_of_four_ranks(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    two = Packed(tmp_path / "out", parallel_runs.visible_gpus())
+    assert parallel_runs.ranks_of(two.gpus[:2]) == 4
+    for run in (SEED, ONE, *RUNS):
+        (two.out / run.name).mkdir()
+    two.outcomes["seed"] = outcome([])
+    two.gpus.remove("0")
+    (ep4,) = (run for run in RUNS if run.name == "ep4")
+    assert two._can_start(ep4) and two._held(ep4) == 2 and two._held(DP2) == 2
+    hosts = [two._command(ep4, host, port=7) for host in (0, 1)]
+    for host, (words, environment) in enumerate(hosts):
+        assert environment["NCCL_HOSTID"] == str(host)
+        assert words[words.index("--node-rank") + 1] == str(host)
+        assert words[words.index("--nproc-per-node") + 1] == "2" and "--standalone" not in words
+    same = [[w for w in words if w not in ("0", "1")] for words, _ in hosts]
+    assert same[0] == same[1] and "launch.nnodes=2" in same[0]
+    words, environment = two._command(DP2)
+    assert "--standalone" in words and "NCCL_HOSTID" not in environment
+
+
+def test_a_launch_of_two_hosts_ends_with_either(tmp_path, monkeypatch):
+    """The first to fail ends the other; both logs are read for what was said."""
+    two = Packed(tmp_path / "out", ["0", "1"], limit_s=20)
+    program = "import sys, time; time.sleep({}); print('OSError: host {}'); sys.exit({})"
+
+    def launch(first, second):
+        ends = [(first, 0), (second, 1)]
+        monkeypatch.setattr(two, "_command", lambda run, host, port: (
+            [sys.executable, "-c", program.format(ends[host][0][0], host, ends[host][0][1])],
+            dict(os.environ),
+        ))  # fmt: skip
+        return two._end_of(Run("four", 4), ["0", "1"])
+
+    assert launch((0, 0), (0.3, 0)) is None
+    began = time.monotonic()
+    assert launch((60, 0), (0, 3)) == "exit status 3:\nOSError: host 1"
+    assert time.monotonic() - began < 15
+    two.limit_s = 0.5
+    assert "no end within 0 s" in launch((60, 0), (0, 0))
+
+
 def outcome(losses, norm=2.0, reason=None):
     steps = range(STEPS - len(losses) + 1, STEPS + 1)
     return Outcome(dict(zip(steps, losses, strict=True)), dict.fromkeys(steps, norm), 1.0, reason)
@@ -40,13 +87,13 @@ def outcome(losses, norm=2.0, reason=None):
 
 def told(words, found, run, **others):
     outcomes = {ONE.name: outcome([4.0] * STEPS), run.name: found, **others}
-    assert words in " ".join(parallel_runs.differences(run, outcomes))
-    assert f"DIFFERENT: {words}" in parallel_runs.table([run], outcomes)
+    assert words in " ".join(differences(run, outcomes))
+    assert f"DIFFERENT: {words}" in table([run], outcomes)
 
 
 def test_a_run_that_differs_is_told():
     one = outcome([4.0] * STEPS)
-    assert parallel_runs.differences(DP2, {ONE.name: one, DP2.name: one}) == []
+    assert differences(DP2, {ONE.name: one, DP2.name: one}) == []
     told("exit status 1", outcome([], reason="exit status 1"), DP2)
     told("no losses of steps [1]", outcome([4.0] * (STEPS - 1)), DP2)
     told("step 20: loss 4.2", outcome([4.0] * (STEPS - 1) + [4.2]), DP2)
@@ -59,7 +106,7 @@ def test_a_run_that_resumes_goes_on_where_the_other_run_was():
     dp2 = outcome([4.05] * STEPS, norm=2.2)  # in the bounds of step 20, not of step 1
     outcomes = {ONE.name: outcome([4.0] * 10 + [4.04] * 10), "dp2": dp2}
     goes_on = outcome([4.05] * 10, norm=2.2)
-    assert parallel_runs.differences(run, outcomes | {run.name: goes_on}) == []
+    assert differences(run, outcomes | {run.name: goes_on}) == []
     told("step 11: gradient norm 2.0", outcome([4.05] * 10, norm=2.0), run, dp2=dp2)
     told("step 11: loss 4.02", outcome([4.02] + [4.05] * 9, norm=2.2), run, dp2=dp2)
 
@@ -87,7 +134,7 @@ def test_receipts_of_h200s_have_the_losses_of_one(folder, name):
         path.stem: Outcome(*parallel_runs._read(path, RECEIPTS / "none"))
         for path in (RECEIPTS / folder).glob("*.json")
     }
-    assert parallel_runs.differences(run, outcomes) == []
+    assert differences(run, outcomes) == []
     receipt = receipts.read(RECEIPTS / folder / f"{name}.json")
     assert receipt["topology"]["world_size"] == receipt["lane"]["device"]["count"] == run.gpus
     assert receipt["lane"]["device"]["name"] == "NVIDIA H200"
