@@ -490,6 +490,7 @@ def test_the_receipt_is_gathered_inside_the_loop(watched, tmp_path):
     assert {"surface", "requested", "observed", "reason"} <= receipt["backends"][0].keys()
     result = receipt["result"]
     assert result["cold_start_s"] * 1000 > result["first_step_ms"] > 0
+    assert "launch_s" not in result  # no launcher
     assert result["flops_per_token"] == flops.training_flops(watch.launch.recipe)
     assert result["triton_cache_entries_at_start"] == 0
     assert result["tflops_per_s_per_device"] > 0 and result["mfu"] is None  # no known peak

@@ -9,12 +9,13 @@ there is one pipeline stage.
 import contextlib
 import functools
 import inspect
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from megatron.core import mpu
 from megatron.training import get_args, training
@@ -173,9 +174,7 @@ class Watch:
         )
         if cold:
             self._results["first_step_ms"] = round(milliseconds, 3)
-            started = psutil.Process().create_time()
-            self._results["cold_start_s"] = round(time.time() - started, 3)
-            self._results |= self._memory_results()
+            self._results |= _start() | self._memory_results()
             self.write("running")
         return done
 
@@ -243,3 +242,19 @@ def _keeps_the_receipt() -> bool:
         and mpu.get_tensor_model_parallel_rank() == 0
         and mpu.get_data_parallel_rank(with_context_parallel=True) == 0
     )
+
+
+def _start() -> dict[str, float]:
+    """How long ago this process started, and how long after the launcher that is its parent."""
+    age = _age_s(os.getpid())
+    found = {"cold_start_s": round(age, 3)}
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # `megacpp train --gpus`, torchrun
+        found["launch_s"] = round(_age_s(os.getppid()) - age, 3)
+    return found
+
+
+def _age_s(pid: int) -> float:
+    """Seconds since a process started, to a clock tick, as proc(5) has it. (psutil adds whole
+    seconds of boot time to that start: it may be wrong by one.)"""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -12,10 +12,10 @@ import sys
 import time
 from pathlib import Path
 
-import parallel_runs
 import psutil
 import pytest
 import torch
+from parallel_layouts import RECIPE
 
 from megacpp_mcore import receipts
 
@@ -51,7 +51,7 @@ def test_the_second_start_of_a_run_compiles_nothing(corpus, tmp_path):
         found.append(result(out))
         (out / "receipt.json").rename(tmp_path / f"{number}.json")
     first, second = found
-    assert second["cold_start_s"] < 30, found
+    assert second["launch_s"] + second["cold_start_s"] < 30, found  # from the command
     assert second["first_step_ms"] < first["first_step_ms"]
     assert first["tflops_per_s_per_device"] > 0 and first["optimizer_bytes"] > 0
 
@@ -88,7 +88,7 @@ def test_a_killed_rank_ends_the_run_within_a_minute(corpus, tmp_path):
 
 def small(recipe: Path, corpus: Path, out: Path) -> list[str]:
     """`--set` words of the layouts' small NAM56R, saving every fifth step."""
-    recipe.write_text(parallel_runs.RECIPE)
+    recipe.write_text(RECIPE)
     sets = [
         f'data.data_path=["{corpus}"]', f"data.data_cache_path={out}/data",
         f"checkpoint.save={out}/saved", f"checkpoint.load={out}/saved",

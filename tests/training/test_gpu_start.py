@@ -53,3 +53,25 @@ def test_transformers_is_imported_for_its_own_tokenizer_alone(small_recipe: Path
     hugging_face = ("data.tokenizer_type=HuggingFaceTokenizer", "data.tokenizer_model=name",
                     "data.null_tokenizer_eod_id=null")  # fmt: skip
     assert "transformers is imported" in start(*hugging_face).stderr
+
+
+def test_a_start_is_counted_from_the_process_and_from_its_launcher():
+    script = """
+import os, sys, time
+os.environ["TORCHELASTIC_RUN_ID"] = "none"
+from megacpp_mcore.training import gpu_watch
+time.sleep(0.5)
+imported = time.monotonic()
+first = gpu_watch._start()
+time.sleep(1)
+second = gpu_watch._start()
+apart = second["cold_start_s"] - first["cold_start_s"]
+assert 1 <= apart < 1.5 and first["cold_start_s"] > 0.5, (first, second)
+assert abs(first["launch_s"] - second["launch_s"]) < 0.002 and first["launch_s"] >= 1, first
+"""
+    launcher = """
+import subprocess, sys, time
+time.sleep(1)
+sys.exit(subprocess.call([sys.executable, "-c", sys.argv[1]]))
+"""
+    assert python(launcher, script, environment={}).returncode == 0
