@@ -111,7 +111,11 @@ RUNS = (
     Run("one-resumed", start=("one", SAVED)),
     Run("dp2-grouped-mm", 2, ("backends.moe_experts=grouped_mm",)),
 )
-STOCK = (
-    Run("stock", script="pretrain_hybrid.py"),
-    Run("stock-tp2", 2, _TP, script="pretrain_hybrid.py"),
-)
+# Megatron's own script has Megatron's own heads, and so a twin of ours with these: the same bits.
+_HEADS = ("backends.linear_cross_entropy=megatron",)
+TWINS = {
+    Run("stock", script="pretrain_hybrid.py"): Run("megatron-heads", overrides=_HEADS),
+    Run("stock-tp2", 2, _TP, script="pretrain_hybrid.py"):
+        Run("tp2-megatron-heads", 2, (*_TP, *_HEADS)),
+}  # fmt: skip
+STOCK = (*TWINS, *TWINS.values())

@@ -91,3 +91,19 @@ def table(runs: Iterable[Run], outcomes: Mapping[str, Outcome]) -> str:
             f"norm by {norm:.2e}: {'equal' if not wrong else 'DIFFERENT: ' + wrong[0]}"
         )
     return "\n".join(lines)
+
+
+def unlike_in_print(stock: Outcome, twin: Outcome) -> list[str]:
+    """Where Megatron's own script printed another loss or gradient norm than our entry had.
+
+    Its second loss is twice a printed mean less the first: two digits' rounding.
+    """
+    if list(stock.losses) != list(twin.losses) or not stock.losses:
+        return [f"steps {list(stock.losses)} and {list(twin.losses)}"]
+    return [
+        f"step {step}: loss {stock.losses[step]}, ours {loss}; gradient norm {stock.norms[step]}, "
+        f"ours {twin.norms[step]}"
+        for step, loss in twin.losses.items()
+        if not abs(stock.losses[step] - loss) <= (2e-6 if step == 2 else 0.51e-6)
+        or not abs(stock.norms[step] - twin.norms[step]) <= 0.51e-3
+    ]

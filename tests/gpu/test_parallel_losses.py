@@ -10,9 +10,9 @@ from pathlib import Path
 import parallel_runs
 import pytest
 import torch
-from parallel_layouts import ONE, RUNS, SEED, STEPS, STOCK
+from parallel_layouts import ONE, RUNS, SEED, STEPS, STOCK, TWINS
 from parallel_runs import Packed
-from parallel_verdicts import differences
+from parallel_verdicts import differences, unlike_in_print
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,9 +32,16 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict:
 @pytest.mark.parametrize("run", (*RUNS, *STOCK), ids=lambda run: run.name)
 def test_losses_are_those_of_one_gpu(run, outcomes):
     if run.name not in outcomes:
-        pytest.skip("MEGACPP_MEGATRON_LM names no checkout" if run.script else "too few GPUs")
+        pytest.skip("MEGACPP_MEGATRON_LM names no checkout, or too few GPUs")
     assert not outcomes[ONE.name].reason, outcomes[ONE.name].reason
     assert differences(run, outcomes) == []
+
+
+@pytest.mark.parametrize(("stock", "twin"), TWINS.items(), ids=lambda run: run.name)
+def test_megatrons_own_script_has_the_bits_of_our_entry(stock, twin, outcomes):
+    if stock.name not in outcomes:
+        pytest.skip("MEGACPP_MEGATRON_LM names no checkout, or too few GPUs")
+    assert unlike_in_print(outcomes[stock.name], outcomes[twin.name]) == []
 
 
 def test_the_one_gpu_run_learns(outcomes):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import parallel_runs
 import pytest
-from parallel_layouts import ONE, ROUNDING, RUNS, SEED, STEPS, STOCK, Run
+from parallel_layouts import ONE, ROUNDING, RUNS, SEED, STEPS, STOCK, TWINS, Run
 from parallel_runs import Packed
-from parallel_verdicts import Outcome, differences, table
+from parallel_verdicts import Outcome, differences, table, unlike_in_print
 
 from megacpp_mcore import receipts
 from megacpp_mcore.recipe import check, load_recipe
@@ -161,20 +161,33 @@ def test_losses_of_megatrons_own_log(tmp_path):
     assert parallel_runs._read(tmp_path / "receipt.json", tmp_path / "absent") == ({}, {})
 
 
-def test_megatrons_own_script_had_the_losses_of_our_entry():
-    """The same words, checkpoint, data and steps, on an H200: every digit that the script prints.
+@pytest.mark.parametrize("stock", TWINS, ids=lambda run: run.name)
+def test_megatrons_own_script_had_the_bits_of_our_entry(stock):
+    """The same words, checkpoint, data, steps and heads, on H200s: every digit that is printed."""
+    folder, twin = RECEIPTS / "stock", TWINS[stock]
+    outcomes = {
+        run.name: Outcome(
+            *parallel_runs._read(folder / f"{run.name}.json", folder / f"{run.name}.log")
+        )
+        for run in (ONE, stock, twin)
+    }
+    assert not (folder / f"{stock.name}.json").exists()
+    assert list(outcomes[stock.name].losses) == [*range(1, STEPS + 1)]
+    assert unlike_in_print(outcomes[stock.name], outcomes[twin.name]) == []
+    for run in (stock, twin):  # ONE has our heads
+        assert differences(run, outcomes) == []
+    receipt = receipts.read(folder / f"{twin.name}.json")
+    assert receipt["lane"]["device"]["name"] == "NVIDIA H200"
+    assert receipt["topology"]["world_size"] == stock.gpus
 
-    Its second loss is twice a printed mean less the first: two digits' rounding.
-    """
-    folder = RECEIPTS / "stock"
-    log, receipt = folder / "pretrain_hybrid.log", folder / "entry.json"
-    losses, norms = parallel_runs._read(receipt, log)
-    printed_losses, printed_norms = parallel_runs._read(folder / "none", log)
-    assert list(losses) == list(printed_losses) == [*range(1, STEPS + 1)]
-    for step, loss in losses.items():
-        assert abs(printed_losses[step] - loss) <= (2e-6 if step == 2 else 0.51e-6)
-        assert abs(printed_norms[step] - norms[step]) <= 0.51e-3
-    assert receipts.read(receipt)["lane"]["device"]["name"] == "NVIDIA H200"
+
+def test_a_loss_that_the_script_did_not_print_is_told():
+    ours = outcome([4.0] * STEPS)
+    assert unlike_in_print(outcome([4.0] * STEPS), ours) == []
+    assert unlike_in_print(outcome([4.0] * (STEPS - 1) + [4.000001]), ours)
+    assert unlike_in_print(outcome([4.0] * STEPS, norm=2.001), ours)
+    assert unlike_in_print(outcome([4.0] * STEPS, norm=float("nan")), ours)
+    assert unlike_in_print(outcome([]), outcome([])) and unlike_in_print(outcome([4.0]), ours)
 
 
 def test_a_killed_run_went_on_to_what_an_unbroken_one_prints():
