@@ -217,18 +217,25 @@ def test_packed_documents_train_with_every_letter():
     assert len(losses) == 30 and fmean(losses[-5:]) < 0.5 * losses[0]
 
 
+def _from_the_command(run):
+    """Seconds from the launcher's start to the end of the first step."""
+    return run["result"]["launch_s"] + run["result"]["cold_start_s"]
+
+
 def test_a_second_start_finds_its_kernels_and_takes_less_than_half_a_minute():
-    first, second, chunked = (
-        receipts.read(FOLDER / f"run-cold-{name}.json")
-        for name in ("first-start", "second-start", "second-start-chunked")
+    first, second = (
+        receipts.read(FOLDER / f"run-cold-{n}-start.json") for n in ("first", "second")
     )
     assert first["result"]["triton_cache_entries_at_start"] == 0
-    for run in (second, chunked):
-        assert run["result"]["triton_cache_entries_at_start"] > 0
-        assert run["result"]["first_step_ms"] < first["result"]["first_step_ms"] / 5
-        assert run["plan"]["counts"] == first["plan"]["counts"]
-    # The chunked heads serve first; Megatron's are tuned anew in every process.
-    assert chunked["result"]["cold_start_s"] < 30 < second["result"]["cold_start_s"]
+    assert second["result"]["triton_cache_entries_at_start"] > 0
+    assert second["result"]["first_step_ms"] < first["result"]["first_step_ms"] / 5
+    assert second["plan"]["counts"] == first["plan"]["counts"]
+    assert _from_the_command(second) < 30 < _from_the_command(first)
+    for name, run in (("first", first), ("second", second)):
+        link = (
+            f"[{_from_the_command(run):.0f} s](examples/receipts/h200/run-cold-{name}-start.json)"
+        )
+        assert link in README.read_text()
 
 
 def test_a_second_start_of_52_layers_takes_less_than_half_a_minute():
@@ -237,9 +244,13 @@ def test_a_second_start_of_52_layers_takes_less_than_half_a_minute():
     )
     assert first["plan"] == second["plan"] and sum(first["plan"]["counts"].values()) == 52
     assert first["code"] == second["code"] and second["result"]["status"] == "complete"
-    assert second["result"]["cold_start_s"] < min(30, first["result"]["cold_start_s"])
-    assert max(first["series"]["ms"][4:]) < 1095  # the table's words: no slow single steps
-    assert f"{second['result']['cold_start_s']:.0f} s after the process began" in README.read_text()
+    assert _from_the_command(second) < min(30, _from_the_command(first))
+    words = " ".join(README.read_text().split())
+    assert (
+        f"first step {_from_the_command(first):.0f} s after the command; [started again]" in words
+    )
+    launcher = f"of which the launcher took {second['result']['launch_s']:.0f}"
+    assert f"in the same folder, {_from_the_command(second):.0f} s after it, {launcher}" in words
 
 
 def _full_size(gpus, pattern):
@@ -255,7 +266,8 @@ def _full_size(gpus, pattern):
     ("gpus", "name", "pattern", "figures"),
     [
         (4, "", "AEMEAEMEAEMR", (33, "1,112 ms", "58,944", "243", "24.5 %", "90.3 GiB")),
-        (2, "", "AEMEAEMEAEMR", (33, "1,015 ms", "32,294", "266", "26.9 %", "110.6 GiB")),
+        (2, "", "AEMEAEMEAEMR", (50, "948 ms", "34,567", "285", "28.8 %", "109.2 GiB")),
+        (2, "-yardstick", "AEMEAEMEAEMM", (50, "1,044 ms", "31,379", "271", "27.4 %", "117.7 GiB")),
         (4, "-yardstick", "AEMEAEMEAEMM", (30, "1,139 ms", "57,553", "248", "25.1 %", "97.1 GiB")),
     ],
 )
@@ -286,10 +298,16 @@ def test_52_layers_train_on_several_gpus(gpus, name, pattern, figures):
     assert f" | {' | '.join(map(str, figures))} | " in README.read_text()
 
 
-def test_the_full_size_beside_the_yardstick_is_not_decided():
-    yardstick, ours = (
-        receipts.read(FOLDER / f"run-nam56r-4xh200{n}.json") for n in ("-yardstick", "")
-    )
+PAIRS = {  # in one call each: ours, the yardstick, what README says of their tokens a second
+    "four GPUs": ("4xh200", "4xh200-yardstick", "{:.3f} of the yardstick's tokens a second decide"),
+    "two GPUs": ("2xh200", "2xh200-yardstick", "{:.3f} of the yardstick's tokens a second, at"),
+    "before": ("2xh200-33-steps", "2xh200-yardstick-34-steps", "In the call before it were {:.3f}"),
+}
+
+
+@pytest.mark.parametrize(("name", "beside", "said"), PAIRS.values(), ids=PAIRS)
+def test_the_full_size_beside_the_yardstick_is_not_decided(name, beside, said):
+    yardstick, ours = (receipts.read(FOLDER / f"run-nam56r-{n}.json") for n in (beside, name))
     expected = {"mamba3_scan": "mamba_ssm", "m2rnn": "cuda", "moe_experts": "te",
                 "mla_rope": "triton", "linear_cross_entropy": "chunked"}  # fmt: skip
     served = {entry["surface"]: entry["observed"] for entry in ours["backends"]}
@@ -297,6 +315,26 @@ def test_the_full_size_beside_the_yardstick_is_not_decided():
     judged = judge_runs(yardstick, ours)
     assert judged.verdict == "undecided" and judged.loss.judgement == "not worse"
     rates = [run["result"]["tokens_per_s_median"] for run in (yardstick, ours)]
-    words = README.read_text()
-    assert f"{rates[1] / rates[0]:.3f} of the yardstick's tokens a second decide nothing" in words
-    assert f"ratio of times is {judged.time.low:.2f} to {judged.time.high:.2f}" in words
+    words = " ".join(README.read_text().split())
+    assert said.format(rates[1] / rates[0]) in words
+    if name != "2xh200-33-steps":
+        low, high = f"{judged.time.low:.2f}", f"{judged.time.high:.2f}"
+        assert re.search(rf"ratio of times (is|of) {low} to {high}", words)
+
+
+def test_slow_steps_of_two_gpus_are_as_said():
+    """README: six of the yardstick's of 1.4 to 2.7 s, in three of them torch.compile's log has
+    the experts' activation for 0 rows or 1; of ours one of 1.3 s."""
+    yardstick, ours = (
+        receipts.read(FOLDER / f"run-nam56r-2xh200{name}.json")["series"]["ms"]
+        for name in ("-yardstick", "")
+    )
+    slow = [step for step, ms in enumerate(yardstick, 1) if ms > 1350 and step > 1]
+    assert len(slow) == 6 and 2650 < max(yardstick[1:]) < 2750
+    log, compiled = (FOLDER / "run-nam56r-2xh200-yardstick-recompilations.log").read_text(), []
+    for text in re.split(r"(?=iteration +\d+/)", log)[1:]:
+        step = int(re.match(r"iteration +(\d+)", text)[1])
+        if re.search(r"size mismatch at index 0\. expected \d+, actual [01]\b", text):
+            compiled.append(step + 1)  # what follows a step's line is of the next step
+    assert len(compiled) == 3 and set(compiled) < set(slow)
+    assert 1300 < max(ours[4:]) < 1350 and sorted(ours[4:])[-2] < 1145

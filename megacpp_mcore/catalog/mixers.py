@@ -243,8 +243,8 @@ M2RNN = (
         keep="keep",
         removes="the launches of 4096 dependent steps: one forward, two backward, the state in "
         "registers, the backward pass's states and sums beside its recurrence; 0.48 / 1.55 ms at "
-        "44 heads; a step of nam56r-quarter takes 299 ms for the reference's 787 "
-        "(model-nam56r-quarter-m2rnn.json, by the kernels before these)",
+        "44 heads; a step of nam56r-quarter takes 303 ms for the reference's 755 "
+        "(model-nam56r-quarter-m2rnn.json)",
         layout=f"{_M2RNN_LAYOUT}, K a multiple of 32",
         dtypes="bf16, fp16: h to 11 bits where it is multiplied, tanh 2^-16 (2^-20 is an option); "
         "fp32: products 2^-20",

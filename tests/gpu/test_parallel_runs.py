@@ -114,15 +114,9 @@ def test_a_run_that_resumes_goes_on_where_the_other_run_was():
 RECEIPTS = Path(__file__).parents[2] / "examples/receipts/h200"
 # Each folder is one call's, with the one-GPU run that its others were made beside.
 CALLS = {
-    "layouts-2xh200": ("dp2", "ep2", "tp2", "pp2", "pp2-vpp2", "tp2-from-dp2", "one-resumed"),
-    "layouts": ("dp4", "ep4", "tp2-ep2", "ep4-from-ep2", "dp2-grouped-mm"),
+    "layouts-2xh200": tuple(run.name for run in RUNS if run != ROUNDING),
+    "layouts": ("dp4", "ep4", "tp2-ep2", "ep4-from-ep2"),  # on four GPUs
 }
-
-
-def test_every_layout_has_its_receipt():
-    assert {name for names in CALLS.values() for name in names} == {
-        run.name for run in RUNS if run != ROUNDING
-    }
 
 
 @pytest.mark.parametrize(
@@ -136,7 +130,9 @@ def test_receipts_of_h200s_have_the_losses_of_one(folder, name):
     }
     assert differences(run, outcomes) == []
     receipt = receipts.read(RECEIPTS / folder / f"{name}.json")
-    assert receipt["topology"]["world_size"] == receipt["lane"]["device"]["count"] == run.gpus
+    assert receipt["topology"]["world_size"] == run.gpus
+    gpus = min(run.gpus, 2) if folder == "layouts-2xh200" else run.gpus  # four ranks: two hosts
+    assert receipt["lane"]["device"]["count"] == gpus
     assert receipt["lane"]["device"]["name"] == "NVIDIA H200"
 
 
@@ -193,7 +189,7 @@ def test_a_loss_that_the_script_did_not_print_is_told():
 def test_a_killed_run_went_on_to_what_an_unbroken_one_prints():
     """On an H200, both runs beside each other: every digit of losses and gradient norms.
 
-    The resumed run's lines are the last five; its second loss is the mean of its first two.
+    The resumed run's lines are the last ten; its second loss is the mean of its first two.
     """
     folder = RECEIPTS / "killed"
     printed = (folder / "stdout.log").read_text()
@@ -203,11 +199,11 @@ def test_a_killed_run_went_on_to_what_an_unbroken_one_prints():
             r"iteration +(\d+)/.*lm loss: ([-+.\dE]+).*grad norm: ([-+.\dE]+)", printed
         )
     ]
-    both, resumed = found[:-5], found[-5:]
+    both, resumed = found[:-10], found[-10:]
     assert "rank 0 of 1 was killed by SIGKILL" in (folder / "stderr.log").read_text()
     unbroken = {step: (loss, norm) for step, loss, norm in both}
-    assert [*unbroken] == [*range(1, 16)] and len(both) == len(set(both)) + 6  # alike until killed
-    assert [step for step, *_ in resumed] == [*range(6, 11)]
+    assert [*unbroken] == [*range(1, 16)] and len(both) == len(set(both)) + 5  # alike until killed
+    assert [step for step, *_ in resumed] == [*range(6, 16)] and "1 passed" in printed
     for step, loss, norm in resumed:
         expected, expected_norm = unbroken[step]
         mean = (unbroken[6][0] + expected) / 2
