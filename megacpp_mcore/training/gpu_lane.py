@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ def megatron_args(launch: Launch) -> Any:
 
     sys.argv = [sys.argv[0], *launch.argv]
     # With any tokenizer Megatron imports the libraries of all: transformers alone takes 3 s.
-    null = launch.recipe.data.tokenizer_type == "NullTokenizer"
+    tokenizer = [pair for pair in pairwise(launch.argv) if pair[0].startswith("--tokenizer")]
+    null = tokenizer == [("--tokenizer-type", "NullTokenizer")]
     with bridges.without(*(["transformers"] if null else [])):
         args = parse_and_validate_args()
     check_agreement(launch, args)

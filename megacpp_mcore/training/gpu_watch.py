@@ -246,15 +246,15 @@ def _keeps_the_receipt() -> bool:
 
 def _start() -> dict[str, float]:
     """How long ago this process started, and how long after the launcher that is its parent."""
-    age = _age_s(os.getpid())
-    found = {"cold_start_s": round(age, 3)}
+    started = _started(os.getpid())
+    found = {"cold_start_s": round(time.clock_gettime(time.CLOCK_BOOTTIME) - started, 3)}
     if "TORCHELASTIC_RUN_ID" in os.environ:  # `megacpp train --gpus`, torchrun
-        found["launch_s"] = round(_age_s(os.getppid()) - age, 3)
+        found["launch_s"] = round(started - _started(os.getppid()), 3)
     return found
 
 
-def _age_s(pid: int) -> float:
-    """Seconds since a process started, to a clock tick, as proc(5) has it. (psutil adds whole
-    seconds of boot time to that start: it may be wrong by one.)"""
+def _started(pid: int) -> float:
+    """When a process started, in seconds of CLOCK_BOOTTIME, to a clock tick: see proc(5). (psutil
+    adds it to the time of boot in whole seconds: it may be wrong by one.)"""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
