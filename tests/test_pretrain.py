@@ -518,13 +518,21 @@ def test_out_of_memory_names_the_largest_consumers(watched, monkeypatch, capsys)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"allocated_bytes.all.current": 2**30})
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 2**31))
     _record_end(watch, torch.OutOfMemoryError("CUDA out of memory"))
-    assert "while the model or its optimizer was built" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "GPU memory of rank 0 as the model was built: 2.00 GiB on the device" in said
     with watch.installed():
         loop.run()
-    _record_end(watch, torch.OutOfMemoryError("CUDA out of memory"))
-    said = capsys.readouterr().err
-    assert "GPU memory of rank 0: 2.00 GiB on the device, 1.00 GiB in use" in said
-    assert "optimizer states" in said and "activations" in said
+    for error in (
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: out of memory"),
+    ):
+        _record_end(watch, error)
+        said = capsys.readouterr().err
+        assert "GPU memory of rank 0: 2.00 GiB on the device, 1.00 GiB in use" in said
+        assert "optimizer states" in said and "activations" in said
+    _record_end(watch, RuntimeError("another error"))
+    assert "GPU memory" not in capsys.readouterr().err
 
 
 def test_a_run_that_megatron_resumes_goes_on_in_its_receipt(watched, tmp_path):
@@ -624,6 +632,8 @@ def test_a_run_that_dies_says_what_happened_and_how_to_go_on(
     (saved / "iter_0000003").mkdir(parents=True)
     for name in (".metadata", "metadata.json"):
         (saved / "iter_0000003" / name).touch()
+    with pytest.raises(LaunchError, match="say --resume"):
+        gpu_run.run(str(small_recipe), where, 2, None)  # killed before the tracker was written
     (saved / "latest_checkpointed_iteration.txt").write_text("3")
     with pytest.raises(LaunchError, match="say --resume"):
         gpu_run.run(str(small_recipe), where, 2, None)

@@ -15,7 +15,7 @@ from megacpp_mcore import bridges
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.recipe import patch_needs
-from megacpp_mcore.training import gpu_resume
+from megacpp_mcore.training import gpu_memory, gpu_resume
 from megacpp_mcore.training.gpu_launch import Launch, LaunchError, check_agreement
 from megacpp_mcore.training.gpu_packages import check_backends, check_logging, check_packages
 from megacpp_mcore.training.run_folder import RunFolderError
@@ -149,8 +149,9 @@ def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
 
 def _record_end(watch: Any, error: BaseException) -> None:
     """The receipt of a loop that did not run to its end; nothing hides the error itself."""
-    if isinstance(error, torch.OutOfMemoryError):
-        print(watch.memory_report(), file=sys.stderr, flush=True)
+    if gpu_memory.is_out_of_memory(error):
+        with contextlib.suppress(RuntimeError):  # CUDA itself may no longer answer
+            print(watch.memory_report(), file=sys.stderr, flush=True)
     reason = f"after step {watch.iteration}: {type(error).__name__}: {error}"
     asked_for = isinstance(error, KeyboardInterrupt) or (
         isinstance(error, SystemExit) and not error.code  # exit_duration_in_mins, a signal

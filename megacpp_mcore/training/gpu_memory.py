@@ -6,6 +6,7 @@ around its forward pass. The rest of what torch has allocated is called other: a
 earlier micro batches in a pipeline, logits, temporaries.
 """
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -93,10 +94,7 @@ def report(memory: Memory, stats: Mapping[str, int], total: int, rank: int) -> s
 
     stats: of `torch.cuda.memory_stats`. total: bytes of the device.
     """
-    used, reserved, peak = (
-        stats.get(f"{name}_bytes.all.{when}", 0)
-        for name, when in (("allocated", "current"), ("reserved", "current"), ("allocated", "peak"))
-    )
+    used = stats.get("allocated_bytes.all.current", 0)
     kept = sum(memory.kept.values())
     other = used - memory.parameters - memory.gradients - memory.optimizer
     rows = [
@@ -105,10 +103,7 @@ def report(memory: Memory, stats: Mapping[str, int], total: int, rank: int) -> s
         (memory.parameters, "parameters", _largest(memory.modules)),
         (other, "other: activations, logits, temporaries", ""),
     ]
-    lines = [
-        f"GPU memory of rank {rank}: {_gib(total)} on the device, {_gib(used)} in use, "
-        f"{_gib(peak)} at most, {_gib(reserved - used)} held by torch and free"
-    ]
+    lines = [_totals(f"GPU memory of rank {rank}", stats, total)]
     for size, name, more in sorted(rows, reverse=True):
         lines.append(f"  {_gib(size):>10}  {name}{f' ({more})' if more else ''}")
     if kept:
@@ -122,6 +117,55 @@ def report(memory: Memory, stats: Mapping[str, int], total: int, rank: int) -> s
         "parallel.use_distributed_optimizer or expert_model_parallel_size"
     )
     return "\n".join(lines)
+
+
+def unfinished_report(stats: Mapping[str, int], total: int, rank: int, device: str = "cuda") -> str:
+    """The same where the model, its buffers or its optimizer are not all there yet: the tensors
+    that Python knows, by the class of the module whose parameters they are."""
+    lines = [_totals(f"GPU memory of rank {rank} as the model was built", stats, total)]
+    for name, size in _alive(device).most_common(2 * _SHOWN):
+        lines.append(f"  {_gib(size):>10}  {name}")
+    lines.append(
+        "  smaller: more ranks with parallel.use_distributed_optimizer, expert_, tensor_ or "
+        "pipeline_model_parallel_size; optimizer.optimizer_cpu_offload"
+    )
+    return "\n".join(lines)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Also where it is a library's call that got none."""
+    words = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
+
+
+def _alive(device: str) -> Counter[str]:
+    """Bytes on devices of a type. By the objects' own types: to ask a proxy's may import it."""
+    objects, owners = gc.get_objects(), {}
+    for module in objects:
+        if issubclass(type(module), torch.nn.Module):
+            parameters = vars(module).get("_parameters") or {}
+            owners |= {id(p): type(module).__name__ for p in parameters.values() if p is not None}
+    found: Counter[str] = Counter()
+    tensors = [t for t in objects if issubclass(type(t), Tensor) and t.device.type == device]
+    seen: set[tuple[Any, int]] = set()
+    for tensor in sorted(tensors, key=lambda t: id(t) not in owners):  # a storage is its owner's
+        owner = owners.get(id(tensor))
+        name = f"parameters of {owner}" if owner else "buffers, main parameters, states, others"
+        found[name] += _size([tensor], seen)
+    return +found
+
+
+def _totals(what: str, stats: Mapping[str, int], total: int) -> str:
+    used, reserved, peak = (
+        stats.get(f"{name}_bytes.all.{when}", 0)
+        for name, when in (("allocated", "current"), ("reserved", "current"), ("allocated", "peak"))
+    )
+    return (
+        f"{what}: {_gib(total)} on the device, {_gib(used)} in use, {_gib(peak)} at most, "
+        f"{_gib(reserved - used)} held by torch and free"
+    )
 
 
 def _largest(sizes: Counter[str]) -> str:

@@ -88,7 +88,9 @@ def _check(recipe: Recipe, gpus: int, resume: bool) -> None:
     load = recipe.checkpoint.load
     if resume and not load:
         raise LaunchError("--resume: the recipe names no checkpoint.load to go on from")
-    if not resume and load and (Path(load) / gpu_resume.TRACKER).is_file():
+    # A run that was killed as it saved its first has it complete, and no tracker yet.
+    held = load and ((Path(load) / gpu_resume.TRACKER).is_file() or gpu_resume.newest(load))
+    if held and not resume:
         raise LaunchError(
             f"{load} holds a checkpoint, which Megatron would go on from: say --resume to go on, "
             "or set checkpoint.load and checkpoint.save to another folder"

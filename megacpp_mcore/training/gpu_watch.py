@@ -214,9 +214,9 @@ class Watch:
 
     def memory_report(self) -> str:
         """The largest consumers of this rank's GPU memory, for an out-of-memory error."""
-        if self._memory is None:
-            return "megacpp: out of GPU memory while the model or its optimizer was built"
         stats, (_, total) = torch.cuda.memory_stats(), torch.cuda.mem_get_info()
+        if self._memory is None:
+            return gpu_memory.unfinished_report(stats, total, get_args().rank)
         return gpu_memory.report(self._memory.measure(), stats, total, get_args().rank)
 
     def write(self, status: str, reason: str | None = None) -> dict[str, Any] | None:
@@ -245,11 +245,15 @@ def _keeps_the_receipt() -> bool:
 
 
 def _start() -> dict[str, float]:
-    """How long ago this process started, and how long after the launcher that is its parent."""
+    """How long ago this process started, and how long after the launcher that is its parent.
+
+    Not the latter for ranks that torchrun has started again, nor where /proc does not tell.
+    """
     started = _started(os.getpid())
     found = {"cold_start_s": round(time.clock_gettime(time.CLOCK_BOOTTIME) - started, 3)}
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # `megacpp train --gpus`, torchrun
-        found["launch_s"] = round(started - _started(os.getppid()), 3)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":  # `megacpp train --gpus`, torchrun
+        with contextlib.suppress(OSError):
+            found["launch_s"] = round(started - _started(os.getppid()), 3)
     return found
 
 

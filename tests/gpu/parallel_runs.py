@@ -11,11 +11,12 @@ GPUs. NCCL refuses two ranks on one GPU of one host, and tells hosts apart by NC
 ranks talk through sockets. It shows that the sums are right, and nothing of speed.
 """
 
+import contextlib
 import json
 import math
 import os
+import random
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +25,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import psutil
 from parallel_layouts import ONE, RECIPE, RUNS, SAVED, SEED, STOCK, Run
 from parallel_verdicts import Outcome, differences, line, table
 
@@ -58,8 +60,8 @@ class Packed:
                     self._ended.wait()
                     continue
                 waiting.remove(chosen)
-                held = self._free()[: self._held(chosen)]
-                for gpu in held:
+                held = self._free(self._hosts(chosen))[: self._held(chosen)]
+                for gpu in held * self._hosts(chosen):
                     self.gpus.remove(gpu)
                 threads.append(threading.Thread(target=self._launch, args=(chosen, held)))
                 threads[-1].start()
@@ -69,7 +71,7 @@ class Packed:
 
     def _can_start(self, run: Run) -> bool:
         ready = run.start is None or run.start[0] in self.outcomes
-        return ready and self._held(run) <= len(self._free())
+        return ready and self._held(run) <= len(self._free(self._hosts(run)))
 
     def _hosts(self, run: Run) -> int:
         """As how many hosts the run is launched: one, or what gives it a rank a GPU."""
@@ -78,9 +80,10 @@ class Packed:
     def _held(self, run: Run) -> int:
         return run.gpus // self._hosts(run)
 
-    def _free(self) -> list[str]:
-        """GPUs with a place left, the emptiest first."""
-        return sorted(set(self.gpus), key=self.gpus.count, reverse=True)
+    def _free(self, places: int = 1) -> list[str]:
+        """GPUs with so many places left, the emptiest first."""
+        left = {gpu for gpu in self.gpus if self.gpus.count(gpu) >= places}
+        return sorted(left, key=self.gpus.count, reverse=True)
 
     def _launch(self, run: Run, gpus: list[str]) -> None:
         began, reason = time.monotonic(), "the launch itself failed"
@@ -91,7 +94,7 @@ class Packed:
             outcome = Outcome(*found, time.monotonic() - began, reason)
             with self._ended:
                 self.outcomes[run.name] = outcome
-                self.gpus += gpus
+                self.gpus += gpus * self._hosts(run)
                 self._tell(run)
                 self._ended.notify()
 
@@ -114,9 +117,7 @@ class Packed:
         logs = [
             self.out / f"{run.name}{f'.host{n}' * (n > 0)}.log" for n in range(self._hosts(run))
         ]
-        with socket.create_server(("localhost", 0)) as server:
-            port = server.getsockname()[1]
-        processes = []
+        processes, port = [], _free_port()
         for host, log in enumerate(logs):
             command, environment = self._command(run, host, port)
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -188,7 +189,8 @@ class Packed:
 
 
 def _status(processes: Sequence[subprocess.Popen], limit_s: float) -> int | str:
-    """Wait until all have ended or one has failed. The others do not outlive it, nor the limit."""
+    """Wait until all have ended or one has failed. The others and the ranks that they have made
+    do not outlive it, nor the limit."""
     deadline = time.monotonic() + limit_s
     try:
         while time.monotonic() < deadline:
@@ -201,9 +203,25 @@ def _status(processes: Sequence[subprocess.Popen], limit_s: float) -> int | str:
         return f"no end within {limit_s:.0f} s"
     finally:
         for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            _end(process)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Kill a torchrun and its ranks, each of which is in a session of its own."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for rank in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.kill()
+        process.kill()
+    process.wait()
+
+
+def _free_port() -> int:
+    """One that is free now, below those that the kernel gives to NCCL's sockets meanwhile."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
+            return port
 
 
 def _corpus(prefix: Path) -> Path:

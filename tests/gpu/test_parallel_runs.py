@@ -2,11 +2,13 @@
 
 import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import parallel_runs
+import psutil
 import pytest
 from parallel_layouts import ONE, ROUNDING, RUNS, SEED, STEPS, STOCK, TWINS, Run
 from parallel_runs import Packed
@@ -45,8 +47,10 @@ def test_two_gpus_are_two_hosts_of_four_ranks(tmp_path, monkeypatch):
     for run in (SEED, ONE, *RUNS):
         (two.out / run.name).mkdir()
     two.outcomes["seed"] = outcome([])
-    two.gpus.remove("0")
     (ep4,) = (run for run in RUNS if run.name == "ep4")
+    two.gpus = ["0", "0", "1"]
+    assert not two._can_start(ep4)  # two of its ranks would be on GPU 1
+    two.gpus.append("1")
     assert two._can_start(ep4) and two._held(ep4) == 2 and two._held(DP2) == 2
     hosts = [two._command(ep4, host, port=7) for host in (0, 1)]
     for host, (words, environment) in enumerate(hosts):
@@ -78,6 +82,23 @@ def test_a_launch_of_two_hosts_ends_with_either(tmp_path, monkeypatch):
     assert time.monotonic() - began < 15
     two.limit_s = 0.5
     assert "no end within 0 s" in launch((60, 0), (0, 0))
+
+
+def test_the_ranks_of_a_launch_that_is_ended_end_with_it(tmp_path):
+    """A real torchrun: it makes every rank a session of its own, which killing its own leaves."""
+    program = tmp_path / "rank.py"
+    program.write_text("import os, time\nopen(os.environ['RANK'], 'w').write(str(os.getpid()))\n"
+                       "time.sleep(120)\n")  # fmt: skip
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    agent = subprocess.Popen([sys.executable, *words], cwd=tmp_path, start_new_session=True)
+    pids = [tmp_path / "0", tmp_path / "1"]
+    while not all(path.exists() and path.read_text() for path in pids):
+        assert agent.poll() is None
+        time.sleep(0.1)
+    ranks = [psutil.Process(int(path.read_text())) for path in pids]
+    assert "no end within 0 s" in parallel_runs._status([agent], 0.1)
+    gone, alive = psutil.wait_procs(ranks, timeout=10)
+    assert len(gone) == 2 and not alive and agent.poll() is not None
 
 
 def outcome(losses, norm=2.0, reason=None):

@@ -1,10 +1,17 @@
 """What an out-of-memory error's report says, on a model whose sizes are known."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import torch
 
-from megacpp_mcore.training.gpu_memory import MemoryWatch, report
+from megacpp_mcore.training import gpu_memory
+from megacpp_mcore.training.gpu_memory import (
+    MemoryWatch,
+    is_out_of_memory,
+    report,
+    unfinished_report,
+)
 
 GIB = 2**30
 
@@ -99,3 +106,43 @@ def test_a_chain_of_megatrons_optimizers():
     chain = SimpleNamespace(chained_optimizers=[One(None), One(torch.optim.SGD(main))])
     watch = MemoryWatch([model], chain, allocated=lambda: 0)
     assert watch.measure().optimizer == 8 * (10 * 4 + 2 * 100)
+
+
+def test_what_is_there_of_a_model_that_is_not_finished():
+    """On the CPU, where other tests' tensors are, too: by classes that only this one has."""
+
+    class Half(Mixer):
+        pass
+
+    class Doubled(Half):
+        pass
+
+    halves, doubled = [Half(2**18) for _ in range(3)], Doubled(2**22)
+    view = halves[0].weight.detach()  # the same storage
+    found = gpu_memory._alive("cpu")
+    assert found["parameters of Half"] == 3 * 4 * 2**18
+    assert found["parameters of Doubled"] == 4 * 2**22
+    del doubled
+    others = "buffers, main parameters, states, others"
+    assert "parameters of Doubled" not in gpu_memory._alive("cpu")
+    before, more = gpu_memory._alive("cpu")[others], torch.zeros(2**20)
+    assert gpu_memory._alive("cpu")[others] == before + 4 * 2**20
+    assert len(halves) == 3 and len(view) == 2**18 and len(more)
+
+
+def test_the_report_of_a_model_that_is_not_finished(monkeypatch):
+    found = Counter({"parameters of MoELayer": 3 * GIB, "parameters of Mixer": 5 * GIB})
+    monkeypatch.setattr(gpu_memory, "_alive", lambda device: found)
+    first, *rows, last = unfinished_report(
+        {"allocated_bytes.all.current": GIB}, total=2 * GIB, rank=1
+    ).splitlines()
+    assert first.startswith("GPU memory of rank 1 as the model was built: 2.00 GiB on the device")
+    assert [row.split()[0] for row in rows] == ["5.00", "3.00"]
+    assert rows[0].endswith("parameters of Mixer") and "use_distributed_optimizer" in last
+
+
+def test_errors_of_no_memory():
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"))
+    assert not is_out_of_memory(RuntimeError("a size mismatch"))
+    assert not is_out_of_memory(ValueError("CUDA error: out of memory"))

@@ -1,5 +1,6 @@
 """What a rank on GPUs imports as it starts: nothing before it has checked, nothing for nothing."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -7,10 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from megacpp_mcore.lowering import lower
 from megacpp_mcore.recipe import load_recipe
-from megacpp_mcore.training.gpu_launch import recipe_words
+from megacpp_mcore.training.gpu_launch import Launch, recipe_words
 
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost",
         "MASTER_PORT": "29500"}  # fmt: skip
@@ -55,13 +57,38 @@ def test_transformers_is_imported_for_its_own_tokenizer_alone(small_recipe: Path
     assert "transformers is imported" in other.stderr
 
 
+def test_backends_are_checked_where_jax_is_not_found(monkeypatch, tmp_path):
+    """Transformer Engine imports its own side for JAX wherever there is one."""
+    (tmp_path / "jax.py").write_text("raise RuntimeError('jax is imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
+
+    def check(recipe):
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("jax")
+        raise KeyboardInterrupt
+
+    from megacpp_mcore.training import gpu_lane
+
+    monkeypatch.setattr(gpu_lane, "check_packages", lambda recipe, yardstick: None)
+    monkeypatch.setattr(gpu_lane, "check_backends", check)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    recipe = load_recipe("nam56r")
+    with pytest.raises(KeyboardInterrupt):
+        gpu_lane._train(Launch(recipe, lower(recipe), [], tmp_path, {}))
+    with pytest.raises(RuntimeError, match="jax is imported"):
+        importlib.import_module("jax")
+
+
 def test_a_start_is_counted_from_the_process_and_from_its_launcher():
-    """Never from before this test made the process: psutil's start may be by a second."""
+    """Never from before this test made the process: psutil's start may be wrong by a second."""
     rank = """
 import os, sys, time
-os.environ["TORCHELASTIC_RUN_ID"] = "none"
+os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
 from megacpp_mcore.training import gpu_watch
 first, second = gpu_watch._start(), gpu_watch._start()
+os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"  # the launcher's start is not this rank's
+assert "launch_s" not in gpu_watch._start()
 assert first["launch_s"] == second["launch_s"]
 print(time.time() - first["cold_start_s"], first["launch_s"])
 """
