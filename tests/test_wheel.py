@@ -72,6 +72,28 @@ def test_the_wheel_runs_outside_the_checkout(installed, tmp_path):
     assert "mla-rope-head-mask" in megacpp(installed, tmp_path, "patch", "list")
 
 
+def test_a_receipt_tells_the_code_of_the_wheel_and_of_another(installed, tmp_path):
+    def code(site: Path) -> dict:
+        script = (
+            "import json; from megacpp_mcore.receipts import lane; print(json.dumps(lane.code()))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True,
+            env=os.environ | {"PYTHONPATH": str(site)}, check=True,
+        )  # fmt: skip
+        return json.loads(done.stdout)
+
+    wheel, here = code(installed), code(CHECKOUT)
+    assert wheel["commit"] is None and wheel["sha256"] == here["sha256"]
+    other = tmp_path / "other"
+    shutil.copytree(installed / "megacpp_mcore", other / "megacpp_mcore")
+    (other / "megacpp_mcore" / "recipes" / "another.toml").write_text("")
+    assert code(other)["sha256"] == wheel["sha256"]
+    kernel = other / "megacpp_mcore" / "kernels" / "m2rnn" / "csrc" / "common.cuh"
+    kernel.write_text(kernel.read_text() + "\n")
+    assert code(other)["sha256"] != wheel["sha256"]
+
+
 def test_a_recipe_trains_from_the_wheel(installed, tmp_path):
     text = tmp_path / "text"
     text.mkdir()

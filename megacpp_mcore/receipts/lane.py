@@ -1,5 +1,7 @@
 """What a run or a bench ran on: the device, the driver and the versions that decide its figures."""
 
+import functools
+import hashlib
 import os
 import platform
 import re
@@ -36,7 +38,8 @@ def lane(device: Literal["cpu"] | None = None) -> dict[str, Any]:
 
 
 def code() -> dict[str, Any]:
-    """The version of this package, and the commit when it runs from a checkout of it.
+    """The version of this package, the sha256 of its modules and kernels, and the commit when it
+    runs from a checkout of it.
 
     commit and dirty are null for an installed wheel, and where git is not there to ask.
     """
@@ -46,7 +49,21 @@ def code() -> dict[str, Any]:
         commit = _git(checkout, "rev-parse", "HEAD")
         status = _git(checkout, "status", "--porcelain")
         dirty = None if status is None else bool(status)
-    return {"version": __version__, "commit": commit, "dirty": dirty}
+    return {"version": __version__, "sha256": _sha256(), "commit": commit, "dirty": dirty}
+
+
+@functools.cache
+def _sha256() -> str:
+    """One for a commit's checkout and its wheel, where the recipes, specs and patches lie in the
+    package's folder (receipts have the recipe, and name the spec and the patches)."""
+    folder, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        place = path.relative_to(folder)
+        elsewhere = place.parts[0] in ("specs", "recipes", "patches")
+        if path.suffix in (".py", ".cu", ".cuh", ".json") and not elsewhere:
+            content = path.read_bytes()
+            digest.update(f"{place.as_posix()}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
 
 
 def _from_torch(cpu_only: bool) -> dict[str, Any]:

@@ -83,9 +83,9 @@ def _provenance(receipt: Mapping[str, Any]) -> list[str]:
     lane, code, recipe = receipt["lane"], receipt["code"], receipt["recipe"]
     topology, device = receipt["topology"], lane["device"]
     commit = f", commit {code['commit'][:12]}" if code["commit"] else ", no checkout"
-    lines = [
-        f"code      megacpp-mcore {code['version']}{commit}{' + changes' * bool(code['dirty'])}"
-    ]
+    commit += " + changes" * bool(code["dirty"])
+    digest = f", sha256 {code['sha256'][:16]}" if "sha256" in code else ""  # older receipts: none
+    lines = [f"code      megacpp-mcore {code['version']}{commit}{digest}"]
     gpu = f", driver {lane['driver']}, CUDA {lane['cuda']}, cuDNN {lane['cudnn']}"
     lines.append(
         f"lane      {device['count']} x {device['name']} ({device['type']}"
