@@ -148,13 +148,21 @@ def _alive(device: str) -> Counter[str]:
             parameters = vars(module).get("_parameters") or {}
             owners |= {id(p): type(module).__name__ for p in parameters.values() if p is not None}
     found: Counter[str] = Counter()
-    tensors = [t for t in objects if issubclass(type(t), Tensor) and t.device.type == device]
+    tensors = [t for t in objects if issubclass(type(t), Tensor) and _lies_on(t, device)]
     seen: set[tuple[Any, int]] = set()
     for tensor in sorted(tensors, key=lambda t: id(t) not in owners):  # a storage is its owner's
         owner = owners.get(id(tensor))
         name = f"parameters of {owner}" if owner else "buffers, main parameters, states, others"
         found[name] += _size([tensor], seen)
     return +found
+
+
+def _lies_on(tensor: Tensor, device: str) -> bool:
+    """Not those that only stand for a tensor, as torch.compile's: their storages are meta's."""
+    try:
+        return getattr(tensor, "_data", tensor).untyped_storage().device.type == device
+    except (AttributeError, RuntimeError):  # sparse, and other kinds without a storage
+        return False
 
 
 def _totals(what: str, stats: Mapping[str, int], total: int) -> str:

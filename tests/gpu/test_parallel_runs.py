@@ -207,6 +207,12 @@ def test_a_loss_that_the_script_did_not_print_is_told():
     assert unlike_in_print(outcome([]), outcome([])) and unlike_in_print(outcome([4.0]), ours)
 
 
+def test_the_outcomes_on_h200s_are_of_tests_that_are_here():
+    known = (Path(__file__).parent / "test_runs_gpu.py").read_text()
+    named = set(re.findall(r"test_runs_gpu\.py::(\w+)", (RECEIPTS / "run-tests.log").read_text()))
+    assert len(named) == 6 and all(f"def {name}(" in known for name in named)
+
+
 def test_a_killed_run_went_on_to_what_an_unbroken_one_prints():
     """On an H200, both runs beside each other: every digit of losses and gradient norms.
 
