@@ -37,7 +37,7 @@ def run(tmp_path: Path, corpus: Path):
     tools, calls = tmp_path / "bin", tmp_path / "calls"
     tools.mkdir()
     files = {"megacpp": TRAIN.format(python=sys.executable), "srun": NOTE.format(name="srun"),
-             "scontrol": "#!/bin/sh\necho first\necho second\n"}  # fmt: skip
+             "scontrol": "#!/bin/sh\necho first\nsleep 0.3\necho second\n"}  # fmt: skip
     for name, text in files.items():
         path = tools / name
         path.write_text(text)

@@ -158,9 +158,11 @@ def _alive(device: str) -> Counter[str]:
 
 
 def _lies_on(tensor: Tensor, device: str) -> bool:
-    """Not those that only stand for a tensor, as torch.compile's: their storages are meta's."""
+    """Not those that only stand for a tensor, as torch.compile's: their storages are meta's, or
+    refuse to tell their place."""
     try:
-        return getattr(tensor, "_data", tensor).untyped_storage().device.type == device
+        storage = getattr(tensor, "_data", tensor).untyped_storage()
+        return storage.device.type == device and storage.data_ptr() is not None
     except (AttributeError, RuntimeError):  # sparse, and other kinds without a storage
         return False
 
