@@ -14,7 +14,7 @@ import importlib
 
 import torch
 
-from megacpp_mcore import bridges
+from megacpp_mcore.stack import bridges
 
 bridges.before_megatron()
 
@@ -22,11 +22,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megacpp_mcore.layers.stack import stack_spec
-from megacpp_mcore.lowering import lower
 from megacpp_mcore.recipe import Recipe, load_recipe
-from megacpp_mcore.training.megatron_setup import build_model, megatron_args, single_process
-from megacpp_mcore.training.optimizer import build_optimizer, build_scheduler
-from megacpp_mcore.training.step import Trainer
+from megacpp_mcore.recipe.lowering import lower
+from megacpp_mcore.training.cpu.megatron_setup import build_model, megatron_args, single_process
+from megacpp_mcore.training.cpu.optimizer import build_optimizer, build_scheduler
+from megacpp_mcore.training.cpu.step import Trainer
 
 PATTERN = "AEMX"
 

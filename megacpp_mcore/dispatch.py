@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megacpp_mcore.backend import Backend, Problem, Surface
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.surfaces import REGISTRY
+from megacpp_mcore.surfaces.backend import Backend, Problem, Surface
+from megacpp_mcore.surfaces.registry import REGISTRY
 
 __all__ = [
     "AUTO", "ENVIRONMENT_VARIABLE", "Backend", "Decision", "DispatchError", "Problem",

@@ -13,12 +13,12 @@ from megacpp_mcore.errors import MegacppError
 
 def main(argv: list[str] | None = None) -> int:
     """Train. Returns the exit status: 2 for a refusal of ours, which is printed on stderr."""
-    from megacpp_mcore.training.gpu_launch import launch
+    from megacpp_mcore.training.gpu.launch import launch
 
     try:
         launched = launch(sys.argv[1:] if argv is None else argv)
         # Not before: torch reads the environment that `launch` sets.
-        from megacpp_mcore.training.gpu_lane import train
+        from megacpp_mcore.training.gpu.train import train
 
         train(launched)
     except MegacppError as error:

@@ -27,14 +27,14 @@ from admission_probes import (
 )
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.backend import REFERENCE, always
 from megacpp_mcore.catalog.rows import ROWS, Row
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels import parity
 from megacpp_mcore.kernels.case import Bound, Case, Tensors
 from megacpp_mcore.kernels.cases import case_class
-from megacpp_mcore.surfaces import REGISTRY
-from megacpp_mcore.training.megatron_setup import single_process
+from megacpp_mcore.surfaces.backend import REFERENCE, always
+from megacpp_mcore.surfaces.registry import REGISTRY
+from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _SEED = "MEGACPP_TEST_SEED"

@@ -8,8 +8,9 @@ import pytest
 # One thread a worker: pytest runs a worker per core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from megacpp_mcore import bridges, problems
 from megacpp_mcore.recipe import Recipe, load_recipe
+from megacpp_mcore.stack import bridges
+from megacpp_mcore.surfaces import problems
 
 if problems.current_device() == "cpu":
     # Kernels run in Triton's interpreter. Triton reads it as it is imported, which dynamo does.
@@ -67,8 +68,8 @@ save_interval = 3
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level dataset of this package's own source."""
-    from megacpp_mcore.training.data_build import build
-    from megacpp_mcore.training.data_text import TextFiles
+    from megacpp_mcore.training.data.build import build
+    from megacpp_mcore.training.data.text import TextFiles
 
     source = Path(__file__).parent.parent / "megacpp_mcore"
     prefix = tmp_path_factory.mktemp("corpus") / "package"

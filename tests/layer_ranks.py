@@ -112,8 +112,8 @@ class TwoRanks:
 @contextlib.contextmanager
 def compiling(surface: str) -> Iterator[None]:
     """In a rank: layers have the surface's `inductor`. Graphs are taken, no code is made."""
-    from megacpp_mcore.backend import always
-    from megacpp_mcore.surfaces import REGISTRY
+    from megacpp_mcore.surfaces.backend import always
+    from megacpp_mcore.surfaces.registry import REGISTRY
 
     backends = tuple(replace(b, supports=always) for b in REGISTRY[surface].backends)
     with (

@@ -15,11 +15,11 @@ from megatron.training.argument_utils import hybrid_config_from_args
 from megatron.training.models.hybrid import HybridModelBuilder
 
 from megacpp_mcore.bench.contenders import serving
-from megacpp_mcore.lowering import lower
 from megacpp_mcore.recipe import load_recipe
-from megacpp_mcore.training import step
-from megacpp_mcore.training.gpu_model import MegacppHybridModel, MegacppModelBuilder
-from megacpp_mcore.training.megatron_setup import megatron_args, quiet
+from megacpp_mcore.recipe.lowering import lower
+from megacpp_mcore.training.cpu import step
+from megacpp_mcore.training.cpu.megatron_setup import megatron_args, quiet
+from megacpp_mcore.training.gpu.model import MegacppHybridModel, MegacppModelBuilder
 
 SIZES = [
     "model.pattern=A", "model.depth=1", "mtp.pattern=A", "model.hidden_size=16",

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megacpp_mcore.backend import REFERENCE
 from megacpp_mcore.catalog.rows import Row
-from megacpp_mcore.lowering import lower
 from megacpp_mcore.recipe import Recipe, load_recipe
-from megacpp_mcore.training.megatron_setup import build_model, megatron_args, single_process
+from megacpp_mcore.recipe.lowering import lower
+from megacpp_mcore.surfaces.backend import REFERENCE
+from megacpp_mcore.training.cpu.megatron_setup import build_model, megatron_args, single_process
 
 _SIZES = [
     "model.hidden_size=64", "model.ffn_hidden_size=64", "model.num_attention_heads=4",

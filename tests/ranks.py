@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megacpp_mcore import bridges
+from megacpp_mcore.stack import bridges
 
 
 def run_ranks(check: Callable[[int, str], None], folder: Path, ranks: int = 2) -> None:

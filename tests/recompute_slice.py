@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
-from megacpp_mcore.lowering import lower
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.training.megatron_setup import build_model, megatron_args, single_process
+from megacpp_mcore.recipe.lowering import lower
+from megacpp_mcore.training.cpu.megatron_setup import build_model, megatron_args, single_process
 
 _NAMES = ("MEGACPP_RECIPE", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 

@@ -12,11 +12,19 @@ import jsonschema
 import pytest
 import torch
 
-from megacpp_mcore import bridges, dispatch, patching
-from megacpp_mcore.attention_support import te_attention
-from megacpp_mcore.backend import REFERENCE, Backend, Problem, Surface, always, import_reason
+from megacpp_mcore import dispatch, patching
 from megacpp_mcore.dispatch import DispatchError
-from megacpp_mcore.surfaces import REGISTRY
+from megacpp_mcore.stack import bridges
+from megacpp_mcore.surfaces.attention_support import te_attention
+from megacpp_mcore.surfaces.backend import (
+    REFERENCE,
+    Backend,
+    Problem,
+    Surface,
+    always,
+    import_reason,
+)
+from megacpp_mcore.surfaces.registry import REGISTRY
 
 bridges.before_megatron()
 
@@ -193,8 +201,9 @@ class TestCost:
 
     def test_neither_torch_nor_an_optional_package_is_imported(self):
         code = (
-            "import sys, megacpp_mcore.dispatch, megacpp_mcore.problems, megacpp_mcore.catalog\n"
-            "from megacpp_mcore.backend import Problem\n"
+            "import sys, megacpp_mcore.dispatch, megacpp_mcore.catalog\n"
+            "import megacpp_mcore.surfaces.problems\n"
+            "from megacpp_mcore.surfaces.backend import Problem\n"
             "megacpp_mcore.dispatch.decide('linear', Problem.of('cpu', 'any'))\n"
             "heavy = {'torch', 'numpy', 'triton', 'megatron', 'transformer_engine', 'liger_kernel',"
             " 'mamba_ssm', 'deep_ep', 'cut_cross_entropy'}\n"

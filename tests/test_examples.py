@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from megacpp_mcore import receipts
-from megacpp_mcore.flops import count
-from megacpp_mcore.lowering import lower
+from megacpp_mcore.hybrid.flops import count
 from megacpp_mcore.recipe import Recipe, load_recipe
+from megacpp_mcore.recipe.lowering import lower
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(path for path in EXAMPLES.iterdir() if path.suffix in (".sh", ".sbatch"))

@@ -12,15 +12,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megacpp_mcore import bridges, dispatch, flops, receipts
+from megacpp_mcore import dispatch, receipts
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.lowering import lower
+from megacpp_mcore.hybrid import flops
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.recipe import Recipe, load_recipe
-from megacpp_mcore.training import gpu_run
-from megacpp_mcore.training.gpu_launch import Launch, LaunchError, launch, recipe_words
-from megacpp_mcore.training.gpu_ranks import Ended
-from megacpp_mcore.training.megatron_setup import single_process
+from megacpp_mcore.recipe.lowering import lower
+from megacpp_mcore.stack import bridges
+from megacpp_mcore.training.cpu.megatron_setup import single_process
+from megacpp_mcore.training.gpu import run
+from megacpp_mcore.training.gpu.launch import Launch, LaunchError, launch, recipe_words
+from megacpp_mcore.training.gpu.ranks import Ended
 
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost",
         "MASTER_PORT": "29500"}  # fmt: skip
@@ -64,11 +66,11 @@ def megatron(launched: Launch):
     from megatron.core import num_microbatches_calculator
     from megatron.training import global_vars
 
-    from megacpp_mcore.training import gpu_lane
+    from megacpp_mcore.training.gpu import train as gpu_train
 
     try:
         with bridges.answering_for_a_gpu():
-            args = gpu_lane.megatron_args(launched)
+            args = gpu_train.megatron_args(launched)
         with single_process(args.seed):
             yield args
     finally:
@@ -101,7 +103,7 @@ def test_a_start_tells_whether_its_kernels_were_compiled_before(gpu_recipe, tmp_
 
 
 def test_the_yardstick_is_megatrons_own_stack_under_the_recipes_words(small_recipe, overrides):
-    from megacpp_mcore.training import gpu_lane
+    from megacpp_mcore.training.gpu import train as gpu_train
 
     without_r = [*overrides, "model.pattern=AEMM", "mtp.pattern=AE"]
     recipe = load_recipe(str(small_recipe), without_r)
@@ -109,7 +111,7 @@ def test_the_yardstick_is_megatrons_own_stack_under_the_recipes_words(small_reci
         assert args.spec == ["megacpp_mcore.specs.yardstick", "yardstick_stack_spec"]
         assert args.hybrid_layer_pattern == "+EMM/+E"
         with bridges.answering_for_a_gpu():
-            model = gpu_lane.config_container(args, yardstick=True).model
+            model = gpu_train.config_container(args, yardstick=True).model
     stack = model.hybrid_stack_spec.submodules
     assert model.get_builder_cls().__name__ == "HybridModelBuilder"
     assert stack.mamba_layer.submodules.mixer.module.__name__ == "MambaMixer"
@@ -165,7 +167,7 @@ def test_a_launch_that_cannot_be_right_is_refused(gpu_recipe, small_recipe, monk
 
 def test_the_environment_is_set_before_torch_is_imported():
     script = (
-        "import sys; import megacpp_mcore.pretrain, megacpp_mcore.training.gpu_launch; "
+        "import sys; import megacpp_mcore.pretrain, megacpp_mcore.training.gpu.launch; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
@@ -215,7 +217,7 @@ def test_blends_have_their_shares_and_mock_data_must_be_asked_for(
     from megatron.core.datasets.blended_dataset import BlendedDataset
     from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 
-    from megacpp_mcore.training.gpu_data import datasets_provider
+    from megacpp_mcore.training.gpu.data import datasets_provider
 
     def train_of(*more: str):
         recipe = load_recipe(gpu_recipe.source, [*overrides, *more])
@@ -233,15 +235,16 @@ def test_packed_documents_are_apart_in_the_loop(gpu_recipe, overrides):
     """Whole documents in a row of THD: what one holds has no part in another's losses."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megacpp_mcore.training import gpu_batch, gpu_lane
-    from megacpp_mcore.training.gpu_data import datasets_provider
+    from megacpp_mcore.training.gpu import batch as gpu_batch
+    from megacpp_mcore.training.gpu import train as gpu_train
+    from megacpp_mcore.training.gpu.data import datasets_provider
 
     packed = ["data.dataloader_inter_document_masking=true", "schedule.micro_batch_size=1"]
     recipe = load_recipe(gpu_recipe.source, [*overrides, *packed])
     with megatron(launch(words(recipe))):
         train, *_ = datasets_provider([1000, 4, 0])
         with bridges.answering_for_a_gpu():
-            config = gpu_lane.config_container(gpu_batch.get_args()).model
+            config = gpu_train.config_container(gpu_batch.get_args()).model
         model = config.get_builder_cls()(config).build_model(
             ProcessGroupCollection.use_mpu_process_groups()
         )
@@ -268,8 +271,8 @@ def test_a_context_parallel_rank_has_its_part_of_every_row(gpu_recipe, monkeypat
     """Two chunks of four for either of two ranks, the first with the last: causal work is even."""
     from megatron.core import mpu
 
-    from megacpp_mcore.training import gpu_batch
-    from megacpp_mcore.training.gpu_data import datasets_provider
+    from megacpp_mcore.training.gpu import batch as gpu_batch
+    from megacpp_mcore.training.gpu.data import datasets_provider
 
     with megatron(launch(words(gpu_recipe))) as args:
         train, *_ = datasets_provider([8, 4, 0])
@@ -298,14 +301,15 @@ def test_the_model_the_batches_and_the_loss(gpu_recipe):
     """Megatron's builder with our spec, GPTDataset through our provider, the loss by hand."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megacpp_mcore.training import gpu_batch, gpu_lane
-    from megacpp_mcore.training.gpu_data import datasets_provider
+    from megacpp_mcore.training.gpu import batch as gpu_batch
+    from megacpp_mcore.training.gpu import train as gpu_train
+    from megacpp_mcore.training.gpu.data import datasets_provider
 
     with megatron(launch(words(gpu_recipe))):
         train, valid, test = datasets_provider([8, 4, 0])
         assert len(train) >= 8 and len(valid) >= 4 and test is None
         with bridges.answering_for_a_gpu():
-            config = gpu_lane.config_container(gpu_batch.get_args()).model
+            config = gpu_train.config_container(gpu_batch.get_args()).model
         builder = config.get_builder_cls()(config)
         model = builder.build_model(ProcessGroupCollection.use_mpu_process_groups())
         waits = []
@@ -338,7 +342,7 @@ def test_a_loss_or_a_gradient_that_is_not_finite_ends_the_run(gpu_recipe):
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
     from megatron.training.training import get_megatron_ddp_config
 
-    from megacpp_mcore.training.gpu_batch import checked_loss
+    from megacpp_mcore.training.gpu.batch import checked_loss
 
     with megatron(launch(words(gpu_recipe))) as args:
         assert args.check_for_nan_in_loss_and_grad and args.rerun_mode == "validate_results"
@@ -360,7 +364,7 @@ def test_a_loss_or_a_gradient_that_is_not_finite_ends_the_run(gpu_recipe):
 
 
 def test_data_of_another_vocabulary_is_refused_before_the_model(small_recipe, overrides):
-    from megacpp_mcore.training.gpu_data import check_data
+    from megacpp_mcore.training.gpu.data import check_data
 
     def refused(what: str, *more: str) -> None:
         with pytest.raises(MegacppError, match=what):
@@ -375,7 +379,7 @@ def test_data_of_another_vocabulary_is_refused_before_the_model(small_recipe, ov
 def test_a_run_goes_on_from_a_complete_checkpoint_or_begins_in_a_free_folder(
     gpu_recipe, tmp_path, capsys
 ):
-    from megacpp_mcore.training.gpu_lane import _check_folder
+    from megacpp_mcore.training.gpu.train import _check_folder
     from megacpp_mcore.training.run_folder import RunFolderError
 
     launched = launch(["--megacpp-out", str(tmp_path / "out"), *words(gpu_recipe)])
@@ -396,12 +400,12 @@ def test_a_run_goes_on_from_a_complete_checkpoint_or_begins_in_a_free_folder(
 
 
 def test_a_stack_that_is_not_ours_is_refused(gpu_recipe):
-    from megacpp_mcore.training import gpu_lane
-    from megacpp_mcore.training.gpu_model import StackSpecError
+    from megacpp_mcore.training.gpu import train as gpu_train
+    from megacpp_mcore.training.gpu.model import StackSpecError
 
     with megatron(launch(words(gpu_recipe))) as args:
         with bridges.answering_for_a_gpu():
-            config = gpu_lane.config_container(args).model
+            config = gpu_train.config_container(args).model
         config.hybrid_stack_spec = None  # what Megatron makes of a spec that fails to import
         with pytest.raises(StackSpecError, match="the stack spec is none"):
             config.get_builder_cls()(config).build_model(None)
@@ -459,7 +463,7 @@ def watched(gpu_recipe, tmp_path, monkeypatch):
     """A Watch around a fake loop: (watch, loop)."""
     from megatron.training import training
 
-    from megacpp_mcore.training.gpu_watch import Watch
+    from megacpp_mcore.training.gpu.watch import Watch
 
     launched = launch(["--megacpp-out", str(tmp_path / "out"), *words(gpu_recipe)])
     loop = FakeLoop(training, steps=3)
@@ -500,7 +504,7 @@ def test_the_receipt_is_gathered_inside_the_loop(watched, tmp_path):
 
 
 def test_a_loop_that_breaks_leaves_a_receipt_that_says_so(watched, tmp_path):
-    from megacpp_mcore.training.gpu_lane import _record_end
+    from megacpp_mcore.training.gpu.train import _record_end
 
     watch, loop = watched
     with pytest.raises(RuntimeError) as caught, watch.installed():
@@ -512,7 +516,7 @@ def test_a_loop_that_breaks_leaves_a_receipt_that_says_so(watched, tmp_path):
 
 
 def test_out_of_memory_names_the_largest_consumers(watched, monkeypatch, capsys):
-    from megacpp_mcore.training.gpu_lane import _record_end
+    from megacpp_mcore.training.gpu.train import _record_end
 
     watch, loop = watched
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"allocated_bytes.all.current": 2**30})
@@ -538,7 +542,7 @@ def test_out_of_memory_names_the_largest_consumers(watched, monkeypatch, capsys)
 def test_a_run_that_megatron_resumes_goes_on_in_its_receipt(watched, tmp_path):
     from megatron.training import get_args as megatron_args
 
-    from megacpp_mcore.training.gpu_watch import Watch
+    from megacpp_mcore.training.gpu.watch import Watch
 
     watch, loop = watched
     with watch.installed():
@@ -558,7 +562,7 @@ def test_a_run_that_megatron_resumes_goes_on_in_its_receipt(watched, tmp_path):
 
 
 def test_another_megatron_loop_is_refused(watched, monkeypatch):
-    from megacpp_mcore.training.gpu_watch import WatchError
+    from megacpp_mcore.training.gpu.watch import WatchError
 
     watch, loop = watched
     monkeypatch.delattr(loop.training, "train_step")
@@ -578,7 +582,7 @@ def test_the_dataset_helper_needs_no_makefile(monkeypatch):
 def test_train_on_gpus_refuses_what_it_cannot_do(gpu_recipe, small_recipe, overrides):
     def refused(what: str, gpus: int = 1, *more: str) -> None:
         with pytest.raises(MegacppError, match=what):
-            gpu_run.run(str(small_recipe), [*overrides, *more], gpus, None)
+            run.run(str(small_recipe), [*overrides, *more], gpus, None)
 
     refused("--gpus 0", 0)
     refused("schedule.global_batch_size = 4", 3)
@@ -586,7 +590,7 @@ def test_train_on_gpus_refuses_what_it_cannot_do(gpu_recipe, small_recipe, overr
     if torch.cuda.device_count() == 0:
         refused("torch sees 0 CUDA devices")
     with pytest.raises(LaunchError, match="without --gpus"):
-        gpu_run.run(str(small_recipe), [], 1, None)
+        run.run(str(small_recipe), [], 1, None)
 
 
 @pytest.fixture
@@ -599,7 +603,7 @@ def on_a_machine_with_gpus(monkeypatch):
         started.append((module, words, count))
         return ends[-1]
 
-    monkeypatch.setattr(gpu_run, "run_ranks", ranks)
+    monkeypatch.setattr(run, "run_ranks", ranks)
     return started, ends
 
 
@@ -608,7 +612,7 @@ def test_train_on_gpus_starts_ranks_with_the_recipes_words(
 ):
     started, _ = on_a_machine_with_gpus
     out = str(tmp_path / "out")
-    assert gpu_run.run(str(small_recipe), overrides, 2, out) == 0
+    assert run.run(str(small_recipe), overrides, 2, out) == 0
     [(module, argv, count)] = started
     assert (module, count) == ("megacpp_mcore.pretrain", 2)
     recipe = load_recipe(str(small_recipe), [*overrides, "launch.nproc_per_node=2"])
@@ -625,7 +629,7 @@ def test_a_run_that_dies_says_what_happened_and_how_to_go_on(
     saved = tmp_path / "saved"
     where = [*overrides, f"checkpoint.load={saved}"]
     ends.append(Ended(137, "rank 1 of 2 was killed by SIGKILL"))
-    assert gpu_run.run(str(small_recipe), where, 2, str(tmp_path / "out")) == 137
+    assert run.run(str(small_recipe), where, 2, str(tmp_path / "out")) == 137
     assert "SIGKILL. There is no complete checkpoint to go on from" in capsys.readouterr().err
     result = receipts.read(tmp_path / "out" / "receipt.json")["result"]
     assert (result["status"], result["reason"]) == ("failed", "rank 1 of 2 was killed by SIGKILL")
@@ -633,9 +637,9 @@ def test_a_run_that_dies_says_what_happened_and_how_to_go_on(
     for name in (".metadata", "metadata.json"):
         (saved / "iter_0000003" / name).touch()
     with pytest.raises(LaunchError, match="say --resume"):
-        gpu_run.run(str(small_recipe), where, 2, None)  # killed before the tracker was written
+        run.run(str(small_recipe), where, 2, None)  # killed before the tracker was written
     (saved / "latest_checkpointed_iteration.txt").write_text("3")
     with pytest.raises(LaunchError, match="say --resume"):
-        gpu_run.run(str(small_recipe), where, 2, None)
-    assert gpu_run.run(str(small_recipe), where, 2, str(tmp_path / "out"), resume=True) == 137
+        run.run(str(small_recipe), where, 2, None)
+    assert run.run(str(small_recipe), where, 2, str(tmp_path / "out"), resume=True) == 137
     assert f"complete checkpoint is {saved}/iter_0000003" in capsys.readouterr().err

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from megacpp_mcore import bench, dispatch
-from megacpp_mcore.lowering import lower
 from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, Recipe, load_recipe
+from megacpp_mcore.recipe.lowering import lower
 
 _SECTIONS = ("precision", "recompute")  # how a model is computed; any other would be another model
 
@@ -68,7 +68,7 @@ def serving(requests: str) -> Iterator[None]:
 
 def build(contender: Contender) -> tuple[torch.nn.Module, Namespace]:
     """The contender's model, and Megatron's args of it."""
-    from megacpp_mcore.training import megatron_setup as setup
+    from megacpp_mcore.training.cpu import megatron_setup as setup
 
     lowered = lower(contender.recipe)
     with serving(contender.backends):

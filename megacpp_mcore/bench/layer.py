@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_mcore import bench, bridges, dispatch, problems, receipts
+from megacpp_mcore import bench, dispatch, receipts
 from megacpp_mcore.bench.clock import Clock, clock_for, interleave
 from megacpp_mcore.bench.contenders import Contender, build, contenders, take_weights
 from megacpp_mcore.bench.subject import in_half_precision, weight_flops
@@ -22,6 +22,8 @@ from megacpp_mcore.kernels.core_attention.case import CoreAttentionCase
 from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds
 from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.stack import bridges
+from megacpp_mcore.surfaces import problems
 
 # What is asked for -> letter of the source pattern, and the kind of attention where it says so.
 _LAYERS = {"A": ("A", None), "+": ("A", "mla"), "*": ("A", "gqa"), "E": ("E", None),
@@ -67,7 +69,7 @@ def bench_layer(
     bench.check_receipts()
     asked = contenders(recipe, AS_IT_IS, against)
     bridges.before_megatron()
-    from megacpp_mcore.training import megatron_setup as setup
+    from megacpp_mcore.training.cpu import megatron_setup as setup
 
     device = problems.current_device()
     clock = clock_for(device)

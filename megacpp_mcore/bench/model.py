@@ -14,14 +14,16 @@ from typing import Any
 
 import torch
 
-from megacpp_mcore import bench, bridges, dispatch, problems, receipts
+from megacpp_mcore import bench, dispatch, receipts
 from megacpp_mcore.bench.clock import Clock, clock_for, interleave
 from megacpp_mcore.bench.contenders import Contender, build, contenders, take_weights
 from megacpp_mcore.bench.subject import Subject, batches
 from megacpp_mcore.bench.surface import environment
-from megacpp_mcore.flops import count
+from megacpp_mcore.hybrid.flops import count
 from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.stack import bridges
+from megacpp_mcore.surfaces import problems
 
 _SECONDS_A_PHASE = 15.0
 _AS_IT_IS = "model"
@@ -49,7 +51,7 @@ def bench_model(
     asked = contenders(recipe, _AS_IT_IS, against)
     baseline = next(iter(against), _AS_IT_IS)
     bridges.before_megatron()
-    from megacpp_mcore.training import megatron_setup as setup
+    from megacpp_mcore.training.cpu import megatron_setup as setup
 
     device = problems.current_device()
     with setup.single_process(recipe.schedule.seed, device), setup.quiet():
@@ -77,8 +79,8 @@ def bench_model(
             bench.ONE_RANK_NOTE,
             *(f"{row['phase']}, {row['backend']}: {tokens / row['median_ms'] * 1000:,.0f} tokens/s"
               for row in race.rows),
-            "FLOPs: megacpp_mcore.flops, every layer and head and the pairs that the causal mask "
-            "leaves; not what is elementwise",
+            "FLOPs: megacpp_mcore.hybrid.flops, every layer and head and the pairs that the causal "
+            "mask leaves; not what is elementwise",
             "the forward pass makes the gradients of the heads too, unless they are Megatron's own "
             "(backend megatron of linear_cross_entropy)",
             *race.notes,

@@ -149,8 +149,8 @@ def _on_cpu(bare: torch.nn.Module, args: Namespace) -> Training:
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megacpp_mcore.training.optimizer import build_optimizer
-    from megacpp_mcore.training.step import NoGradientSync
+    from megacpp_mcore.training.cpu.optimizer import build_optimizer
+    from megacpp_mcore.training.cpu.step import NoGradientSync
 
     groups = ProcessGroupCollection.use_mpu_process_groups()
     wrapped = NoGradientSync(bare)

@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 
-from megacpp_mcore import bench, bridges, dispatch, problems, receipts
-from megacpp_mcore.backend import REFERENCE
+from megacpp_mcore import bench, dispatch, receipts
 from megacpp_mcore.bench.clock import Clock, Rates, clock_for, interleave, measure_rates
 from megacpp_mcore.kernels import parity
 from megacpp_mcore.kernels.case import Bound, Case, Tensors
 from megacpp_mcore.kernels.cases import case_class
 from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.surfaces import REGISTRY
+from megacpp_mcore.stack import bridges
+from megacpp_mcore.surfaces import problems
+from megacpp_mcore.surfaces.backend import REFERENCE
+from megacpp_mcore.surfaces.registry import REGISTRY
 
 _SECONDS_A_PHASE = 6.0
 _PHASES = ("forward", "forward_backward")
@@ -105,7 +107,7 @@ def bench_surface(
             raise bench.BenchError(f"{surface} has no variant {variant!r}; its variants: {known}")
         case = case.as_variant(variant)
     bridges.before_megatron()
-    from megacpp_mcore.training.megatron_setup import quiet, single_process
+    from megacpp_mcore.training.cpu.megatron_setup import quiet, single_process
 
     device = problems.current_device()
     dtype = torch.bfloat16 if recipe.precision.bf16 else torch.float32

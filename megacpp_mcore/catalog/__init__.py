@@ -9,11 +9,11 @@ from dataclasses import asdict
 from typing import Any
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.backend import Backend, Problem
 from megacpp_mcore.catalog.rows import ROWS, Row
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.surfaces import REGISTRY
+from megacpp_mcore.surfaces.backend import Backend, Problem
+from megacpp_mcore.surfaces.registry import REGISTRY
 
 
 class CatalogError(MegacppError):

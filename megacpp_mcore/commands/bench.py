@@ -81,8 +81,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _recipe(args: argparse.Namespace) -> Any:
-    from megacpp_mcore import bench, problems
+    from megacpp_mcore import bench
     from megacpp_mcore.recipe import recipe_from_environment
+    from megacpp_mcore.surfaces import problems
 
     overrides = args.overrides + ([f"model.depth={args.layers}"] if args.layers else [])
     if args.layer:

@@ -40,8 +40,8 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Ask, print, and tell by the exit status whether every surface is served."""
     from megacpp_mcore import catalog
-    from megacpp_mcore.problems import current_device
     from megacpp_mcore.recipe import load_recipe, recipe_from_environment
+    from megacpp_mcore.surfaces.problems import current_device
 
     if args.problem:
         recipe = load_recipe(args.problem)

@@ -58,7 +58,7 @@ def _register_build(commands: Any) -> None:
 
 def run_build(args: argparse.Namespace) -> int:
     """Build, then print what was written. 130 when interrupted: nothing is left behind then."""
-    from megacpp_mcore.training.data_build import build
+    from megacpp_mcore.training.data.build import build
 
     started = time.monotonic()
     try:
@@ -78,8 +78,8 @@ def run_build(args: argparse.Namespace) -> int:
 
 def run_check(args: argparse.Namespace) -> int:
     """Verify a dataset and print its counts and its entropy."""
-    from megacpp_mcore.training.data_entropy import corpus_entropy
-    from megacpp_mcore.training.data_files import read_pair
+    from megacpp_mcore.training.data.entropy import corpus_entropy
+    from megacpp_mcore.training.data.files import read_pair
 
     pair = read_pair(args.prefix, verify_hashes=True)
     unigram, bigram = corpus_entropy(args.prefix)
@@ -90,15 +90,15 @@ def run_check(args: argparse.Namespace) -> int:
 
 
 def _source(args: argparse.Namespace) -> Any:
-    from megacpp_mcore.training.data_sources import torch_headers
-    from megacpp_mcore.training.data_text import DEFAULT_SEED, TextFiles
+    from megacpp_mcore.training.data.sources import torch_headers
+    from megacpp_mcore.training.data.text import DEFAULT_SEED, TextFiles
 
     _refuse_unused(args)
     sources = [*args.sources, *([torch_headers()] if args.torch_headers else [])]
     if args.text_column is None and args.tokens_column is None:
         seed = DEFAULT_SEED if args.seed is None else args.seed
         return TextFiles(sources, args.include, seed)
-    from megacpp_mcore.training.data_parquet import ParquetShards
+    from megacpp_mcore.training.data.parquet import ParquetShards
 
     if args.text_column is not None:
         return ParquetShards(sources, args.text_column, "text", include=args.include)

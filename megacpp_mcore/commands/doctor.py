@@ -26,12 +26,13 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examine this machine and print. 1 when a check fails."""
-    from megacpp_mcore import doctor, stack, stack_facts
+    from megacpp_mcore import stack
     from megacpp_mcore.recipe import load_recipe, patch_needs, recipe_from_environment
+    from megacpp_mcore.stack import doctor, facts
 
     recipe = load_recipe(args.recipe) if args.recipe else recipe_from_environment()
     needs = None if recipe is None else patch_needs.needed(recipe)
-    checks = doctor.examine(stack_facts.gather(), needs)
+    checks = doctor.examine(facts.gather(), needs)
     if args.json:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
     else:

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from megacpp_mcore.flops import count
-from megacpp_mcore.lowering import lower
+from megacpp_mcore.hybrid.flops import count
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.fields import Target
+from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.recipe.source import KEYS, RecipeError, shipped
 
 _ARGS_EPILOG = """\
@@ -174,7 +174,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _args(args: argparse.Namespace) -> int:
-    from megacpp_mcore.training.gpu_launch import recipe_words
+    from megacpp_mcore.training.gpu.launch import recipe_words
 
     recipe = load_recipe(args.recipe, args.overrides)
     lowered = lower(recipe)
@@ -193,7 +193,7 @@ def _args(args: argparse.Namespace) -> int:
 
 def _check_alone(recipe: Recipe, argv: list[str]) -> None:
     """Refuse words that say less than the recipe and that our own module takes for another one."""
-    from megacpp_mcore.training.gpu_launch import shipped_recipe_of
+    from megacpp_mcore.training.gpu.launch import shipped_recipe_of
 
     known = shipped_recipe_of(argv)
     if known is not None and known.sha256 != recipe.sha256:

@@ -36,23 +36,23 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, then print the result and draw its curves."""
-    from megacpp_mcore import bridges
     from megacpp_mcore.errors import MegacppError
     from megacpp_mcore.recipe import load_recipe
+    from megacpp_mcore.stack import bridges
 
     if args.steps is not None and args.steps < 1:
         raise MegacppError(f"--steps {args.steps}: at least 1 is needed")
     if args.resume and args.overwrite:
         raise MegacppError("--resume continues the run in DIR and --overwrite removes it: give one")
     if args.gpus is not None:
-        from megacpp_mcore.training import gpu_run
+        from megacpp_mcore.training.gpu import run
 
         if args.steps is not None or args.overwrite:
             raise MegacppError(
                 "--steps and --overwrite are the CPU lane's: with --gpus set "
                 "schedule.train_iters=N, and give every run folders of its own"
             )
-        return gpu_run.run(
+        return run.run(
             args.recipe, args.overrides, args.gpus, args.out,
             yardstick=args.yardstick, resume=args.resume,
         )  # fmt: skip
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out or f"runs/{recipe.name}")
 
     bridges.before_megatron()
-    from megacpp_mcore.training.cpu_lane import train
+    from megacpp_mcore.training.cpu.train import train
 
     outcome = train(recipe, out, steps=args.steps, resume=args.resume, overwrite=args.overwrite)
     _report(outcome.receipt, out)

@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Iterable
 from itertools import zip_longest
 
-from megacpp_mcore.pattern import ATTENTION, TARGETS, translate
-from megacpp_mcore.plan import LETTERS, HybridPlan, Layer
+from megacpp_mcore.hybrid.pattern import ATTENTION, TARGETS, translate
+from megacpp_mcore.hybrid.plan import LETTERS, HybridPlan, Layer
 
 _EPILOG = """\
 letters: {letters}; | cuts the pipeline.

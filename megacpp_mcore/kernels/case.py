@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from megacpp_mcore.backend import Backend, Problem
+from megacpp_mcore.surfaces.backend import Backend, Problem
 
 if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import torch
 
-from megacpp_mcore import problems
-from megacpp_mcore.backend import Problem
 from megacpp_mcore.kernels.case import Case
+from megacpp_mcore.surfaces import problems
+from megacpp_mcore.surfaces.backend import Problem
 
 
 class PrepCase(Case):

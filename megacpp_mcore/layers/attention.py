@@ -5,10 +5,11 @@ from dataclasses import replace
 from megatron.core.transformer import attention as upstream
 from torch import Tensor
 
-from megacpp_mcore import dispatch, problems
+from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.rope_qk import RopeQK
 from megacpp_mcore.layers.settings import plugin_settings
+from megacpp_mcore.surfaces import problems
 
 MEGATRON = "megatron"  # the backend that is upstream's own forward pass
 

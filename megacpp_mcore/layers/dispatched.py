@@ -5,10 +5,11 @@ from functools import partial
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
 
-from megacpp_mcore import dispatch, problems
+from megacpp_mcore import dispatch
 from megacpp_mcore.layers.core_attention import CoreAttentionByLayout, window_of
 from megacpp_mcore.layers.recompute import recomputed
 from megacpp_mcore.layers.settings import plugin_settings
+from megacpp_mcore.surfaces import problems
 
 
 class DispatchedCoreAttention:

@@ -28,11 +28,12 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from torch import Tensor
 
-from megacpp_mcore import dispatch, problems
+from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.linear_cross_entropy import Head
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.patching import applied
+from megacpp_mcore.surfaces import problems
 
 SURFACE = "linear_cross_entropy"
 # The backend that leaves the model's forward pass as Megatron has it, logits included.

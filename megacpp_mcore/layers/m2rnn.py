@@ -35,13 +35,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import deprecate_inference_params
 from torch import Tensor
 
-from megacpp_mcore import dispatch, problems
+from megacpp_mcore import dispatch
+from megacpp_mcore.hybrid.block_settings import M2RNNSettings
 from megacpp_mcore.kernels.m2rnn import m2rnn_step
 from megacpp_mcore.kernels.m2rnn_prep import REFERENCE, M2RNNPrep
 from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout, M2RNNMixerError
 from megacpp_mcore.layers.mixer import RecurrentMixer
 from megacpp_mcore.layers.settings import PluginSettings, plugin_settings
-from megacpp_mcore.settings import M2RNNSettings
+from megacpp_mcore.surfaces import problems
 
 _FP32_PARAMETERS = ("W", "A_log", "dt_bias", "D")
 _A_RANGE = (1.0, 16.0)  # exp(A_log) is drawn from it, as in Mamba-2

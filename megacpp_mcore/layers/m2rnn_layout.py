@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.settings import M2RNNSettings
+from megacpp_mcore.hybrid.block_settings import M2RNNSettings
 
 
 class M2RNNMixerError(MegacppError):

@@ -26,14 +26,15 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import deprecate_inference_params
 from torch import Tensor
 
-from megacpp_mcore import dispatch, problems
+from megacpp_mcore import dispatch
+from megacpp_mcore.hybrid.block_settings import Mamba3Settings
 from megacpp_mcore.kernels.mamba3 import mamba3_step
 from megacpp_mcore.kernels.mamba3_prep import mamba3_prep
 from megacpp_mcore.layers.gathered import gathered
 from megacpp_mcore.layers.mamba3_layout import IN_PROJ_PARTS, Mamba3Layout, Mamba3MixerError
 from megacpp_mcore.layers.mixer import RecurrentMixer
 from megacpp_mcore.layers.settings import PluginSettings, plugin_settings
-from megacpp_mcore.settings import Mamba3Settings
+from megacpp_mcore.surfaces import problems
 
 _NORM_EPS = 1e-5  # of the B and C norms, as upstream's module; no config field reaches them
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import get_args, get_type_hints
 
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.settings import Mamba3Settings
+from megacpp_mcore.hybrid.block_settings import Mamba3Settings
 
 IN_PROJ_PARTS = ("z", "x", "B", "C", "dt", "A", "trap", "angle")
 

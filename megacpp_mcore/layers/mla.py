@@ -23,11 +23,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.typed_torch import apply_module
 from torch import Tensor
 
-from megacpp_mcore import dispatch, problems
+from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.mla_rope import RotaryTable
 from megacpp_mcore.layers.gathered import gathered
 from megacpp_mcore.layers.settings import plugin_settings
+from megacpp_mcore.surfaces import problems
 
 
 class MLAError(MegacppError):

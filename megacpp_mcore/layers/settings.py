@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.settings import M2RNNSettings, Mamba3Settings, RecomputeSettings
+from megacpp_mcore.hybrid.block_settings import M2RNNSettings, Mamba3Settings, RecomputeSettings
 
 _ATTRIBUTE = "megacpp_settings"
 

@@ -43,7 +43,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from megacpp_mcore import bridges, dispatch, optimizer_bridges, problems
+from megacpp_mcore import dispatch
 from megacpp_mcore.layers import loss
 from megacpp_mcore.layers.attention import SelfAttention
 from megacpp_mcore.layers.dispatched import (
@@ -57,6 +57,8 @@ from megacpp_mcore.layers.mla import AbsorbedMLASelfAttention, MLALayer, MLASelf
 from megacpp_mcore.layers.parts import Linears
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.patching import applied
+from megacpp_mcore.stack import bridges, optimizer_bridges
+from megacpp_mcore.surfaces import problems
 
 _CAUSAL = {"attn_mask_type": AttnMaskType.causal}
 

@@ -28,7 +28,7 @@ def warm_rows(receipt: Mapping[str, Any]) -> list[int]:
 
 @dataclass(frozen=True)
 class Work:
-    """What a token of training costs: forward and backward, as `megacpp_mcore.flops` counts it.
+    """What a token of training costs: forward and backward, as `hybrid.flops` counts it.
 
     peak_flops: operations a second that one device could do at most, None where that is not known;
     the model FLOPs utilisation (MFU) is against it.

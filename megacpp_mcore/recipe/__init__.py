@@ -1,7 +1,7 @@
 """A recipe: one training run as typed data.
 
     recipe file -> load_recipe -> Recipe (every key known, every combination possible, the layer
-    plan made) -> megacpp_mcore.lowering -> Megatron's argv and environment
+    plan made) -> megacpp_mcore.recipe.lowering -> Megatron's argv and environment
 
 Inside a training process `recipe_from_environment` gives the layers the same recipe back.
 """
@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megacpp_mcore.pattern import PatternError, translate
-from megacpp_mcore.plan import HybridPlan
+from megacpp_mcore.hybrid.block_settings import M2RNNSettings, RecomputeSettings
+from megacpp_mcore.hybrid.pattern import PatternError, translate
+from megacpp_mcore.hybrid.plan import HybridPlan
 from megacpp_mcore.recipe import rules, schema
 from megacpp_mcore.recipe.fields import Target
 from megacpp_mcore.recipe.source import BACKENDS, KEYS, RecipeError, Settings, locate, read
-from megacpp_mcore.settings import M2RNNSettings, RecomputeSettings
 
 ENVIRONMENT_VARIABLE = "MEGACPP_RECIPE"
 _PIPELINE = "parallel.pipeline_model_parallel_size"

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from megacpp_mcore.lowering import Lowered, lower
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.recipe.lowering import Lowered, lower
 from megacpp_mcore.recipe.source import RecipeError
 
 # A recipe is checked for the pinned stack, of which a machine without a GPU lacks this part.
@@ -146,7 +146,7 @@ def _value(args: Any, name: str) -> Any:
 
 def _answer(questions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """In the process of its own: one fork a question, because Megatron parses once a process."""
-    from megacpp_mcore import bridges
+    from megacpp_mcore.stack import bridges
 
     bridges.before_megatron()
     import megatron.training.arguments  # noqa: F401  imported once, for every fork
@@ -159,7 +159,7 @@ def _parse(question: Mapping[str, Any]) -> dict[str, Any]:
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    from megacpp_mcore import bridges
+    from megacpp_mcore.stack import bridges
 
     # not megatron.core.__version__: in a .venv inside a checkout it has that checkout's commit
     version = {"version": metadata.version("megatron-core")}

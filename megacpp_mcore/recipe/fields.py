@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megacpp_mcore.settings import M2RNNSettings, Mamba3Settings, RecomputeSettings
+from megacpp_mcore.hybrid.block_settings import M2RNNSettings, Mamba3Settings, RecomputeSettings
 
 
 class Target(enum.Enum):

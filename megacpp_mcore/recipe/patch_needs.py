@@ -5,10 +5,10 @@ run that needs one and does not have it is refused where the model is built.
 """
 
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.pattern import MOE_TRACKER_PATCH
-from megacpp_mcore.problems import mla_rope_of
+from megacpp_mcore.hybrid.pattern import MOE_TRACKER_PATCH
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.surfaces import K_POS_PATCH
+from megacpp_mcore.surfaces.problems import mla_rope_of
+from megacpp_mcore.surfaces.registry import K_POS_PATCH
 
 # Megatron's fused MLA RoPE tries these block sizes and rotates wrong heads where a block is cut.
 _ROPE_BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)

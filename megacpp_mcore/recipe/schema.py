@@ -9,8 +9,8 @@ mean is in Megatron's `--help`; comments here say only what is ours.
 from dataclasses import dataclass
 from typing import Literal
 
+from megacpp_mcore.hybrid.block_settings import M2RNNSettings, Mamba3Settings, RecomputeSettings
 from megacpp_mcore.recipe.fields import Target, to, to_flag, to_off_flag
-from megacpp_mcore.settings import M2RNNSettings, Mamba3Settings, RecomputeSettings
 
 _Dtype = Literal["fp32", "fp16", "bf16", "fp8"]
 

@@ -30,7 +30,7 @@ class RunFolder:
         resume nor overwrite was asked for.
         """
         # Imports Megatron, which the GPU lane must not before it has checked and bridged it.
-        from megacpp_mcore.training import checkpoint
+        from megacpp_mcore.training.cpu import checkpoint
 
         try:
             self.path.mkdir(parents=True, exist_ok=True)

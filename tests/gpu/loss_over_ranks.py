@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
-from megacpp_mcore import bridges  # noqa: E402
+from megacpp_mcore.stack import bridges  # noqa: E402
 
 bridges.before_megatron()
 bridges.install()

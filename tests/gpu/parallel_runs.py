@@ -135,9 +135,9 @@ class Packed:
 
     def _command(self, run: Run, host: int = 0, port: int = 0) -> tuple[list[str], dict[str, str]]:
         """The words and the environment of one host's torchrun. port: where hosts meet."""
-        from megacpp_mcore.lowering import lower
         from megacpp_mcore.recipe import load_recipe
-        from megacpp_mcore.training.gpu_launch import OUT, recipe_words
+        from megacpp_mcore.recipe.lowering import lower
+        from megacpp_mcore.training.gpu.launch import OUT, recipe_words
 
         recipe = load_recipe(str(self.out / "recipe.toml"), self._overrides(run))
         lowered = lower(recipe)
@@ -227,8 +227,8 @@ def _free_port() -> int:
 def _corpus(prefix: Path) -> Path:
     """The bytes of this package's own source as a dataset."""
     if not prefix.with_suffix(".idx").exists():
-        from megacpp_mcore.training.data_build import build
-        from megacpp_mcore.training.data_text import TextFiles
+        from megacpp_mcore.training.data.build import build
+        from megacpp_mcore.training.data.text import TextFiles
 
         package = Path(__file__).parents[2] / "megacpp_mcore"
         build(TextFiles([package], ["*.py"]), prefix, quiet=True)

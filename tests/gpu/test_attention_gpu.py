@@ -10,8 +10,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.backend import Problem
-from megacpp_mcore.surfaces import REGISTRY
+from megacpp_mcore.surfaces.backend import Problem
+from megacpp_mcore.surfaces.registry import REGISTRY
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,10 +10,10 @@ import torch
 from loss_contract import CONTRACTS, close, per_token, weighted
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.backend import Problem
 from megacpp_mcore.kernels.linear_cross_entropy import REFERENCE, cublaslt, walk
-from megacpp_mcore.surfaces import REGISTRY
-from megacpp_mcore.training.megatron_setup import single_process
+from megacpp_mcore.surfaces.backend import Problem
+from megacpp_mcore.surfaces.registry import REGISTRY
+from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,8 +7,8 @@ import torch
 from loss_models import FLOAT32, SEQ, assert_same, batches, megatrons_step, models, run
 
 from megacpp_mcore.layers.loss import HeadLosses
-from megacpp_mcore.training.megatron_setup import single_process
-from megacpp_mcore.training.step import forward_step
+from megacpp_mcore.training.cpu.megatron_setup import single_process
+from megacpp_mcore.training.cpu.step import forward_step
 
 pytestmark = [
     pytest.mark.gpu,

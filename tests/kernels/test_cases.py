@@ -12,7 +12,7 @@ from megacpp_mcore.kernels.cases import SURFACES, case_class
 from megacpp_mcore.kernels.norm.case import NormCase
 from megacpp_mcore.kernels.residual.case import ResidualCase
 from megacpp_mcore.recipe import load_recipe
-from megacpp_mcore.surfaces import REGISTRY
+from megacpp_mcore.surfaces.registry import REGISTRY
 
 GQA = ["attention.kind=gqa"]
 MIMO = ["mamba3.variant=mimo"]

@@ -17,7 +17,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.backend import Problem
 from megacpp_mcore.kernels.core_attention import attention, packages, sdpa, sdpa_flash, varlen
 from megacpp_mcore.layers.core_attention import (
     CoreAttentionByLayout,
@@ -30,8 +29,9 @@ from megacpp_mcore.layers.core_attention import (
     ReferenceCoreAttention,
     SDPACoreAttention,
 )
-from megacpp_mcore.surfaces import REGISTRY
-from megacpp_mcore.training.megatron_setup import single_process
+from megacpp_mcore.surfaces.backend import Problem
+from megacpp_mcore.surfaces.registry import REGISTRY
+from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 
 def stand_in(q, k, v, bounds):
@@ -347,7 +347,7 @@ def test_no_tokens_are_no_work(flash_packages, cls, shape):
 @pytest.fixture
 def on_hopper(flash_packages, monkeypatch):
     """A GPU as far as the `supports` can see, with what `installed.modules` names beside torch."""
-    from megacpp_mcore import attention_support
+    from megacpp_mcore.surfaces import attention_support
 
     installed = SimpleNamespace(modules=("flash_attn",))
     monkeypatch.setattr(
@@ -411,7 +411,7 @@ def test_version_4_is_refused_where_its_gradients_are_wrong(on_hopper, monkeypat
 
 
 def test_a_package_for_other_gpus_or_of_another_version_says_so(flash_packages, monkeypatch):
-    from megacpp_mcore import attention_support
+    from megacpp_mcore.surfaces import attention_support
 
     problem = Problem.of("cuda", "bfloat16", dqk=128, dv=64, layout="thd")
     attention_support.import_reason.cache_clear()
@@ -439,7 +439,7 @@ def test_a_package_for_other_gpus_or_of_another_version_says_so(flash_packages, 
 
 def test_version_4_alone_is_no_version_2(tmp_path, monkeypatch):
     """Its folder makes `flash_attn` a package, which imports, and holds no function."""
-    from megacpp_mcore import attention_support
+    from megacpp_mcore.surfaces import attention_support
 
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
@@ -457,7 +457,7 @@ def test_version_4_alone_is_no_version_2(tmp_path, monkeypatch):
 
 
 def test_version_3s_deterministic_backward_ends_at_192(flash_packages, monkeypatch):
-    from megacpp_mcore import attention_support
+    from megacpp_mcore.surfaces import attention_support
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -510,7 +510,7 @@ def test_torch_compile_keeps_one_graph_around_a_package(monkeypatch, version):
 
 
 def test_flash_3_is_found_under_either_name(flash_packages, monkeypatch):
-    from megacpp_mcore import attention_support
+    from megacpp_mcore.surfaces import attention_support
 
     attention_support.import_reason.cache_clear()
     try:

@@ -13,8 +13,7 @@ import torch
 from loss_contract import CONTRACTS, close, draw, leaves, per_token, weighted, weights
 from torch.nn import functional
 
-from megacpp_mcore import dispatch, loss_support
-from megacpp_mcore.backend import Problem
+from megacpp_mcore import dispatch
 from megacpp_mcore.kernels.linear_cross_entropy import (
     REFERENCE,
     LinearCrossEntropyInputError,
@@ -27,7 +26,9 @@ from megacpp_mcore.kernels.linear_cross_entropy.cce import CCE
 from megacpp_mcore.kernels.linear_cross_entropy.chunked import CHUNKED
 from megacpp_mcore.kernels.linear_cross_entropy.megatron import MEGATRON
 from megacpp_mcore.kernels.linear_cross_entropy.weight_gradient import WeightGradient
-from megacpp_mcore.training.megatron_setup import single_process
+from megacpp_mcore.surfaces import loss_support
+from megacpp_mcore.surfaces.backend import Problem
+from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 test_admission = admission.suite("linear_cross_entropy", beyond_dispatch=("chunked",))
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.backend import Problem
 from megacpp_mcore.kernels.m2rnn import build, cuda
+from megacpp_mcore.surfaces.backend import Problem
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.backend import import_reason
 from megacpp_mcore.kernels import parity
 from megacpp_mcore.kernels.mamba3 import Mamba3InputError, mamba3_scan
 from megacpp_mcore.kernels.mamba3 import mamba_ssm_mimo as backend
 from megacpp_mcore.kernels.mamba3.case import Mamba3ScanCase
+from megacpp_mcore.surfaces.backend import import_reason
 
 NAM56R = {
     "variant": "mimo", "heads": 56, "groups": 8, "head_dim": 64, "state_dim": 64, "rank": 4,

@@ -9,12 +9,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
 
-from megacpp_mcore import dispatch, problems
+from megacpp_mcore import dispatch
 from megacpp_mcore.dispatch import DispatchError
 from megacpp_mcore.kernels.moe_experts import experts, experts_grouped_mm, weighted_swiglu
 from megacpp_mcore.layers.experts import ExpertsError, GroupedMMExperts
 from megacpp_mcore.layers.parts import sequential_experts
-from megacpp_mcore.training.megatron_setup import single_process
+from megacpp_mcore.surfaces import problems
+from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 # torch has the grouped product for a CPU too, so that what surrounds it is tested here.
 test_admission = admission.suite("moe_experts", beyond_dispatch=("grouped_mm",))

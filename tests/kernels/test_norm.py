@@ -8,10 +8,11 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from megacpp_mcore import dispatch, problems
+from megacpp_mcore import dispatch
 from megacpp_mcore.dispatch import DispatchError
 from megacpp_mcore.kernels.norm import layer_norm, rms_norm
 from megacpp_mcore.layers.norm import LigerNorm, TorchNorm
+from megacpp_mcore.surfaces import problems
 
 test_admission = admission.suite("norm")
 

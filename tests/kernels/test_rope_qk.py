@@ -9,8 +9,8 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.backend import Problem
 from megacpp_mcore.kernels.rope_qk import REFERENCE, RopeQKInputError, megatron, triton
+from megacpp_mcore.surfaces.backend import Problem
 
 test_admission = admission.suite("rope_qk", beyond_dispatch=("triton",))
 

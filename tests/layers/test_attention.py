@@ -13,7 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer import attention as upstream
 from megatron.core.transformer.enums import AttnMaskType
 
-from megacpp_mcore import dispatch, problems
+from megacpp_mcore import dispatch
 from megacpp_mcore.kernels.rope_qk import REFERENCE, triton
 from megacpp_mcore.layers.attention import AttentionError, SelfAttention
 from megacpp_mcore.layers.core_attention import (
@@ -25,7 +25,8 @@ from megacpp_mcore.layers.core_attention import (
 from megacpp_mcore.layers.dispatched import DispatchedCoreAttention
 from megacpp_mcore.layers.norm import TorchNorm
 from megacpp_mcore.layers.settings import PluginSettings, attach
-from megacpp_mcore.training.megatron_setup import single_process
+from megacpp_mcore.surfaces import problems
+from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 HIDDEN, SEQ, BATCH, DIM = 24, 9, 2, 8
 VARIANTS = {

@@ -12,16 +12,17 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer import TransformerConfig
 from recompute_slice import train_once
 
-from megacpp_mcore import bridges, dispatch
-from megacpp_mcore.backend import Problem, always
+from megacpp_mcore import dispatch
 from megacpp_mcore.dispatch import DispatchError
+from megacpp_mcore.hybrid.block_settings import M2RNNSettings, Mamba3Settings
 from megacpp_mcore.kernels import inductor
 from megacpp_mcore.layers.m2rnn import M2RNNMixer, M2RNNMixerSubmodules
 from megacpp_mcore.layers.mamba3 import Mamba3Mixer, Mamba3MixerSubmodules
 from megacpp_mcore.recipe import load_recipe
-from megacpp_mcore.settings import M2RNNSettings, Mamba3Settings
-from megacpp_mcore.surfaces import REGISTRY
-from megacpp_mcore.training.megatron_setup import single_process
+from megacpp_mcore.stack import bridges
+from megacpp_mcore.surfaces.backend import Problem, always
+from megacpp_mcore.surfaces.registry import REGISTRY
+from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 SEQ = 32
 SMALL = [

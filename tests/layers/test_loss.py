@@ -25,13 +25,13 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.backend import REFERENCE, always
 from megacpp_mcore.kernels.linear_cross_entropy import walk
 from megacpp_mcore.layers import loss
 from megacpp_mcore.layers.loss import LossError
-from megacpp_mcore.surfaces import REGISTRY
-from megacpp_mcore.training import step
-from megacpp_mcore.training.megatron_setup import single_process
+from megacpp_mcore.surfaces.backend import REFERENCE, always
+from megacpp_mcore.surfaces.registry import REGISTRY
+from megacpp_mcore.training.cpu import step
+from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ def check(overrides):
     from loss_models import assert_same, batches, megatrons_step, models, run
 
     from megacpp_mcore.layers.loss import head_losses
-    from megacpp_mcore.training.step import forward_step
+    from megacpp_mcore.training.cpu.step import forward_step
 
     ours, megatrons = models(*OVERRIDES, *overrides)
     assert ours.tp_group.size() == 2

@@ -28,12 +28,12 @@ from megatron.core.transformer.transformer_layer import (
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.hybrid.block_settings import M2RNNSettings
 from megacpp_mcore.layers.m2rnn import M2RNNMixer, M2RNNMixerSubmodules
 from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout
 from megacpp_mcore.layers.norm import TorchNorm
 from megacpp_mcore.layers.settings import PluginSettings, attach
-from megacpp_mcore.settings import M2RNNSettings
-from megacpp_mcore.training.megatron_setup import single_process
+from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 HIDDEN, K, V = 27, 5, 4
 SETTINGS = M2RNNSettings(k_head_dim=K, v_head_dim=V, chunk_size=8)  # 27 // (5 + 4) = 3 heads

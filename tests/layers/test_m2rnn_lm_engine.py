@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import softplus
 
+from megacpp_mcore.hybrid.block_settings import M2RNNSettings
 from megacpp_mcore.kernels.m2rnn import m2rnn
 from megacpp_mcore.layers.m2rnn_layout import (
     M2RNNLayout,
@@ -13,7 +14,6 @@ from megacpp_mcore.layers.m2rnn_layout import (
     from_lm_engine,
     to_lm_engine,
 )
-from megacpp_mcore.settings import M2RNNSettings
 
 HIDDEN, HEADS, K, V, KERNEL, EPS = 10, 3, 5, 4, 4, 1e-3
 CHANNELS = HEADS * V

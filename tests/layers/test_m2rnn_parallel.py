@@ -4,7 +4,7 @@ import pytest
 import torch
 from layer_ranks import HIDDEN, TwoRanks, compiling, packed, run_both
 
-from megacpp_mcore.settings import M2RNNSettings
+from megacpp_mcore.hybrid.block_settings import M2RNNSettings
 
 SETTINGS = M2RNNSettings(k_head_dim=6, v_head_dim=3, num_heads=4, chunk_size=4)
 # batch, document bounds, sequence parallel

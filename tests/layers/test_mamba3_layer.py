@@ -21,11 +21,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.hybrid.block_settings import Mamba3Settings
 from megacpp_mcore.layers.mamba3 import Mamba3Mixer, Mamba3MixerSubmodules
 from megacpp_mcore.layers.norm import TorchNorm
 from megacpp_mcore.layers.settings import PluginSettings, attach
-from megacpp_mcore.settings import Mamba3Settings
-from megacpp_mcore.training.megatron_setup import single_process
+from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 HIDDEN = 24
 SIZES = {

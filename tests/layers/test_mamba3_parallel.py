@@ -4,7 +4,7 @@ import pytest
 import torch
 from layer_ranks import HIDDEN, TwoRanks, compiling, run_both
 
-from megacpp_mcore.settings import Mamba3Settings
+from megacpp_mcore.hybrid.block_settings import Mamba3Settings
 
 # settings, groups (2 split over the ranks, 1 and 3 do not: B and C are gathered), sequence parallel
 CASES = {

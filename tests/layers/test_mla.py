@@ -31,7 +31,7 @@ from megacpp_mcore.layers.mla import (
 from megacpp_mcore.layers.norm import TorchNorm
 from megacpp_mcore.layers.settings import PluginSettings, attach
 from megacpp_mcore.layers.stack import stack_spec
-from megacpp_mcore.training.megatron_setup import single_process
+from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 HIDDEN, SEQ, BATCH = 24, 9, 2
 MOE = get_moe_module_spec(use_te=False, num_experts=1)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megacpp_mcore import bridges
+from megacpp_mcore.stack import bridges
 
 bridges.before_megatron()
 
@@ -16,10 +16,10 @@ from megatron.core.tensor_parallel.layers import (  # noqa: E402
 )
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
+from megacpp_mcore.hybrid.block_settings import M2RNNSettings, Mamba3Settings  # noqa: E402
 from megacpp_mcore.layers.m2rnn import M2RNNMixer, M2RNNMixerSubmodules  # noqa: E402
 from megacpp_mcore.layers.mamba3 import Mamba3Mixer, Mamba3MixerSubmodules  # noqa: E402
-from megacpp_mcore.settings import M2RNNSettings, Mamba3Settings  # noqa: E402
-from megacpp_mcore.training.megatron_setup import single_process  # noqa: E402
+from megacpp_mcore.training.cpu.megatron_setup import single_process  # noqa: E402
 
 
 class _TransformerEngines:
@@ -119,7 +119,8 @@ def test_sizes_that_fit_are_those_of_one_rank():
 
 
 def test_fp8_without_transformer_engine_is_refused_before_any_layer():
-    from megacpp_mcore import dispatch, problems
+    from megacpp_mcore import dispatch
+    from megacpp_mcore.surfaces import problems
 
     problem = problems.linear("cpu", SimpleNamespace(fp8="hybrid", params_dtype=torch.bfloat16))
     with pytest.raises(dispatch.DispatchError) as error:

@@ -10,11 +10,11 @@ import torch
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.layers.settings import SettingsError
-from megacpp_mcore.lowering import lower
 from megacpp_mcore.recipe import Recipe, load_recipe
-from megacpp_mcore.training.megatron_setup import build_model, megatron_args, single_process
-from megacpp_mcore.training.optimizer import build_optimizer, build_scheduler
-from megacpp_mcore.training.step import Trainer
+from megacpp_mcore.recipe.lowering import lower
+from megacpp_mcore.training.cpu.megatron_setup import build_model, megatron_args, single_process
+from megacpp_mcore.training.cpu.optimizer import build_optimizer, build_scheduler
+from megacpp_mcore.training.cpu.step import Trainer
 
 SMALL = [
     "model.hidden_size=32", "model.ffn_hidden_size=64", "model.num_attention_heads=4",

@@ -66,10 +66,10 @@ def model_of(overrides):
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import hybrid_config_from_args
 
-    from megacpp_mcore.lowering import lower
     from megacpp_mcore.recipe import load_recipe
-    from megacpp_mcore.training.gpu_model import MegacppModelBuilder
-    from megacpp_mcore.training.megatron_setup import megatron_args, quiet
+    from megacpp_mcore.recipe.lowering import lower
+    from megacpp_mcore.training.cpu.megatron_setup import megatron_args, quiet
+    from megacpp_mcore.training.gpu.model import MegacppModelBuilder
 
     num_microbatches_calculator.destroy_num_microbatches_calculator()
     if parallel_state.is_initialized():
@@ -101,7 +101,7 @@ def model_of(overrides):
 
 
 def wrapper():
-    from megacpp_mcore.training.step import NoGradientSync
+    from megacpp_mcore.training.cpu.step import NoGradientSync
 
     class Averaged(NoGradientSync):
         """Mean gradients over the data-parallel ranks, as Megatron's DDP makes them."""
@@ -128,7 +128,7 @@ def run(chunks, batches):
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megacpp_mcore.training.step import forward_step
+    from megacpp_mcore.training.cpu.step import forward_step
 
     def step(iterator, model):
         losses, reduce = forward_step(iterator, model)

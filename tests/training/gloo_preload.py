@@ -1,6 +1,6 @@
 """What the server of `gloo_ranks` has imported before it forks a rank."""
 
-from megacpp_mcore import bridges
+from megacpp_mcore.stack import bridges
 
 bridges.before_megatron()
 

@@ -21,12 +21,12 @@ from megatron.core import dist_checkpointing
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megacpp_mcore import bridges
-from megacpp_mcore.lowering import lower
 from megacpp_mcore.recipe import load_recipe
-from megacpp_mcore.training.gather_check import GatherCheck
-from megacpp_mcore.training.megatron_setup import megatron_args, quiet
-from megacpp_mcore.training.step import forward_step
+from megacpp_mcore.recipe.lowering import lower
+from megacpp_mcore.stack import bridges
+from megacpp_mcore.training.cpu.megatron_setup import megatron_args, quiet
+from megacpp_mcore.training.cpu.step import forward_step
+from megacpp_mcore.training.gpu.gather_check import GatherCheck
 
 _TYPE = torch.Tensor.type
 
@@ -154,7 +154,7 @@ class _Training:
             get_megatron_optimizer_config,
         )
 
-        from megacpp_mcore.training.gpu_model import MegacppModelBuilder
+        from megacpp_mcore.training.gpu.model import MegacppModelBuilder
 
         self.run = run
         lowered = lower(load_recipe("nam56r-tiny", run.overrides))

@@ -16,12 +16,12 @@ import pytest
 from megacpp_mcore import receipts
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import load_recipe
-from megacpp_mcore.training import checkpoint
-from megacpp_mcore.training.cpu_lane import train
-from megacpp_mcore.training.cpu_support import CpuLaneError
-from megacpp_mcore.training.data_files import DataError
+from megacpp_mcore.training.cpu import checkpoint
+from megacpp_mcore.training.cpu.step import TrainingError
+from megacpp_mcore.training.cpu.support import CpuLaneError
+from megacpp_mcore.training.cpu.train import train
+from megacpp_mcore.training.data.files import DataError
 from megacpp_mcore.training.run_folder import RunFolderError
-from megacpp_mcore.training.step import TrainingError
 
 
 def losses(run: Path) -> list[float]:

@@ -15,11 +15,11 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megacpp_mcore import cli
-from megacpp_mcore.training import data_build
-from megacpp_mcore.training.data_build import build
-from megacpp_mcore.training.data_files import DataError, read_pair
-from megacpp_mcore.training.data_sources import torch_headers
-from megacpp_mcore.training.data_text import TextFiles
+from megacpp_mcore.training.data import build as data_build
+from megacpp_mcore.training.data.build import build
+from megacpp_mcore.training.data.files import DataError, read_pair
+from megacpp_mcore.training.data.sources import torch_headers
+from megacpp_mcore.training.data.text import TextFiles
 
 
 def write_tree(root: Path, files: dict[str, bytes]) -> Path:
@@ -313,7 +313,7 @@ class TestCrash:
             if pid == 0:
                 try:
                     # tqdm's own lock is shared with this process: a kill would leave it held
-                    data_build.tqdm.set_lock(threading.RLock())
+                    build.tqdm.set_lock(threading.RLock())
                     while True:
                         for source in sources:
                             build(source, prefix, overwrite=True)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megacpp_mcore.training import data_entropy
-from megacpp_mcore.training.data_entropy import corpus_entropy
-from megacpp_mcore.training.data_files import DataError
+from megacpp_mcore.training.data import entropy
+from megacpp_mcore.training.data.entropy import corpus_entropy
+from megacpp_mcore.training.data.files import DataError
 
 
 def write(prefix, documents):
@@ -46,9 +46,9 @@ documents_strategy = st.lists(
 def test_against_brute_force(tmp_path_factory, documents, chunk, dense):
     prefix = write(tmp_path_factory.mktemp("corpus") / "c", documents)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data_entropy, "_CHUNK_TOKENS", chunk)
+        patch.setattr(entropy, "_CHUNK_TOKENS", chunk)
         # 65535**2 pairs are always sorted; without that token, a table unless it is forbidden
-        patch.setattr(data_entropy, "_DENSE_CODES", 1 << 24 if dense else 0)
+        patch.setattr(entropy, "_DENSE_CODES", 1 << 24 if dense else 0)
         # sums of at most 100 terms below log(100), in fp64
         assert corpus_entropy(prefix) == pytest.approx(brute_force(documents), abs=1e-13)
 

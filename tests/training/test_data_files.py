@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
-from megacpp_mcore.training import data_files
-from megacpp_mcore.training.data_build import build
-from megacpp_mcore.training.data_files import DataError, paths, read_pair
-from megacpp_mcore.training.data_text import TextFiles
+from megacpp_mcore.training.data import files
+from megacpp_mcore.training.data.build import build
+from megacpp_mcore.training.data.files import DataError, paths, read_pair
+from megacpp_mcore.training.data.text import TextFiles
 
 HEADER_BYTES = 34
 
@@ -54,8 +54,8 @@ def write_index(
 
 
 def test_dtype_codes_are_megatrons():
-    ours = {code: np.dtype(text).name for code, text in data_files._TOKEN_DTYPES.items()}
-    ours |= data_files._FLOAT_DTYPES
+    ours = {code: np.dtype(text).name for code, text in files._TOKEN_DTYPES.items()}
+    ours |= files._FLOAT_DTYPES
     assert ours == {member.value: member.name for member in DType}
 
 
@@ -215,7 +215,7 @@ def test_token_beyond_the_vocabulary_is_named(prefix, at):
 
 
 def test_token_beyond_the_vocabulary_in_a_later_chunk(prefix, monkeypatch):
-    monkeypatch.setattr(data_files, "_CHUNK_BYTES", 14)
+    monkeypatch.setattr(files, "_CHUNK_BYTES", 14)
     with pytest.raises(DataError, match=r"token 255 at position"):
         read_pair(without_manifest(prefix), 255)
     assert read_pair(prefix, 257)

@@ -7,9 +7,9 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megacpp_mcore import cli
-from megacpp_mcore.training.data_build import build
-from megacpp_mcore.training.data_files import DataError, read_pair
-from megacpp_mcore.training.data_parquet import ParquetShards
+from megacpp_mcore.training.data.build import build
+from megacpp_mcore.training.data.files import DataError, read_pair
+from megacpp_mcore.training.data.parquet import ParquetShards
 
 
 def write_shard(path, row_group_size=7, **columns):

@@ -10,15 +10,15 @@ import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megacpp_mcore.training.data_build import build
-from megacpp_mcore.training.data_files import DataError, read_pair
-from megacpp_mcore.training.data_text import TextFiles
-from megacpp_mcore.training.datasets import (
+from megacpp_mcore.training.data.build import build
+from megacpp_mcore.training.data.datasets import (
     batches,
     build_datasets,
     order_digest,
     split_documents,
 )
+from megacpp_mcore.training.data.files import DataError, read_pair
+from megacpp_mcore.training.data.text import TextFiles
 
 EOD = 256
 SEQ = 16

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megacpp_mcore.layers.gathered import gathered
-from megacpp_mcore.training.gather_check import GatherCheck, GatherError
+from megacpp_mcore.training.gpu.gather_check import GatherCheck, GatherError
 
 
 class Model(torch.nn.Module):

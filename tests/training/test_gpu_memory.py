@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import torch
 from torch._subclasses import FakeTensorMode
 
-from megacpp_mcore.training import gpu_memory
-from megacpp_mcore.training.gpu_memory import (
+from megacpp_mcore.training.gpu import memory
+from megacpp_mcore.training.gpu.memory import (
     MemoryWatch,
     is_out_of_memory,
     report,
@@ -121,25 +121,25 @@ def test_what_is_there_of_a_model_that_is_not_finished():
 
     halves, doubled = [Half(2**18) for _ in range(3)], Doubled(2**22)
     view = halves[0].weight.detach()  # the same storage
-    found = gpu_memory._alive("cpu")
+    found = memory._alive("cpu")
     assert found["parameters of Half"] == 3 * 4 * 2**18
     assert found["parameters of Doubled"] == 4 * 2**22
     del doubled
     others = "buffers, main parameters, states, others"
-    assert "parameters of Doubled" not in gpu_memory._alive("cpu")
+    assert "parameters of Doubled" not in memory._alive("cpu")
     gc.collect()  # what other tests have left
-    before, more = gpu_memory._alive("cpu")[others], torch.zeros(2**20)
+    before, more = memory._alive("cpu")[others], torch.zeros(2**20)
     with FakeTensorMode():
         fake = torch.zeros(2**21)  # as torch.compile keeps many, which say that they are on a GPU
     sparse = torch.ones(2**20).to_sparse()
-    assert abs(gpu_memory._alive("cpu")[others] - before - 4 * 2**20) < 2**20
+    assert abs(memory._alive("cpu")[others] - before - 4 * 2**20) < 2**20
     assert fake.numel() == 2 * sparse.numel()
     assert len(halves) == 3 and len(view) == 2**18 and len(more)
 
 
 def test_the_report_of_a_model_that_is_not_finished(monkeypatch):
     found = Counter({"parameters of MoELayer": 3 * GIB, "parameters of Mixer": 5 * GIB})
-    monkeypatch.setattr(gpu_memory, "_alive", lambda device: found)
+    monkeypatch.setattr(memory, "_alive", lambda device: found)
     first, *rows, last = unfinished_report(
         {"allocated_bytes.all.current": GIB}, total=2 * GIB, rank=1
     ).splitlines()

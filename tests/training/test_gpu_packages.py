@@ -8,7 +8,7 @@ import pytest
 
 from megacpp_mcore.dispatch import DispatchError
 from megacpp_mcore.recipe import load_recipe
-from megacpp_mcore.training.gpu_packages import (
+from megacpp_mcore.training.gpu.packages import (
     MissingPackageError,
     check_backends,
     check_logging,

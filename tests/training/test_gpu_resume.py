@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megacpp_mcore.training.gpu_resume import TRACKER, ResumeError, complete, newest, settle
+from megacpp_mcore.training.gpu.resume import TRACKER, ResumeError, complete, newest, settle
 
 
 def checkpoint(folder: Path, iteration: int, *files: str) -> None:

@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacpp_mcore.lowering import lower
 from megacpp_mcore.recipe import load_recipe
-from megacpp_mcore.training.gpu_launch import Launch, recipe_words
+from megacpp_mcore.recipe.lowering import lower
+from megacpp_mcore.training.gpu.launch import Launch, recipe_words
 
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost",
         "MASTER_PORT": "29500"}  # fmt: skip
 ARGUMENTS = """
 import sys
-from megacpp_mcore import bridges
-from megacpp_mcore.training import gpu_lane
-from megacpp_mcore.training.gpu_launch import launch
+from megacpp_mcore.stack import bridges
+from megacpp_mcore.training.gpu import train
+from megacpp_mcore.training.gpu.launch import launch
 
 bridges.before_megatron()
 with bridges.answering_for_a_gpu():
-    gpu_lane.megatron_args(launch(sys.argv[1:]))
+    train.megatron_args(launch(sys.argv[1:]))
 """
 
 
@@ -35,7 +35,7 @@ def python(script: str, *words: str, environment: dict[str, str]) -> subprocess.
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("module", ["megacpp_mcore.pretrain", "megacpp_mcore.training.gpu_lane"])
+@pytest.mark.parametrize("module", ["megacpp_mcore.pretrain", "megacpp_mcore.training.gpu.train"])
 def test_megatron_is_not_imported_before_it_is_bridged(module):
     script = f"import {module}, sys; sys.exit(not {{'megatron', 'triton'}}.isdisjoint(sys.modules))"
     assert python(script, environment={}).returncode == 0
@@ -68,14 +68,14 @@ def test_backends_are_checked_where_jax_is_not_found(monkeypatch, tmp_path):
             importlib.import_module("jax")
         raise KeyboardInterrupt
 
-    from megacpp_mcore.training import gpu_lane
+    from megacpp_mcore.training.gpu import train
 
-    monkeypatch.setattr(gpu_lane, "check_packages", lambda recipe, yardstick: None)
-    monkeypatch.setattr(gpu_lane, "check_backends", check)
+    monkeypatch.setattr(train, "check_packages", lambda recipe, yardstick: None)
+    monkeypatch.setattr(train, "check_backends", check)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     recipe = load_recipe("nam56r")
     with pytest.raises(KeyboardInterrupt):
-        gpu_lane._train(Launch(recipe, lower(recipe), [], tmp_path, {}))
+        train._train(Launch(recipe, lower(recipe), [], tmp_path, {}))
     with pytest.raises(RuntimeError, match="jax is imported"):
         importlib.import_module("jax")
 
@@ -85,10 +85,10 @@ def test_a_start_is_counted_from_the_process_and_from_its_launcher():
     rank = """
 import os, sys, time
 os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
-from megacpp_mcore.training import gpu_watch
-first, second = gpu_watch._start(), gpu_watch._start()
+from megacpp_mcore.training.gpu import watch
+first, second = watch._start(), watch._start()
 os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"  # the launcher's start is not this rank's
-assert "launch_s" not in gpu_watch._start()
+assert "launch_s" not in watch._start()
 assert first["launch_s"] == second["launch_s"]
 print(time.time() - first["cold_start_s"], first["launch_s"])
 """

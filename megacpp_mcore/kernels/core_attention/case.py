@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megacpp_mcore import problems
-from megacpp_mcore.backend import Problem
 from megacpp_mcore.kernels.case import Bound, Case, Tensors
 from megacpp_mcore.kernels.core_attention.reference import attention
 from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.surfaces import problems
+from megacpp_mcore.surfaces.backend import Problem
 
 _SCORES = 2**27  # that the truth holds at a time: 512 MiB in float32
 _LARGEST_SCORE = 6  # of a few million standard normal ones

@@ -7,12 +7,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megacpp_mcore import problems
-from megacpp_mcore.backend import Backend, Problem
 from megacpp_mcore.kernels.case import Bound, Case, Tensors
 from megacpp_mcore.kernels.linear_cross_entropy import REFERENCE
-from megacpp_mcore.loss_support import liger_loss
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.surfaces import problems
+from megacpp_mcore.surfaces.backend import Backend, Problem
+from megacpp_mcore.surfaces.loss_support import liger_loss
 
 LIGERS_MEAN = Backend(
     "liger_mean", "megacpp_mcore.kernels.linear_cross_entropy.liger:MEAN", liger_loss

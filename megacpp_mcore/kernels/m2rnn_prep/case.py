@@ -7,12 +7,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megacpp_mcore import problems
 from megacpp_mcore.kernels.case import Bound, Tensors
 from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds
 from megacpp_mcore.kernels.m2rnn_prep import REFERENCE, M2RNNPrep
 from megacpp_mcore.kernels.prep_case import PrepCase
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.surfaces import problems
 
 
 @dataclass(frozen=True)

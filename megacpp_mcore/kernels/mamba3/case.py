@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megacpp_mcore import problems
-from megacpp_mcore.backend import Problem
+from megacpp_mcore.hybrid.block_settings import Mamba3Settings
 from megacpp_mcore.kernels.case import Bound, Case, Tensors
 from megacpp_mcore.kernels.mamba3.inputs import prepare
 from megacpp_mcore.kernels.mamba3.reference import mamba3_chunked, mamba3_sequential
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.settings import Mamba3Settings
+from megacpp_mcore.surfaces import problems
+from megacpp_mcore.surfaces.backend import Problem
 
 _SEQUENTIAL = 512  # tokens: step by step keeps every state alive; chunked is the same, as tested
 

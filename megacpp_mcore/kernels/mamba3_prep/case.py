@@ -7,11 +7,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megacpp_mcore import problems
 from megacpp_mcore.kernels.case import Bound, Tensors
 from megacpp_mcore.kernels.mamba3_prep.reference import mamba3_prep
 from megacpp_mcore.kernels.prep_case import PrepCase
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.surfaces import problems
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def mamba3_prep(
 
     B, C: (b, S, G * R * N). dt, A: (b, S, H), logits. dt_bias: (H,). B_weight, C_weight: (N,).
     head_groups: (H,) integers; the scan then gets the group of each head, in their order.
-    variant, decay, decay_floor: of `megacpp_mcore.settings.Mamba3Settings`. eps: of the norms.
+    variant, decay, decay_floor: of `Mamba3Settings`. eps: of the norms.
 
     Returns q, k (b, S, G, N), MIMO (b, S, R, G, N), and adt, dt (b, S, H); float32 or wider.
     """

@@ -6,13 +6,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megacpp_mcore import problems
-from megacpp_mcore.backend import Problem
 from megacpp_mcore.kernels.case import Bound, Case, Tensors
 from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds
 from megacpp_mcore.kernels.mla_rope.inputs import RotaryTable
 from megacpp_mcore.kernels.mla_rope.reference import mla_rope
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.surfaces import problems
+from megacpp_mcore.surfaces.backend import Problem
 
 _BASE = 10_000.0
 

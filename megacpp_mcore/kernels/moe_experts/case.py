@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megacpp_mcore import problems
-from megacpp_mcore.backend import Problem
 from megacpp_mcore.kernels.case import Bound, Case, Tensors
 from megacpp_mcore.kernels.moe_experts.reference import experts
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.surfaces import problems
+from megacpp_mcore.surfaces.backend import Problem
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megacpp_mcore import problems
-from megacpp_mcore.backend import Problem
 from megacpp_mcore.kernels.case import Bound, Case, Tensors
 from megacpp_mcore.kernels.norm.reference import rms_norm
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.surfaces import problems
+from megacpp_mcore.surfaces.backend import Problem
 
 
 @dataclass(frozen=True)

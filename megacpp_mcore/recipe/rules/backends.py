@@ -1,7 +1,7 @@
 """Rules about [backends]: a named backend that this recipe's model rules out on any machine."""
 
-from megacpp_mcore import surfaces
 from megacpp_mcore.recipe.refusal import Rules
+from megacpp_mcore.surfaces import registry as surfaces
 
 _REASONS = {
     ("linear", "reference"): surfaces.in_the_models_dtype,

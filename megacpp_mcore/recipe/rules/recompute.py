@@ -2,8 +2,8 @@
 
 from dataclasses import fields
 
+from megacpp_mcore.hybrid.block_settings import MEGATRON_RECOMPUTES, RecomputeSettings
 from megacpp_mcore.recipe.refusal import Rules, shown
-from megacpp_mcore.settings import MEGATRON_RECOMPUTES, RecomputeSettings
 
 _LETTERS = {"moe": "E", "mamba3": "M", "m2rnn": "R"}
 

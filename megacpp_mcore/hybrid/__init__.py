@@ -1,0 +1,1 @@
+"""A source pattern lowered to Megatron: translation, plan, block settings, FLOPs; no torch."""

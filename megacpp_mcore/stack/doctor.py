@@ -1,0 +1,38 @@
+"""What of a machine's stack is sound, what is not, and what to do about it."""
+
+from collections.abc import Mapping
+
+from megacpp_mcore.stack import FAIL, NOT_APPLICABLE, OK, PINS, PYTHON, Check, Facts, Pin
+from megacpp_mcore.stack.checks import TRAPS, patch_lane, patches_of_recipe
+
+
+def examine(facts: Facts, needs: Mapping[str, str] | None = None) -> list[Check]:
+    """Every check on `facts`: versions against the pins, then the known traps.
+
+    needs: what `patch_needs.needed` says of the recipe to be run; None when there is none.
+    """
+    checks = [_python(facts), *(_pin(facts, pin) for pin in PINS)]
+    checks += [trap(facts) for trap in TRAPS]
+    return [*checks, *patch_lane(facts), patches_of_recipe(facts, needs)]
+
+
+def _python(facts: Facts) -> Check:
+    found = ".".join(map(str, facts.python))
+    if facts.python[:2] == PYTHON:
+        return Check("python", OK, found)
+    return Check(
+        "python", FAIL, f"{found}; megatron-core >= 0.17 has only Python 3.12 (pip on another "
+        "version silently offers 0.16.1)", "make the environment with Python 3.12",
+    )  # fmt: skip
+
+
+def _pin(facts: Facts, pin: Pin) -> Check:
+    found = facts.version(pin.name)
+    get = pin.get or f"pip install {pin.name}=={pin.version}"
+    if found is None and pin.cuda and facts.gpu is None:
+        return Check(pin.name, NOT_APPLICABLE, "absent, and there is no GPU to use it")
+    if found is None:
+        return Check(pin.name, pin.missing, f"absent; pinned {pin.version}: {pin.why}", get)
+    if found.split("+")[0] == pin.version:
+        return Check(pin.name, OK, found)
+    return Check(pin.name, pin.other, f"{found}; pinned {pin.version}: {pin.why}", get)

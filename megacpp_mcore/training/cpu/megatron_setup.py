@@ -1,0 +1,119 @@
+"""From a recipe's Megatron argv to Megatron's arguments, process groups and model, in one process.
+
+The CPU lane takes the same road as a launch on GPUs: the argv that `megacpp recipe args` prints,
+Megatron's own parser and validation, Megatron's config and model builder, our spec by name.
+"""
+
+import contextlib
+import io
+import logging
+import random
+import sys
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy
+import torch
+
+from megacpp_mcore.stack import bridges
+from megacpp_mcore.training.environment import apply_environment
+
+
+def megatron_args(argv: Sequence[str], environment: Mapping[str, str]) -> Namespace:
+    """Megatron's parsed and validated arguments for `argv`, as the only rank of a world of one.
+
+    environment: the launch variables of the recipe; those the user has set already are kept, but
+    for MEGACPP_RECIPE.
+    """
+    apply_environment({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **environment})
+    bridges.before_megatron()
+    with quiet(), bridges.answering_for_a_gpu(), _argv(argv):
+        from megatron.training.arguments import parse_args, validate_args
+
+        args = parse_args()
+        validate_args(args)
+    return args
+
+
+def build_model(args: Namespace) -> torch.nn.Module:
+    """Megatron's HybridModel for `args`, built by Megatron's own builder.
+
+    On the CPU with use_cpu_initialization, else on this process's GPU. Needs the process groups of
+    `single_process`. The stack spec is the one `--spec` names; raises StackSpecError when Megatron
+    could not import it and would take its own.
+    """
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import hybrid_config_from_args
+
+    from megacpp_mcore.training.gpu.model import MegacppModelBuilder
+
+    with quiet():
+        builder = MegacppModelBuilder(hybrid_config_from_args(args))
+        model = builder.build_model(
+            ProcessGroupCollection.use_mpu_process_groups(), pre_process=True, post_process=True
+        )
+    return model if args.use_cpu_initialization else model.cuda()
+
+
+@contextlib.contextmanager
+def single_process(seed: int, device: str = "cpu") -> Iterator[None]:
+    """A world of one with Megatron's process groups, seeded; taken down at the end.
+
+    Of gloo for "cpu"; of NCCL for "cuda", with Megatron's random states of the first GPU.
+    """
+    from megatron.core import parallel_state, tensor_parallel
+
+    bridges.install()
+    _forget_the_last_model()
+    backend = "nccl" if device == "cuda" else "gloo"
+    torch.distributed.init_process_group(
+        backend, store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        parallel_state.initialize_model_parallel()
+        random.seed(seed)
+        numpy.random.seed(seed)
+        torch.manual_seed(seed)
+        if device == "cuda":
+            tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def _forget_the_last_model() -> None:
+    """Megatron keeps logs and scales of MTP and MoE losses per process, sized for one model."""
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.multi_token_prediction import (
+        MTPLossAutoScaler,
+        MTPLossLoggingHelper,
+    )
+
+    MTPLossLoggingHelper.tracker.clear()
+    destroy_moe_metrics_tracker()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without Megatron's listing of its arguments and its warnings about absent CUDA packages."""
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    # not a file that closes: a logging handler made meanwhile keeps the stream
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def _argv(argv: Sequence[str]) -> Iterator[None]:
+    """Megatron's parser reads sys.argv."""
+    saved = sys.argv
+    sys.argv = [sys.argv[0], *argv]
+    try:
+        yield
+    finally:
+        sys.argv = saved

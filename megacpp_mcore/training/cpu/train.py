@@ -1,0 +1,272 @@
+"""`megacpp train` on a machine with no GPU: Megatron's HybridModel with our spec, in one process.
+
+What a run does at step n depends on the recipe and on n alone, so that a run killed at any moment
+and resumed ends with the same losses.
+"""
+
+import contextlib
+import resource
+import signal
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megacpp_mcore import dispatch, receipts
+from megacpp_mcore.hybrid import flops
+from megacpp_mcore.receipts.goodput import Goodput
+from megacpp_mcore.receipts.lane import lane
+from megacpp_mcore.receipts.run import RunReceipt, Work
+from megacpp_mcore.recipe import Recipe, patch_needs
+from megacpp_mcore.recipe.lowering import lower
+from megacpp_mcore.training.cpu import checkpoint, support
+from megacpp_mcore.training.cpu.megatron_setup import build_model, megatron_args, single_process
+from megacpp_mcore.training.cpu.optimizer import build_optimizer, build_scheduler
+from megacpp_mcore.training.cpu.progress import ProgressLog
+from megacpp_mcore.training.cpu.step import Batch, Trainer, TrainingError
+from megacpp_mcore.training.data.datasets import TokenDataset, batches, build_datasets, order_digest
+from megacpp_mcore.training.data.entropy import corpus_entropy
+from megacpp_mcore.training.environment import apply_environment
+from megacpp_mcore.training.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. exit_status: 0, or 128 + the signal that stopped it."""
+
+    receipt: dict[str, Any]
+    exit_status: int
+
+
+def train(
+    recipe: Recipe, out: Path, *, steps: int | None = None, resume: bool = False,
+    overwrite: bool = False,
+) -> Outcome:  # fmt: skip
+    """Train `recipe` on the CPU into the folder `out`.
+
+    steps: stop after this many steps in all (the schedule stays the recipe's); None: train_iters.
+    resume: go on from the newest complete checkpoint in `out`, or begin when there is none.
+    SIGINT and SIGTERM finish the step, save and return.
+
+    Raises CpuLaneError for a recipe that the lane cannot run as written, MissingPatchError for one
+    that needs a patch which is not applied, RunFolderError, DataError, CheckpointError, and
+    TrainingError when the loss or a gradient is not finite; the receipt then says so, and the last
+    good checkpoint is kept.
+    """
+    support.check(recipe, steps)
+    patch_needs.check(recipe)
+    goodput = Goodput()
+    folder = RunFolder(out)
+    latest = folder.claim(resume=resume, overwrite=overwrite)
+    lowered = lower(recipe)
+    environment = apply_environment(lowered.environment)
+    try:
+        args = megatron_args(lowered.argv, lowered.environment)
+        with single_process(recipe.schedule.seed), _StopSignals() as stop:
+            run = _Run(recipe, args, folder, goodput, environment)
+            if latest:
+                run.resume(latest)
+            return run.until(steps or args.train_iters, stop)
+    finally:
+        folder.release()
+
+
+class _Run:
+    """One process's part of a run."""
+
+    def __init__(
+        self, recipe: Recipe, args: Namespace, folder: RunFolder, goodput: Goodput,
+        environment: dict[str, dict[str, str]],
+    ) -> None:  # fmt: skip
+        self.recipe, self.args, self.folder, self.goodput = recipe, args, folder, goodput
+        with goodput.span("data"):
+            self.train_data, self.valid_data = _datasets(recipe, folder.cache)
+            self.data_digest = order_digest(self.train_data)
+        model = build_model(args)
+        optimizer = build_optimizer(model, args)
+        self.trainer = Trainer(model, optimizer, build_scheduler(optimizer, args), args)
+        self.iteration = 0
+        plan = recipe.plan.to_dict()
+        self.receipt = RunReceipt(
+            folder.receipt,
+            recipe=receipts.recipe_entry(recipe.name, recipe.to_dict()),
+            topology={"world_size": 1, "tp": 1, "pp": 1, "ep": 1, "cp": 1, "dp": 1},
+            plan={
+                "source_pattern": plan["source_pattern"],
+                "megatron_pattern": plan["megatron_pattern"],
+                "counts": plan["counts"]["source"],
+            },
+            backends=[asdict(decision) for decision in dispatch.decisions()],
+            environment=environment,
+            lane=lane("cpu"),
+            goodput=goodput,
+            work=Work(flops.training_flops(recipe)),
+        )
+
+    def resume(self, latest: Path) -> None:
+        """Go on from a checkpoint of this recipe and this data."""
+        with self.goodput.span("checkpoint"):
+            progress = checkpoint.load(latest, self.trainer, self._progress())
+        self.iteration = progress.iteration
+        if self.folder.receipt.exists():
+            tokens = self.iteration * self.tokens_per_step
+            self.receipt.resume(receipts.read(self.folder.receipt), self.iteration, tokens)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.args.global_batch_size * self.args.seq_length
+
+    def until(self, last: int, stop: "_StopSignals") -> Outcome:
+        """Train up to iteration `last`, then evaluate, save and judge."""
+        log = ProgressLog(self.iteration, last, self.recipe.schedule.log_interval)
+        log.say(self._headline(last))
+        try:
+            for micro_batches in self._global_batches(last):
+                self._step(micro_batches, log)
+                if stop.signal or self._due(self.recipe.checkpoint.save_interval, last):
+                    self._save()
+                if stop.signal:
+                    return self._interrupted(stop.signal, log)
+                if self._due(self.recipe.schedule.eval_interval, last):
+                    self._evaluate(log)
+            return self._finish(log)
+        except TrainingError as error:
+            reason = f"step {self.iteration + 1}: {error}"
+            self.receipt.write("failed", reason)
+            raise TrainingError(
+                f"training stopped at {reason}; the last good checkpoint is "
+                f"{checkpoint.latest(self.folder.checkpoints) or 'none'}"
+            ) from error
+        except checkpoint.CheckpointWriteError as error:
+            with contextlib.suppress(receipts.ReceiptError):  # the disk may be full for it too
+                self.receipt.write("failed", f"after step {self.iteration}: {error}")
+            raise
+        finally:
+            log.close()
+
+    def _due(self, interval: int | None, last: int) -> bool:
+        """At the interval, but not at the end, where saving and evaluating happen anyway."""
+        return bool(interval) and self.iteration % interval == 0 and self.iteration != last
+
+    def _global_batches(self, last: int) -> Iterator[list[Batch]]:
+        """The global batches of iterations iteration + 1 .. last, each as its micro batches."""
+        size = self.args.micro_batch_size
+        per_step = self.args.global_batch_size // size
+        start = self.iteration * self.args.global_batch_size
+        micro_batches = batches(self.train_data, size, start)
+        for _ in range(self.iteration, last):
+            with self.goodput.span("data"):
+                batch = list(islice(micro_batches, per_step))
+            yield batch
+
+    def _step(self, micro_batches: list[Batch], log: ProgressLog) -> None:
+        lr = self.trainer.optimizer.param_groups[0]["lr"]
+        started = time.perf_counter()
+        with self.goodput.span("step"):
+            loss, norm = self.trainer.step(micro_batches)
+        milliseconds = (time.perf_counter() - started) * 1000
+        self.iteration += 1
+        self.receipt.step(
+            self.iteration, tokens=self.tokens_per_step, ms=milliseconds, loss=loss,
+            peak_memory_bytes=peak_memory_bytes(), grad_norm=norm, lr=lr,
+        )  # fmt: skip
+        log.step(self.iteration, loss, self.tokens_per_step, lr, norm)
+
+    def _evaluate(self, log: ProgressLog) -> None:
+        if self.valid_data is None:
+            return
+        schedule, size = self.recipe.schedule, self.args.micro_batch_size
+        # always the same ones: the dataset is longer, a whole epoch of the held-out documents
+        count = schedule.eval_iters * schedule.global_batch_size // size
+        with self.goodput.span("evaluation"):
+            loss = self.trainer.evaluate(list(islice(batches(self.valid_data, size), count)))
+        self.receipt.evaluation(self.iteration, loss)
+        log.say(f"step {self.iteration} | held-out loss {loss:.4f} nats per token")
+
+    def _save(self) -> None:
+        # First the receipt: what it has beyond a checkpoint is dropped when a run resumes from
+        # that, but steps before the checkpoint that it has not are lost.
+        self.receipt.write("running")
+        with self.goodput.span("checkpoint"):
+            checkpoint.save(self.folder.checkpoints, self.trainer, self._progress())
+
+    def _progress(self) -> checkpoint.Progress:
+        return checkpoint.Progress(
+            self.iteration,
+            self.iteration * self.args.global_batch_size,
+            self.data_digest,
+            self.recipe.to_dict(),
+        )
+
+    def _interrupted(self, number: int, log: ProgressLog) -> Outcome:
+        name = signal.Signals(number).name
+        log.say(f"{name}: stopped after step {self.iteration}, which is saved; go on with --resume")
+        written = self.receipt.write("interrupted", f"{name} after step {self.iteration}")
+        return Outcome(written, 128 + number)
+
+    def _finish(self, log: ProgressLog) -> Outcome:
+        self._evaluate(log)
+        self._save()
+        result: dict[str, Any] = {}
+        if len(self.recipe.data.data_path) == 1:  # the entropy of a blend would be another's
+            with self.goodput.span("data"):
+                unigram, bigram = corpus_entropy(self.recipe.data.data_path[0])
+            result = {"unigram_entropy": unigram, "bigram_entropy": bigram}
+        return Outcome(self.receipt.write("complete", **result), 0)
+
+    def _headline(self, last: int) -> str:
+        parameters = sum(p.numel() for p in self.trainer.parameters)
+        return (
+            f"{self.recipe.name}: {self.recipe.plan.megatron_pattern}, {parameters:,} parameters, "
+            f"steps {self.iteration + 1} to {last} of {self.tokens_per_step:,} tokens"
+        )
+
+
+def _datasets(recipe: Recipe, cache: Path) -> tuple[TokenDataset, TokenDataset | None]:
+    """Training samples for the whole schedule, and held-out ones for one evaluation, or more."""
+    schedule, data = recipe.schedule, recipe.data
+    held_out = schedule.eval_iters * schedule.global_batch_size if schedule.eval_interval else 0
+    train_data, valid_data, _ = build_datasets(
+        data.data_path,
+        seq_length=recipe.model.seq_length,
+        num_samples=(schedule.train_iters * schedule.global_batch_size, held_out, 0),
+        split=data.split or "100,0,0",
+        seed=schedule.seed,
+        vocab_size=recipe.model.vocab_size,
+        eod_id=data.null_tokenizer_eod_id,
+        eod_mask_loss=data.eod_mask_loss,
+        reset_position_ids=data.reset_position_ids,
+        cache_dir=data.data_cache_path or cache,
+    )
+    return train_data, valid_data
+
+
+def peak_memory_bytes() -> int:
+    """The most memory this process has had resident so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class _StopSignals:
+    """Notes SIGINT and SIGTERM instead of dying of them; a second SIGINT interrupts at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def __enter__(self) -> "_StopSignals":
+        self._saved = {
+            number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._saved.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number

@@ -1,0 +1,203 @@
+"""Write a corpus as a Megatron `.bin/.idx` pair with a manifest: all of it, or nothing."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from tqdm import tqdm
+
+from megacpp_mcore.training.data.files import MANIFEST_SCHEMA, DataError, paths, sha256_file
+
+_DTYPE = np.uint16
+_IDX_BYTES_A_DOCUMENT = 20
+_FREE_SPACE_MARGIN = 1 << 20
+
+
+class DocumentSource(Protocol):
+    """What `build` reads: `TextFiles` or `ParquetShards`."""
+
+    vocab_size: int
+    eod_id: int
+    paths: list[Path]
+    total: int  # work to do, in `unit`, for the progress bar
+    unit: str
+    max_tokens: int | None  # None where only reading tells
+    max_documents: int
+    skipped: Counter[str]  # what was left out and how often, once `documents` has ended
+
+    def documents(self, advance: Callable[[int], Any]) -> Iterator[np.ndarray]:
+        """Each document as a non-empty uint16 array; `advance` is told the work done."""
+
+    def describe(self) -> dict[str, Any]:
+        """What was read, for the manifest, without absolute paths."""
+
+
+def build(
+    source: DocumentSource, prefix: str | os.PathLike, overwrite: bool = False, quiet: bool = False
+) -> dict[str, Any]:
+    """Write PREFIX.bin, PREFIX.idx and PREFIX.json, and return the manifest (what the .json holds).
+
+    One sequence a document, uint16 tokens. The same input gives the same bytes. The files are
+    written and synced in a hidden folder beside PREFIX and moved into place at the end, the `.idx`
+    last; with `overwrite` the old `.idx` goes first. So whatever interrupts this, PREFIX is the old
+    dataset, the new one, or no `.idx` at all. Only a kill that Python cannot see leaves the hidden
+    folder behind. A progress bar is drawn on stderr where that is a terminal, unless `quiet`.
+
+    Raises DataError: PREFIX exists and not `overwrite`; PREFIX would replace one of its own sources
+    or leave Megatron's index cache of the replaced data behind; no document; no room on the disk;
+    whatever the source refuses.
+    """
+    targets = paths(prefix)
+    _check_targets(prefix, targets, source, overwrite)
+    folder = targets[0].parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _check_free_space(folder, source)
+        with tempfile.TemporaryDirectory(prefix=f".{targets[0].stem}.", dir=folder) as hidden:
+            written = paths(Path(hidden) / "part")
+            manifest = _write(source, written, quiet)
+            _move_into_place(written, targets, overwrite)
+    except OSError as error:
+        raise DataError(_os_error(error, prefix)) from error
+    return manifest
+
+
+def _check_targets(
+    prefix: str | os.PathLike,
+    targets: tuple[Path, Path, Path],
+    source: DocumentSource,
+    overwrite: bool,
+) -> None:
+    existing = [str(path) for path in targets if path.exists()]
+    if existing and not overwrite:
+        raise DataError(
+            f"{', '.join(existing)} exists: name another --out, or give --overwrite to replace it"
+        )
+    replaced = {os.path.abspath(path) for path in targets}
+    for path in source.paths:
+        if os.path.abspath(path) in replaced:
+            raise DataError(f"--out {os.fspath(prefix)} would replace {path}, one of its sources")
+    cache = Path(os.fspath(prefix), "cache", "GPTDataset_indices")
+    if cache.exists():
+        raise DataError(
+            f"{cache} holds index files that Megatron made from an earlier dataset of this name, "
+            f"and Megatron would read the new one with them: remove that folder first"
+        )
+
+
+def _check_free_space(folder: Path, source: DocumentSource) -> None:
+    if source.max_tokens is None:
+        return
+    needed = (
+        source.max_tokens * np.dtype(_DTYPE).itemsize
+        + source.max_documents * _IDX_BYTES_A_DOCUMENT
+        + _FREE_SPACE_MARGIN
+    )
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise DataError(
+            f"not enough room in {folder}: {needed / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB "
+            f"free; nothing was written"
+        )
+
+
+def _write(source: DocumentSource, written: tuple[Path, Path, Path], quiet: bool) -> dict[str, Any]:
+    bin_path, idx_path, json_path = written
+    builder = _indexed_dataset_builder(bin_path)
+    digest, num_tokens, num_documents = hashlib.sha256(), 0, 0
+    try:
+        with tqdm(
+            total=source.total,
+            unit=source.unit,
+            unit_scale=True,
+            desc="data build",
+            disable=True if quiet else None,
+        ) as bar:
+            for tokens in source.documents(bar.update):
+                builder.add_document(tokens, [tokens.size])
+                digest.update(tokens)
+                num_tokens += tokens.size
+                num_documents += 1
+        if num_documents == 0:
+            raise DataError(
+                f"the sources hold no document (passed over: {_listed(source.skipped)})"
+            )
+        builder.finalize(str(idx_path))
+    finally:
+        # A full disk refuses the buffered rest once more; the first error is the one to report.
+        with suppress(OSError):
+            builder.data_file.close()
+    manifest = {
+        "schema": MANIFEST_SCHEMA,
+        "documents": num_documents,
+        "tokens": num_tokens,
+        "vocab_size": source.vocab_size,
+        "eod_id": source.eod_id,
+        "dtype": np.dtype(_DTYPE).name,
+        "bin_sha256": digest.hexdigest(),
+        "idx_sha256": sha256_file(idx_path),
+        "skipped": dict(sorted((+source.skipped).items())),
+        "source": source.describe(),
+    }
+    json_path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    for path in written:
+        _sync(path)
+    return manifest
+
+
+def _indexed_dataset_builder(bin_path: Path) -> Any:
+    from megacpp_mcore.stack import bridges
+
+    bridges.before_megatron()
+    with warnings.catch_warnings():
+        # Importing Megatron warns about optional GPU packages; none has a part in writing tokens.
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+    return IndexedDatasetBuilder(str(bin_path), dtype=_DTYPE)
+
+
+def _move_into_place(
+    written: tuple[Path, Path, Path], targets: tuple[Path, Path, Path], overwrite: bool
+) -> None:
+    bin_path, idx_path, json_path = targets
+    if overwrite:
+        idx_path.unlink(missing_ok=True)
+    else:
+        # Claim the name: of two builds that both found it free, one fails here.
+        os.close(os.open(bin_path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    os.replace(written[0], bin_path)
+    os.replace(written[2], json_path)
+    _sync(bin_path.parent)
+    os.replace(written[1], idx_path)
+    _sync(bin_path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _os_error(error: OSError, prefix: str | os.PathLike) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"disk full while writing {os.fspath(prefix)} ({error.strerror}): the temporary files "
+            f"were removed and no dataset was written; free some room or name another --out"
+        )
+    return f"cannot write {os.fspath(prefix)}: {error}"
+
+
+def _listed(skipped: Counter[str]) -> str:
+    return ", ".join(f"{count} {what}" for what, count in sorted((+skipped).items())) or "nothing"

@@ -1,0 +1,130 @@
+"""Which files a build reads: the folders and files named, walked in a fixed order."""
+
+import importlib.util
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from megacpp_mcore.training.data.files import DataError
+
+_MAX_NAMES = 20  # a manifest stays small when a shell has expanded *.parquet
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One regular file. `source` is the position of its SRC; `relative` is its path below it."""
+
+    path: Path
+    source: int
+    relative: str
+    size: int
+
+
+def find_files(
+    sources: Sequence[str | os.PathLike], include: Sequence[str] = ()
+) -> tuple[list[SourceFile], Counter[str]]:
+    """Every regular file of `sources`, sorted by source and path, and what was passed over.
+
+    A source is a file or a folder, read recursively. Inside a folder, hidden names, linked folders
+    and what is no regular file (a FIFO would block the build) are passed over and counted.
+    `include` keeps the files whose name matches one of the globs; a glob with a slash is matched
+    against the path below the source.
+
+    Raises DataError: no source, a source missing or unreadable, one source inside another (its
+    files would be in the corpus twice), no file left.
+    """
+    if not sources:
+        raise DataError("no source was named: give at least one file or folder")
+    roots = [Path(source) for source in sources]
+    for root in roots:
+        try:
+            root.stat()
+        except OSError as error:
+            raise DataError(f"cannot read the source {root}: {error.strerror}") from error
+    _refuse_nested(roots)
+    passed_over: Counter[str] = Counter()
+    files: list[SourceFile] = []
+    for position, root in enumerate(roots):
+        names = sorted(_walk(root, passed_over)) if root.is_dir() else [root.name]
+        base = root if root.is_dir() else root.parent
+        for relative in names:
+            if include and not _matches(relative, include):
+                continue
+            found = _regular_file(base / relative, position, relative)
+            if found is None:
+                passed_over["not a regular file"] += 1
+            else:
+                files.append(found)
+    if not files:
+        only = f" matching {' or '.join(include)}" if include else ""
+        raise DataError(f"no file{only} in {', '.join(map(str, roots))}")
+    return files, passed_over
+
+
+def describe_sources(sources: Sequence[str | os.PathLike]) -> dict[str, Any]:
+    """How many sources and what they are called, for the manifest: no path of this machine."""
+    names = [os.path.basename(os.path.abspath(source)) for source in sources]
+    return {"sources": len(names), "names": names[:_MAX_NAMES]}
+
+
+def torch_headers() -> Path:
+    """The C++ headers of the installed torch package, found without importing torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise DataError("--torch-headers: torch is not installed in this environment")
+    folder = Path(spec.submodule_search_locations[0]) / "include"
+    if not folder.is_dir():
+        raise DataError(f"--torch-headers: this torch package ships no headers ({folder})")
+    return folder
+
+
+def _refuse_nested(roots: Sequence[Path]) -> None:
+    named: dict[Path, Path] = {}
+    for root in roots:
+        if (resolved := root.resolve()) in named:
+            raise DataError(f"source {root} is source {named[resolved]} again")
+        named[resolved] = root
+    for resolved, root in named.items():
+        for parent in resolved.parents:
+            if parent in named:
+                raise DataError(
+                    f"source {root} is inside source {named[parent]}: its files would be read twice"
+                )
+
+
+def _walk(root: Path, passed_over: Counter[str]) -> Iterable[str]:
+    """Paths below `root`, relative to it, of everything that is not a folder."""
+
+    def unreadable(error: OSError) -> None:
+        raise DataError(f"cannot read the folder {error.filename}: {error.strerror}") from error
+
+    for folder, folders, names in os.walk(root, onerror=unreadable):
+        visible = [name for name in folders if not name.startswith(".")]
+        passed_over["hidden"] += len(folders) - len(visible)
+        folders[:] = [name for name in visible if not os.path.islink(os.path.join(folder, name))]
+        passed_over["linked folder"] += len(visible) - len(folders)
+        for name in names:
+            if name.startswith("."):
+                passed_over["hidden"] += 1
+            else:
+                yield os.path.relpath(os.path.join(folder, name), root)
+
+
+def _matches(relative: str, include: Sequence[str]) -> bool:
+    name = os.path.basename(relative)
+    return any(fnmatchcase(relative if "/" in glob else name, glob) for glob in include)
+
+
+def _regular_file(path: Path, source: int, relative: str) -> SourceFile | None:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return SourceFile(path, source, relative, status.st_size)

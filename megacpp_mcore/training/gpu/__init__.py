@@ -1,0 +1,1 @@
+"""Runs on GPUs, inside Megatron's own training loop."""

@@ -1,0 +1,159 @@
+"""One micro batch in Megatron's loop: to its ranks, through the model, to its masked loss."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.utils import (
+    flatten_batch_for_packed_sequences,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+    get_model_config,
+)
+from megatron.training import get_args, get_timers
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+from megatron.training.utils import is_first_or_last_pipeline_stage
+
+from megacpp_mcore.training.cpu.step import loss_func
+
+Batch = dict[str, torch.Tensor | None]
+_KEYS = (
+    "tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu_seqlens",
+    "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group",
+)  # fmt: skip
+
+
+Reading = Callable[[], contextlib.AbstractContextManager]
+
+
+def get_batch(
+    data_iterator: Iterator[dict[str, Any]] | None, config, vp_stage: int | None = None,
+    reading: Reading = contextlib.nullcontext,
+) -> Batch:  # fmt: skip
+    """The next micro batch as this rank sees it; every value None on a rank that needs none.
+
+    The first tensor-parallel rank reads and the others receive; under context parallelism a rank
+    has its part of the sequence. tokens, labels, position_ids [b, s] int64, loss_mask [b, s]
+    float32; with packed documents b is 1 and cu_seqlens has their offsets. reading: around the
+    wait for the loader.
+    """
+    args = get_args()
+    packed = args.dataloader_inter_document_masking
+    with_mtp = mtp_on_this_rank(
+        layout=config.pipeline_model_parallel_layout, mtp_num_layers=config.mtp_num_layers,
+        ignore_virtual=False, vp_stage=vp_stage,
+    )  # fmt: skip
+    has_tokens = is_first_or_last_pipeline_stage(vp_stage) or with_mtp
+    if not (has_tokens or packed):
+        return dict.fromkeys(_KEYS)
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    batch: Batch = {}
+    if tp_rank == 0:
+        with reading():
+            sample = next(data_iterator)
+        batch = _to_device(sample)
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=packed,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=with_mtp,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    batch = flatten_batch_for_packed_sequences(batch)
+    if not has_tokens:  # a middle stage needs the offsets only
+        kept = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+        return dict.fromkeys(_KEYS) | {key: batch[key] for key in kept}
+    return get_batch_on_this_cp_rank(
+        batch,
+        is_hybrid_cp=False,
+        cp_group=mpu.get_context_parallel_group(),
+        use_per_sequence_balancing=packed,
+    )
+
+
+def _to_device(sample: dict[str, Any]) -> Batch:
+    device = torch.cuda.current_device()
+    moved = {key: sample[key].to(device, non_blocking=True) for key in _KEYS if key in sample}
+    return dict.fromkeys(_KEYS) | moved
+
+
+def packed_documents(batch: Batch) -> PackedSeqParams | None:
+    """The batch's packed documents for the layers; None for whole rows."""
+    if batch["cu_seqlens"] is None:
+        return None
+    offsets = batch["cu_seqlens"].squeeze(0)
+    padded = batch["cu_seqlens_padded"]
+    update_seqlen_stats_from_cu_seqlens(offsets)  # Megatron counts attention's work by document
+    if padded is not None:
+        offsets = padded = padded.squeeze(0)
+    longest = int(batch["max_seqlen"].item())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=offsets, cu_seqlens_kv=offsets,
+        cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest, max_seqlen_kv=longest,
+        total_tokens=int(offsets[-1].item()),
+        tokens_per_sample=get_args().seq_length,
+    )  # fmt: skip
+
+
+def checked_loss(loss_mask: torch.Tensor, total: torch.Tensor) -> tuple:
+    """Megatron's loss_func: (sum of the masked losses, tokens counted, what to report).
+
+    total: that sum, in nats, from the model. MTP adds its losses to the gradient by itself. A sum
+    that is not finite ends the run, as Megatron's check_for_nan_in_loss_and_grad asks.
+    """
+    total, tokens, _ = loss_func(loss_mask, total)
+    if get_args().check_for_nan_in_loss_and_grad:
+        for rejected, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            get_rerun_state_machine().validate_result(
+                result=total,
+                rejection_func=rejected,
+                message=f"found {name} in local forward loss calculation",
+                tolerance=0.0,  # the forward pass is deterministic
+                fatal=True,
+            )
+    report = torch.cat([total.detach().clone().view(1), tokens.view(1).to(total.dtype)])
+    return total, tokens, {"lm loss": report}
+
+
+def forward_step(
+    data_iterator: Iterator[dict[str, Any]] | None, model: torch.nn.Module,
+    reading: Reading = contextlib.nullcontext,
+) -> tuple:  # fmt: skip
+    """Megatron's forward_step_func: the summed loss of the next micro batch, and what to count.
+
+    Not from the last pipeline stage: the hidden states.
+    """
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    batch = get_batch(data_iterator, get_model_config(model), vp_stage, reading)
+    documents = packed_documents(batch)
+    timers("batch-generator").stop()
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        packed_seq_params=documents,
+        loss_mask=batch["loss_mask"],
+        loss_weights=batch["loss_mask"],
+    )
+    return output, partial(checked_loss, batch["loss_mask"])

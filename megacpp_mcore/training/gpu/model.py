@@ -1,0 +1,149 @@
+"""The model of a run, through Megatron's config and builder: HybridModel, our stack and losses."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron.core.inference.utils import InferenceMode
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
+from megatron.training.vocab_utils import calculate_padded_vocab_size
+from torch import Tensor
+
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.layers.gathered import gathered
+from megacpp_mcore.layers.loss import LossError, chosen_by_model, head_losses
+from megacpp_mcore.layers.stack import MegacppStack
+
+
+class StackSpecError(MegacppError):
+    """The model would be built from another stack spec than the recipe's."""
+
+
+class MegacppHybridModel(HybridModel):
+    """Megatron's HybridModel, whose losses are made without the logits.
+
+    What makes them is chosen as the model is built; with the backend `megatron` the forward pass is
+    Megatron's own. Raises DispatchError and LossError as `head_losses`.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        chosen_by_model(arguments["config"])
+        super().__init__(**arguments)
+        self.heads = head_losses(self) if self.post_process else None
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None,
+        decoder_input: Tensor | None = None, labels: Tensor | None = None,
+        inference_context: Any = None, runtime_gather_output: bool | None = None, *,
+        loss_mask: Tensor | None = None, packed_seq_params: PackedSeqParams | None = None,
+        loss_weights: Tensor | None = None, **more: Any,
+    ) -> Tensor:  # fmt: skip
+        """As Megatron's: hidden states of a stage without a head, logits [b, s, V] without labels,
+        and with labels [b, s] the losses of the tokens [b, s].
+
+        loss_weights: [b, s], for a call with labels: the sum of loss_weights * losses is returned,
+        a scalar, and not the losses. The gradients of the head are then made in the forward pass;
+        for losses, which any gradient may come back for, the backward pass makes the logits again.
+        """
+        inputs = {
+            "input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask,
+            "decoder_input": decoder_input, "inference_context": inference_context,
+            "packed_seq_params": packed_seq_params, **more,
+        }  # fmt: skip
+        if loss_weights is not None and labels is not None and loss_weights.shape != labels.shape:
+            raise LossError(
+                f"loss_weights {tuple(loss_weights.shape)} for labels {tuple(labels.shape)}"
+            )
+        if self.heads is None or labels is None or InferenceMode.is_active():
+            output = super().forward(
+                **inputs, labels=labels, runtime_gather_output=runtime_gather_output,
+                loss_mask=loss_mask,
+            )  # fmt: skip
+            if labels is None or loss_weights is None or not self.post_process:
+                return output
+            return (output * loss_weights).sum()
+        if runtime_gather_output:
+            raise LossError("runtime_gather_output with labels: there are no logits to gather")
+        hidden, weight = self._hidden_states(inputs), self._output_weight()
+        if self.config.mtp_num_layers is not None and self.mtp_process:
+            hidden = self.heads.with_mtp(
+                hidden, weight, labels, loss_mask, packed_seq_params, self.training
+            )
+        if loss_weights is None:
+            return self.heads.per_token(hidden, weight, labels)
+        return self.heads.total(hidden, weight, labels, loss_weights)
+
+    def _hidden_states(self, inputs: dict[str, Any]) -> Tensor:
+        """What Megatron's forward pass has before the output layer: [s, b, h], and MTP's behind."""
+        self.post_process = False  # as on a stage without a head, which returns them
+        try:
+            return super().forward(**inputs)
+        finally:
+            self.post_process = True
+
+    def _output_weight(self) -> Tensor:
+        layer = gathered(self.output_layer)
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return layer.weight
+
+
+@dataclass(kw_only=True)
+class MegacppModelConfig(HybridModelConfig):
+    """Megatron's HybridModelConfig with our builder."""
+
+    builder: ClassVar[str] = "megacpp_mcore.training.gpu.model.MegacppModelBuilder"
+
+
+class MegacppModelBuilder(HybridModelBuilder):
+    """Megatron's builder with our model.
+
+    Megatron's takes its own default spec without a word where ours is missing, and names the
+    model's class itself.
+    """
+
+    def build_model(
+        self, pg_collection: ProcessGroupCollection, pre_process: bool | None = None,
+        post_process: bool | None = None, vp_stage: int | None = None,
+    ) -> MegacppHybridModel:  # fmt: skip
+        """One stage of the model. Raises StackSpecError when the spec's stack is not ours."""
+        config = self._model_config
+        _check_stack(config.hybrid_stack_spec)
+        vocab_size = config.vocab_size
+        if config.should_pad_vocab:
+            vocab_size = calculate_padded_vocab_size(
+                vocab_size,
+                config.make_vocab_size_divisible_by,
+                config.transformer.tensor_model_parallel_size,
+            )
+        if pre_process is None:
+            pre_process = is_pp_first_stage(pg_collection.pp)
+        if post_process is None:
+            post_process = is_pp_last_stage(pg_collection.pp)
+        as_configured = (
+            "hybrid_stack_spec", "hybrid_layer_pattern", "fp16_lm_cross_entropy", "parallel_output",
+            "share_embeddings_and_output_weights", "position_embedding_type", "rotary_percent",
+            "rotary_base", "seq_len_interpolation_factor",
+        )  # fmt: skip
+        return MegacppHybridModel(
+            config=config.transformer,
+            vocab_size=vocab_size,
+            max_sequence_length=config.seq_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+            **{name: getattr(config, name) for name in as_configured},
+        )
+
+
+def _check_stack(spec: Any) -> None:
+    if spec is None or not issubclass(spec.module, MegacppStack):
+        found = "none" if spec is None else spec.module.__name__
+        raise StackSpecError(
+            f"the stack spec is {found}, not one of megacpp_mcore.specs.nam56r: Megatron drops "
+            "a --spec that fails to import; try `python -c 'import megacpp_mcore.specs.nam56r'`"
+        )

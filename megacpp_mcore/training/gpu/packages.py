@@ -1,0 +1,110 @@
+"""Refuse a run whose packages are not installed, before anything is built.
+
+Megatron imports most of them where they are first used: in the model's constructor, in the
+optimizer's, at the first batch. Nothing here imports a package: it asks whether it could be found.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.recipe import Recipe
+
+
+class MissingPackageError(MegacppError):
+    """The recipe asks for what packages do that are not installed."""
+
+
+@dataclass(frozen=True)
+class _Need:
+    """module: what is imported. package: what pip installs."""
+
+    module: str
+    package: str
+    why: str
+    applies: Callable[[Recipe], bool]
+
+
+def _tokenizer(name: str) -> Callable[[Recipe], bool]:
+    return lambda recipe: recipe.data.tokenizer_type == name
+
+
+def _letter(symbol: str) -> Callable[[Recipe], bool]:
+    return lambda recipe: any(layer.symbol == symbol for layer in recipe.plan.layers)
+
+
+_TE = ("transformer_engine", "transformer-engine[pytorch]")
+_NEEDS = (
+    _Need(*_TE, 'model.transformer_impl = "transformer_engine"',
+          lambda r: r.model.transformer_impl == "transformer_engine"),
+    _Need(*_TE, "moe.moe_permute_fusion", lambda r: r.moe.moe_permute_fusion),
+    _Need(*_TE, "moe.moe_router_fusion", lambda r: r.moe.moe_router_fusion),
+    _Need(*_TE, "precision.fp8", lambda r: r.precision.fp8 is not None),
+    _Need("fused_weight_gradient_mlp_cuda", "apex (built with its CUDA extensions)",
+          "precision.gradient_accumulation_fusion",
+          lambda r: r.precision.gradient_accumulation_fusion),
+    _Need("emerging_optimizers", "emerging-optimizers", "optimizer.optimizer",
+          lambda r: r.optimizer.optimizer not in ("adam", "sgd")),
+    _Need("deep_ep", "deep-ep (built from its tag v1.2.1)", "moe.moe_flex_dispatcher_backend",
+          lambda r: r.moe.moe_token_dispatcher_type == "flex"
+          and r.moe.moe_flex_dispatcher_backend == "deepep"),
+    _Need("fla", "flash-linear-attention", "the letter D of model.pattern",
+          lambda r: any(layer.letter == "D" for layer in r.plan.layers)),
+    _Need("fast_hadamard_transform", "fast-hadamard-transform",
+          "attention.dsa_indexer_rotate_activation",
+          lambda r: _letter("D")(r) and r.attention.dsa_indexer_rotate_activation),
+    _Need("transformers", "transformers", "data.tokenizer_type",
+          _tokenizer("HuggingFaceTokenizer")),
+    _Need("sentencepiece", "sentencepiece", "data.tokenizer_type",
+          lambda r: "SentencePiece" in r.data.tokenizer_type),
+    _Need("tiktoken", "tiktoken", "data.tokenizer_type", _tokenizer("TikTokenizer")),
+)  # fmt: skip
+_YARDSTICK = (
+    _Need(*_TE, "Megatron's own blocks", lambda r: True),
+    _Need("mamba_ssm", "mamba-ssm", "Megatron's Mamba-2", _letter("M")),
+    _Need("causal_conv1d", "causal-conv1d", "Megatron's Mamba-2", _letter("M")),
+)
+
+
+def check_packages(recipe: Recipe, *, yardstick: bool = False) -> None:
+    """Raises MissingPackageError naming every package that `recipe` needs and is not there."""
+    missing: dict[str, list[str]] = {}
+    for need in _NEEDS + (_YARDSTICK if yardstick else ()):
+        if need.applies(recipe) and importlib.util.find_spec(need.module) is None:
+            missing.setdefault(need.package, []).append(need.why)
+    if missing:
+        listed = "; ".join(f"{package} ({', '.join(why)})" for package, why in missing.items())
+        raise MissingPackageError(
+            f"recipe {recipe.name} needs packages that are not installed: {listed}. Install them, "
+            "or change what is in brackets; `megacpp doctor` shows the pinned stack"
+        )
+
+
+def check_logging(args: Any) -> None:
+    """Raises MissingPackageError for a log that Megatron's words ask for and no package writes.
+
+    args: Megatron's namespace. Megatron would train without TensorBoard's log; of wandb's the last
+    rank would die.
+    """
+    for name, package in (("tensorboard_dir", "tensorboard"), ("wandb_project", "wandb")):
+        if getattr(args, name, None) and importlib.util.find_spec(package) is None:
+            raise MissingPackageError(
+                f"--{name.replace('_', '-')} needs the package {package}, which is not installed: "
+                "install it, or leave the word out"
+            )
+
+
+def check_backends(recipe: Recipe) -> None:
+    """Refuse a backend that is named and cannot serve this machine's GPU.
+
+    Raises DispatchError as the layer would that asks for it.
+    """
+    from megacpp_mcore import dispatch
+    from megacpp_mcore.surfaces.registry import REGISTRY
+
+    for name, surface in REGISTRY.items():
+        problem = surface.problem(recipe, recipe.launch.device)
+        if problem is not None:
+            dispatch.choose(name, problem, recipe.backends)

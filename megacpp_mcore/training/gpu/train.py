@@ -1,0 +1,160 @@
+"""A run on GPUs: Megatron's own `pretrain` with our model, batches, loss, data and receipt."""
+
+import contextlib
+import os
+import sys
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.receipts.goodput import Goodput
+from megacpp_mcore.recipe import patch_needs
+from megacpp_mcore.stack import bridges
+from megacpp_mcore.training.gpu import memory, resume
+from megacpp_mcore.training.gpu.launch import Launch, LaunchError, check_agreement
+from megacpp_mcore.training.gpu.packages import check_backends, check_logging, check_packages
+from megacpp_mcore.training.run_folder import RunFolderError
+
+# Megatron arguments that no recipe has, whose work this entry does not do.
+_UNSERVED = (
+    "sft", "hybrid_context_parallel", "perform_rl_step", "logits_load_dir", "fim_data",
+    "multiple_validation_sets", "full_validation", "per_dataset_sequences_path",
+    "check_for_spiky_loss", "skip_train", "dataloader_fast_cache_load",
+    "dataloader_defer_npy_index_mmap", "object_storage_cache_path", "inprocess_restart",
+)  # fmt: skip
+
+
+def train(launch: Launch) -> None:
+    """Train as one rank; ends when Megatron's loop does.
+
+    Raises LaunchError without CUDA, for Megatron words of another recipe, and for arguments that
+    this entry does not serve; MissingPackageError, MissingPatchError, DispatchError, DataError,
+    ResumeError, RunFolderError before any model is built. Whatever ends the loop early leaves a
+    receipt that says so, and the reason with torchrun.
+    """
+    try:
+        _train(launch)
+    except Exception as error:
+        get_error_handler().record_exception(error)
+        raise
+
+
+def _train(launch: Launch) -> None:
+    goodput = Goodput()
+    if not torch.cuda.is_available():
+        raise LaunchError(
+            f"torch sees no CUDA device, recipe {launch.recipe.name} is for GPUs; on this machine "
+            "run `megacpp train nam56r-tiny`"
+        )
+    bridges.operators_alone("mamba_ssm")
+    check_packages(launch.recipe, yardstick=launch.yardstick)
+    patch_needs.check(launch.recipe)
+    with bridges.without("jax"):  # Transformer Engine imports its side for JAX, too
+        check_backends(launch.recipe)
+    bridges.before_megatron()
+    bridges.dataset_helper()
+    from megacpp_mcore.training.gpu.data import check_data
+
+    check_data(launch.recipe)
+    args = megatron_args(launch)
+    if os.environ["RANK"] == "0":  # before any other rank can read the folder: they wait for it
+        _check_folder(launch, args)
+    _pretrain(launch, args, goodput)
+
+
+def megatron_args(launch: Launch) -> Any:
+    """Megatron's validated arguments, in its globals too.
+
+    Raises LaunchError and MissingPackageError as `train`.
+    """
+    from megatron.training.arguments import parse_and_validate_args
+
+    sys.argv = [sys.argv[0], *launch.argv]
+    # With any tokenizer Megatron imports the libraries of all: transformers alone takes 3 s.
+    tokenizer = [pair for pair in pairwise(launch.argv) if pair[0].startswith("--tokenizer")]
+    null = tokenizer == [("--tokenizer-type", "NullTokenizer")]
+    with bridges.without(*(["transformers"] if null else [])):
+        args = parse_and_validate_args()
+    check_agreement(launch, args)
+    asked = [name for name in _UNSERVED if getattr(args, name, None)]
+    if asked:
+        flags = ", ".join("--" + name.replace("_", "-") for name in asked)
+        raise LaunchError(
+            f"megacpp_mcore.pretrain does not serve {flags}; use Megatron-LM's pretrain_hybrid.py "
+            "with our --spec"
+        )
+    check_logging(args)
+    return args
+
+
+def config_container(args: Any, yardstick: bool = False) -> Any:
+    """Megatron's PretrainConfigContainer around our model config, or for the yardstick its own."""
+    from megatron.training.argument_utils import (
+        hybrid_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
+    from megatron.training.models.hybrid import HybridModelConfig
+
+    from megacpp_mcore.training.gpu.model import MegacppModelConfig
+
+    config_class = HybridModelConfig if yardstick else MegacppModelConfig
+    model = hybrid_config_from_args(args, model_config_cls=config_class)
+    return pretrain_cfg_container_from_args(args, model)
+
+
+def _check_folder(launch: Launch, args: Any) -> None:
+    """See that a run goes on from a complete checkpoint, or refuse where another's receipt lies."""
+    if args.load and args.ckpt_format == "torch_dist" and (said := resume.settle(args.load)):
+        print(f"megacpp: {said}", file=sys.stderr, flush=True)
+    receipt = launch.out / "receipt.json"
+    resumes = bool(args.load) and (Path(args.load) / resume.TRACKER).is_file()
+    if receipt.exists() and not resumes:
+        raise RunFolderError(
+            f"{launch.out} has the receipt of a run, and there is no checkpoint in {args.load} to "
+            "go on from: move the folder away, or choose another --out"
+        )
+
+
+def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+
+    from megacpp_mcore.training.gpu import batch, yardstick
+    from megacpp_mcore.training.gpu.data import datasets_provider
+    from megacpp_mcore.training.gpu.watch import Watch
+
+    step = yardstick.forward_step if launch.yardstick else batch.forward_step
+    watch = Watch(launch, goodput)
+    try:
+        with watch.installed():
+            pretrain(
+                config_container(args, launch.yardstick),
+                datasets_provider,
+                ModelType.encoder_or_decoder,
+                partial(step, reading=partial(goodput.span, "data")),
+            )
+    except BaseException as error:
+        _record_end(watch, error)
+        raise
+    watch.write("complete")
+    if watch.receipt is not None:
+        print(f"receipt {watch.path}", flush=True)
+    torch.distributed.destroy_process_group()
+
+
+def _record_end(watch: Any, error: BaseException) -> None:
+    """The receipt of a loop that did not run to its end; nothing hides the error itself."""
+    if memory.is_out_of_memory(error):
+        with contextlib.suppress(RuntimeError):  # CUDA itself may no longer answer
+            print(watch.memory_report(), file=sys.stderr, flush=True)
+    reason = f"after step {watch.iteration}: {type(error).__name__}: {error}"
+    asked_for = isinstance(error, KeyboardInterrupt) or (
+        isinstance(error, SystemExit) and not error.code  # exit_duration_in_mins, a signal
+    )
+    with contextlib.suppress(MegacppError):  # the disk may be full
+        watch.write("interrupted" if asked_for else "failed", reason[:2000])

@@ -1,0 +1,265 @@
+"""Megatron's training loop, watched from inside: goodput and the receipt's series.
+
+megatron-core 0.19.2 has no callbacks. Its loop calls functions of `megatron.training.training` by
+their module's names, and these are what is wrapped while a run lasts, with nothing changed in what
+they do. One rank keeps the receipt: the first of those that have the loss, which is rank 0 where
+there is one pipeline stage.
+"""
+
+import contextlib
+import functools
+import inspect
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.training import get_args, training
+
+from megacpp_mcore import dispatch, receipts
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.hybrid import flops
+from megacpp_mcore.receipts.goodput import Goodput
+from megacpp_mcore.receipts.lane import lane
+from megacpp_mcore.receipts.run import RunReceipt, Work
+from megacpp_mcore.training.gpu import memory
+from megacpp_mcore.training.gpu.gather_check import GatherCheck
+from megacpp_mcore.training.gpu.launch import Launch
+
+_LOSS = "lm loss"
+
+
+class WatchError(MegacppError):
+    """Megatron's training loop is not the one that this module knows how to watch."""
+
+
+class Watch:
+    """The ledger and the receipt of a run. receipt: None before the model is built, and on every
+    rank but the one that keeps it."""
+
+    def __init__(self, launch: Launch, goodput: Goodput) -> None:
+        self.launch, self.goodput = launch, goodput
+        self.path = launch.out / "receipt.json"
+        self.receipt: RunReceipt | None = None
+        self.iteration = 0
+        self._warm = False
+        self._gathers: GatherCheck | None = None
+        self._evaluated: dict[str, Any] | None = None
+        self._results: dict[str, float | int] = {}
+        self._memory: memory.MemoryWatch | None = None
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Wrap Megatron's functions inside the block. Raises WatchError when one is not there."""
+        wrappers: dict[str, tuple[Callable, tuple[str, ...]]] = {
+            "setup_model_and_optimizer": (self._setup, ()),
+            "build_train_valid_test_data_iterators": (self._data, ()),
+            "train_step": (self._step, ("optimizer", "iteration")),
+            "save_checkpoint_and_time": (self._save, ("iteration",)),
+            "evaluate_and_print_results": (self._evaluation, ("prefix", "iteration")),
+            "evaluate": (self._losses, ()),
+        }
+        saved = {
+            name: _known_function(name, parameters) for name, (_, parameters) in wrappers.items()
+        }
+        for name, (wrapper, _) in wrappers.items():
+            setattr(training, name, functools.wraps(saved[name])(self._bound(wrapper, saved[name])))
+        try:
+            yield
+        finally:
+            for name, function in saved.items():
+                setattr(training, name, function)
+
+    @staticmethod
+    def _bound(wrapper: Callable, function: Callable) -> Callable:
+        signature = inspect.signature(function)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            return wrapper(lambda: function(*args, **kwargs), given.arguments)
+
+        return call
+
+    def _setup(self, call: Callable, given: dict[str, Any]) -> Any:
+        built = call()
+        self.iteration = get_args().iteration
+        if get_args().overlap_param_gather and not self.launch.yardstick:
+            self._gathers = GatherCheck(built[0])
+        self._memory = memory.MemoryWatch(built[0], built[1])
+        if _keeps_the_receipt():
+            self.receipt = self._new_receipt()
+            parameters = sum(p.numel() for chunk in built[0] for p in chunk.parameters())
+            self._results["rank_parameters"] = parameters
+            self._results["triton_cache_entries_at_start"] = self.launch.triton_cache_entries
+        return built
+
+    def _new_receipt(self) -> RunReceipt:
+        args, recipe = get_args(), self.launch.recipe
+        plan, lane_here = recipe.plan.to_dict(), lane()
+        cost = flops.training_flops(recipe, mamba2=self.launch.yardstick)
+        receipt = RunReceipt(
+            self.path,
+            recipe=receipts.recipe_entry(self.launch.name, recipe.to_dict()),
+            topology={
+                "world_size": args.world_size,
+                "tp": args.tensor_model_parallel_size,
+                "pp": args.pipeline_model_parallel_size,
+                "ep": args.expert_model_parallel_size,
+                "cp": args.context_parallel_size,
+                "dp": args.data_parallel_size,
+            },
+            plan={
+                "source_pattern": plan["source_pattern"],
+                "megatron_pattern": plan["megatron_pattern"],
+                "counts": plan["counts"]["source"],
+            },
+            backends=[asdict(decision) for decision in dispatch.decisions()],
+            environment=self.launch.environment,
+            lane=lane_here,
+            goodput=self.goodput,
+            work=Work(cost, flops.PEAKS.get(lane_here["device"]["name"])),
+        )
+        if self.iteration and self.path.exists():
+            tokens = self.iteration * args.global_batch_size * args.seq_length
+            receipt.resume(receipts.read(self.path), self.iteration, tokens)
+        if args.dataloader_inter_document_masking:
+            receipt.note("FLOPs leave out the core of attention: its pairs depend on the documents")
+        if args.world_size > 1:
+            receipt.note(f"peak memory, parameters and times are those of rank {args.rank}")
+        if self.launch.yardstick:
+            receipt.note(
+                "the yardstick: Megatron's own model and blocks, Mamba-2 in the M slot, its "
+                "attention's core on the backend above"
+            )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return receipt
+
+    def _data(self, call: Callable, given: dict[str, Any]) -> Any:
+        with self.goodput.span("data"):
+            return call()
+
+    def _step(self, call: Callable, given: dict[str, Any]) -> Any:
+        args = get_args()
+        lr = training.get_canonical_lr_for_logging(given["optimizer"].param_groups)
+        cold, self._warm = not self._warm, True
+        started = time.perf_counter()
+        with self.goodput.span("compile" if cold else "step"):
+            done = call()
+            torch.cuda.synchronize()
+        if self._gathers is not None:
+            self._gathers.finish()
+            self._gathers = None
+        milliseconds = (time.perf_counter() - started) * 1000
+        if cold and self._memory:
+            self._memory.stop()
+        losses, norm = done[0], done[5]
+        self.iteration = given["iteration"] + 1
+        if self.receipt is None:
+            return done
+        if _LOSS not in losses:
+            raise WatchError(f"train_step reported {sorted(losses)} and no {_LOSS!r}")
+        self.receipt.step(
+            self.iteration,
+            tokens=args.global_batch_size * args.seq_length,
+            ms=milliseconds,
+            loss=losses[_LOSS].item(),
+            peak_memory_bytes=torch.cuda.max_memory_allocated(),
+            grad_norm=None if norm is None else float(norm),
+            lr=lr,
+            cold=cold,
+        )
+        if cold:
+            self._results["first_step_ms"] = round(milliseconds, 3)
+            self._results |= _start() | self._memory_results()
+            self.write("running")
+        return done
+
+    def _save(self, call: Callable, given: dict[str, Any]) -> Any:
+        self.write("running")  # first: a checkpoint's receipt has every step before it
+        with self.goodput.span("checkpoint"):
+            return call()
+
+    def _evaluation(self, call: Callable, given: dict[str, Any]) -> Any:
+        self._evaluated = None
+        with self.goodput.span("evaluation"):
+            done = call()
+        loss = (self._evaluated or {}).get(_LOSS)
+        if self.receipt is not None and loss is not None:
+            if given["prefix"].endswith("on test set"):
+                self._results["test_loss"] = float(loss)
+            else:
+                self.receipt.evaluation(given["iteration"], float(loss))
+        return done
+
+    def _losses(self, call: Callable, given: dict[str, Any]) -> Any:
+        done = call()
+        self._evaluated = done[0]
+        return done
+
+    def _memory_results(self) -> dict[str, int]:
+        """What stays allocated from step to step, on the rank that keeps the receipt."""
+        if self._memory is None:
+            return {}
+        found = self._memory.measure()
+        return {
+            "parameter_bytes": found.parameters,
+            "gradient_bytes": found.gradients,
+            "optimizer_bytes": found.optimizer,
+            "kept_by_micro_batch_bytes": sum(found.kept.values()),
+        }
+
+    def memory_report(self) -> str:
+        """The largest consumers of this rank's GPU memory, for an out-of-memory error."""
+        stats, (_, total) = torch.cuda.memory_stats(), torch.cuda.mem_get_info()
+        if self._memory is None:
+            return memory.unfinished_report(stats, total, get_args().rank)
+        return memory.report(self._memory.measure(), stats, total, get_args().rank)
+
+    def write(self, status: str, reason: str | None = None) -> dict[str, Any] | None:
+        """Write the receipt as it stands, on the rank that keeps it."""
+        if self.receipt is None:
+            return None
+        return self.receipt.write(status, reason, **self._results)
+
+
+def _known_function(name: str, parameters: tuple[str, ...]) -> Callable:
+    function = getattr(training, name, None)
+    if function is None or not set(parameters) <= set(inspect.signature(function).parameters):
+        raise WatchError(
+            f"megatron.training.training.{name}({', '.join(parameters)}) is not there: this "
+            "package watches the loop of megatron-core 0.19.2"
+        )
+    return function
+
+
+def _keeps_the_receipt() -> bool:
+    return (
+        mpu.is_pipeline_last_stage(ignore_virtual=True)
+        and mpu.get_tensor_model_parallel_rank() == 0
+        and mpu.get_data_parallel_rank(with_context_parallel=True) == 0
+    )
+
+
+def _start() -> dict[str, float]:
+    """How long ago this process started, and how long after the launcher that is its parent.
+
+    Not the latter for ranks that torchrun has started again, nor where /proc does not tell.
+    """
+    started = _started(os.getpid())
+    found = {"cold_start_s": round(time.clock_gettime(time.CLOCK_BOOTTIME) - started, 3)}
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":  # `megacpp train --gpus`, torchrun
+        with contextlib.suppress(OSError):
+            found["launch_s"] = round(started - _started(os.getppid()), 3)
+    return found
+
+
+def _started(pid: int) -> float:
+    """When a process started, in seconds of CLOCK_BOOTTIME, to a clock tick: see proc(5). (psutil
+    adds it to the time of boot in whole seconds: it may be wrong by one.)"""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,404 @@
+"""Every check of the doctor against stacks that are not on this machine."""
+
+import json
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megacpp_mcore import cli, stack
+from megacpp_mcore.patching import manifest
+from megacpp_mcore.stack import FAIL, NOT_APPLICABLE, OK, PINS, WARN, Facts, Gpu, Library, doctor
+from megacpp_mcore.stack import facts as stack_facts
+from megacpp_mcore.stack.checks import MAMBA_PATCH, TE_DRIVER_PATCH
+
+ROOT = Path(__file__).resolve().parents[2]
+CORE = {"torch": "2.11.0", "triton": "3.6.0", "megatron-core": "0.19.2", "numpy": "2.2.6"}
+EXTRA = {
+    "transformer-engine": "2.17.1",
+    "transformer-engine-cu13": "2.17.1",
+    "transformer-engine-torch": "2.17.1",
+    "mamba-ssm": "2.3.2.post1",
+    "causal-conv1d": "1.7.0",
+    "liger-kernel": "0.8.5",
+    "nvidia-cublas": "13.1.0.3",
+    "nvidia-cudnn-cu13": "9.19.0.56",
+    "nvidia-nccl-cu13": "2.28.9",
+}
+TORCHS = Library("/site/nvidia/cudnn/lib/libcudnn.so.9", "9.19.0.56", of_torch=True)
+
+
+def lane(package, installed="1.0", problem="", interrupted="", leftovers=(), **states):
+    patches = [{"id": id.replace("_", "-"), "state": s, "files": []} for id, s in states.items()]
+    complete = not (problem or interrupted or leftovers)
+    return {
+        "package": package, "pinned": "1.0", "installed": installed, "site": "/site",
+        "problem": problem, "interrupted": interrupted, "patches": patches,
+        "leftovers": list(leftovers),
+        "complete": complete and all(s == "applied" for s in states.values()),
+    }  # fmt: skip
+
+
+CPU = Facts(
+    python=(3, 12, 1),
+    versions=CORE,
+    programs={"cc": "/usr/bin/cc", "c++": "/usr/bin/c++"},
+    lane=(lane("megatron-core", te_import_without_driver="applied"),),
+)
+H200 = replace(
+    CPU,
+    versions=CORE | EXTRA,
+    gpu=Gpu(devices=("NVIDIA H200",), cudnn=91900, nccl="2.28.9"),
+    cudnn=(TORCHS,),
+    cudnn_of_torch="/site/nvidia/cudnn",
+    modules=frozenset({"selective_scan_cuda"}),
+    programs=CPU.programs | {"nvcc": "/usr/local/cuda/bin/nvcc"},
+)
+
+
+def without(facts, *names):
+    return replace(facts, versions={n: v for n, v in facts.versions.items() if n not in names})
+
+
+def having(facts, **versions):
+    named = {name.replace("_", "-"): version for name, version in versions.items()}
+    return replace(facts, versions=facts.versions | named)
+
+
+def check(facts, name):
+    (found,) = [c for c in doctor.examine(facts) if c.name == name]
+    assert found.found and bool(found.remedy) == (found.status in (WARN, FAIL))
+    return found
+
+
+def by_status(facts, status):
+    return {c.name for c in doctor.examine(facts) if c.status == status}
+
+
+class TestSoundStacks:
+    def test_a_cpu_machine_has_nothing_to_fix(self):
+        assert not by_status(CPU, FAIL) | by_status(CPU, WARN)
+        assert by_status(CPU, NOT_APPLICABLE) >= {"transformer-engine", "mamba-ssm", "gpu", "nvcc"}
+
+    def test_the_pinned_gpu_stack_warns_of_what_it_cannot_do(self):
+        assert not by_status(H200, FAIL)
+        assert by_status(H200, WARN) == {"te-attention-cudnn", "nccl-ncclep"}
+
+    def test_names_are_unique(self):
+        names = [c.name for c in doctor.examine(H200)]
+        assert len(set(names)) == len(names)
+
+
+class TestPins:
+    def test_they_are_those_that_the_project_installs(self):
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        extras = project["optional-dependencies"]["cuda"]
+        exact = dict(r.split("==") for r in [*project["dependencies"], *extras] if "==" in r)
+        exact = {name.split("[")[0]: version for name, version in exact.items()}
+        pinned = {pin.name: pin.version for pin in PINS}
+        assert exact.items() <= pinned.items()
+        assert {pin.name for pin in PINS if pin.cuda} == {r.split("=")[0].split("[")[0]
+                                                          for r in extras}  # fmt: skip
+        lines = (ROOT / "constraints.txt").read_text().lower().replace("_", "-").splitlines()
+        constrained = dict(line.split("==") for line in lines if "==" in line)
+        assert pinned.items() <= constrained.items()
+        assert f'">={stack.PYTHON[0]}.{stack.PYTHON[1]},' in (ROOT / "pyproject.toml").read_text()
+
+    @pytest.mark.parametrize(("name", "status"), [("torch", FAIL), ("megatron-core", FAIL),
+                                                  ("numpy", FAIL), ("triton", WARN)])  # fmt: skip
+    def test_an_absent_package(self, name, status):
+        found = check(without(CPU, name), name)
+        assert (found.status, found.remedy) == (status, f"pip install {name}=={CORE[name]}")
+
+    @pytest.mark.parametrize(("name", "status"), [("torch", FAIL), ("megatron-core", FAIL),
+                                                  ("numpy", WARN), ("triton", WARN)])  # fmt: skip
+    def test_another_version(self, name, status):
+        found = check(having(CPU, **{name: "0.1"}), name)
+        assert found.status == status and found.found.startswith(f"0.1; pinned {CORE[name]}")
+
+    def test_a_build_label_is_no_other_version(self):
+        assert check(having(CPU, torch="2.11.0+cu130"), "torch").status == OK
+        assert check(having(CPU, torch="2.11.0.post1"), "torch").status == FAIL
+
+    @pytest.mark.parametrize(
+        ("name", "status"),
+        [("transformer-engine", FAIL), ("mamba-ssm", WARN), ("causal-conv1d", WARN),
+         ("liger-kernel", WARN)],
+    )  # fmt: skip
+    def test_the_cuda_extra_is_asked_for_where_there_is_a_gpu(self, name, status):
+        assert check(without(H200, name), name).status == status
+        assert check(CPU, name).status == NOT_APPLICABLE
+
+    def test_mamba_ssm_without_a_network(self):
+        assert "MAMBA_FORCE_BUILD=TRUE" in check(without(H200, "mamba-ssm"), "mamba-ssm").remedy
+
+    @pytest.mark.parametrize("python", [(3, 11, 9), (3, 13, 0)])
+    def test_python(self, python):
+        found = check(replace(CPU, python=python), "python")
+        assert found.status == FAIL and "0.16.1" in found.found
+
+
+class TestTransformerEngine:
+    def test_without_a_driver(self):
+        te = having(CPU, transformer_engine="2.17.1")
+        assert check(te, "te-without-driver").status == OK  # CPU has the patch
+        found = check(replace(te, lane=()), "te-without-driver")
+        assert found.status == FAIL and "libcuda.so.1" in found.found
+        not_applied = (lane("megatron-core", te_import_without_driver="not applied"),)
+        assert check(replace(te, lane=not_applied), "te-without-driver").status == FAIL
+        assert check(H200, "te-without-driver").status == OK
+
+    @pytest.mark.parametrize(
+        "facts",
+        [
+            without(H200, "transformer-engine-torch"),
+            without(H200, "transformer-engine-cu13"),
+            having(H200, transformer_engine_torch="2.16.0"),
+            having(H200, transformer_engine="2.18.0"),
+        ],
+    )
+    def test_parts_of_different_versions(self, facts):
+        assert check(facts, "te-parts").status == FAIL
+
+    @pytest.mark.parametrize(
+        ("te", "cublas", "status"),
+        [
+            ("2.13.0", "13.1.0.3", OK),
+            ("2.14.0", "13.1.0.3", FAIL),
+            ("2.16.1", "13.1.0.3", FAIL),
+            ("2.16.1", "13.2.0.9", OK),
+            ("2.17.0", "13.1.0.3", OK),
+        ],
+    )
+    def test_cublas(self, te, cublas, status):
+        facts = having(H200, transformer_engine=te, nvidia_cublas=cublas)
+        assert check(facts, "te-cublas").status == status
+
+    def test_cublas_of_the_system_is_not_taken_for_a_newer_one(self):
+        facts = without(having(H200, transformer_engine="2.15.0"), "nvidia-cublas")
+        assert check(facts, "te-cublas").status == FAIL
+
+    @pytest.mark.parametrize(
+        ("cudnn", "forced", "status"),
+        [
+            (91900, "", WARN),
+            (91900, "core_attention=te", FAIL),
+            (91900, "core_attention=reference", WARN),
+            (None, "", WARN),
+            (92200, "core_attention=te", OK),
+            (92300, "", OK),
+        ],
+    )
+    def test_cudnn_of_fused_attention(self, cudnn, forced, status):
+        facts = replace(
+            H200,
+            gpu=replace(H200.gpu, cudnn=cudnn),
+            environment={"MEGACPP_BACKENDS": forced} if forced else {},
+        )
+        assert check(facts, "te-attention-cudnn").status == status
+
+    @pytest.mark.parametrize(
+        ("version", "status"),
+        [("9.14.0", FAIL), ("9.19.0", OK), ("9.22.1", WARN), (None, WARN)],
+    )
+    def test_a_system_cudnn_before_torchs(self, version, status):
+        system = Library("/usr/lib/x86_64-linux-gnu/libcudnn.so", version)
+        found = check(replace(H200, cudnn=(system, TORCHS)), "cudnn-order")
+        assert found.status == status
+        if status != OK:
+            assert "CUDNN_PATH=/site/nvidia/cudnn " in found.remedy
+            assert "LD_LIBRARY_PATH=/site/nvidia/cudnn/lib:" in found.remedy
+        assert check(replace(H200, cudnn=(TORCHS, system)), "cudnn-order").status == OK
+
+    def test_no_cudnn_at_all(self):
+        assert check(replace(H200, cudnn=()), "cudnn-order").status == FAIL
+
+    def test_nothing_is_asked_of_one_that_is_not_installed(self):
+        bare = without(H200, *(name for name in EXTRA if name.startswith("transformer")))
+        for name in ("te-parts", "te-cublas", "te-attention-cudnn", "cudnn-order"):
+            assert check(bare, name).status == NOT_APPLICABLE
+
+
+class TestOtherTraps:
+    def test_a_driver_without_a_usable_gpu(self):
+        broken = replace(H200, gpu=Gpu(error="RuntimeError: cuDNN version incompatibility"))
+        found = check(broken, "gpu")
+        assert found.status == FAIL and "cuDNN version incompatibility" in found.found
+
+    @pytest.mark.parametrize(
+        ("nccl", "status"), [("2.28.9", WARN), ("2.30.3", WARN), ("2.30.4", OK), ("2.31.1", OK)]
+    )
+    def test_nccl(self, nccl, status):
+        facts = replace(H200, gpu=replace(H200.gpu, nccl=nccl))
+        assert check(facts, "nccl-ncclep").status == status
+        assert check(CPU, "nccl-ncclep").status == NOT_APPLICABLE
+
+    @pytest.mark.parametrize(
+        ("numpy", "interpret", "status"),
+        [("2.4.9", "1", OK), ("2.5.0", "", WARN), ("2.5.0", "1", FAIL), ("2.10.0", "0", WARN)],
+    )
+    def test_numpy_against_the_interpreter(self, numpy, interpret, status):
+        facts = replace(having(CPU, numpy=numpy), environment={"TRITON_INTERPRET": interpret})
+        assert check(facts, "numpy-triton-interpreter").status == status
+
+    def test_mamba_ssm_without_its_extension(self):
+        facts = replace(H200, modules=frozenset())
+        assert check(facts, "mamba-ssm-extension").status == WARN
+        patched = replace(facts, lane=(lane("mamba-ssm", selective_scan_import="applied"),))
+        assert check(patched, "mamba-ssm-extension").status == OK
+        assert check(H200, "mamba-ssm-extension").status == OK
+
+    def test_the_patches_it_names_are_in_the_lane(self):
+        known = {patch.id: patch.package for patch in manifest.load().patches}
+        assert known[TE_DRIVER_PATCH] == "megatron-core"
+        assert known[MAMBA_PATCH] == "mamba-ssm"
+
+    @pytest.mark.parametrize(
+        ("version", "nvshmem", "status", "says"),
+        [
+            ("1.2.1+29d31c0", True, OK, "1.2.1"),
+            ("1.2.1", None, OK, "1.2.1"),
+            ("1.2.1+29d31c0", False, FAIL, "without NVSHMEM"),
+            ("1.0.0", None, FAIL, "PyPI's 1.0.0"),
+            ("1.1.0+abc", True, FAIL, "not tag v1.2.1"),
+            ("2.1.0", True, FAIL, "EventOverlap"),
+        ],
+    )
+    def test_deep_ep(self, version, nvshmem, status, says):
+        facts = replace(having(H200, deep_ep=version), deep_ep_nvshmem=nvshmem)
+        found = check(facts, "deep-ep")
+        assert found.status == status and says in found.found
+        if status == FAIL:
+            assert "build tag v1.2.1" in found.remedy and "never from PyPI" in found.remedy
+
+    @pytest.mark.parametrize(
+        ("facts", "programs", "status"),
+        [(H200, [], FAIL), (H200, ["c++"], FAIL), (H200, ["cc"], WARN), (CPU, [], WARN)],
+    )
+    def test_compiler(self, facts, programs, status):
+        facts = replace(facts, programs={name: f"/usr/bin/{name}" for name in programs})
+        assert check(facts, "compiler").status == status
+
+    def test_nvcc_is_asked_for_where_something_is_left_to_build(self):
+        facts = replace(H200, programs=CPU.programs)
+        assert check(facts, "nvcc").status == NOT_APPLICABLE
+        found = check(without(facts, "mamba-ssm"), "nvcc")
+        assert found.status == WARN and "mamba-ssm" in found.found
+
+    def test_an_environment_that_cannot_be_read(self):
+        facts = replace(CPU, environment={"MEGACPP_BACKENDS": "norm=fast"})
+        found = check(facts, "forced-backends")
+        assert found.status == FAIL and "unknown backend 'fast'" in found.found
+        facts = replace(CPU, environment={"MEGACPP_BACKENDS": "norm=reference"})
+        assert check(facts, "forced-backends").status == OK
+
+
+class TestPatchLane:
+    @pytest.mark.parametrize(
+        ("row", "status", "says"),
+        [
+            (lane("p", a="applied", b="applied"), OK, "applied: a, b"),
+            (lane("p", a="applied", b="not applied"), WARN, "not applied: b"),
+            (lane("p", a="drifted"), FAIL, "drifted: a"),
+            (lane("p", a="partially applied"), FAIL, "partially applied: a"),
+            (lane("p", interrupted="apply of pid 7 is interrupted"), FAIL, "pid 7"),
+            (lane("p", problem="p 2.0 is installed"), WARN, "p 2.0 is installed"),
+            (lane("p", a="applied", leftovers=["x.py"]), FAIL, "x.py"),
+            (lane("p", installed=None), NOT_APPLICABLE, "not installed"),
+        ],
+    )
+    def test_states(self, row, status, says):
+        found = check(replace(CPU, lane=(row,)), "patch-lane p")
+        assert found.status == status and says in found.found
+
+    def test_a_lane_that_cannot_be_read(self):
+        found = check(replace(CPU, lane=(), lane_error="manifest.toml: no"), "patch-lane")
+        assert (found.status, found.found) == (FAIL, "manifest.toml: no")
+
+
+class TestFacts:
+    def test_cudnn_in_the_order_that_transformer_engine_looks(self, tmp_path):
+        def put(name):
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            return str(path)
+
+        stub = put("home/lib/stubs/libcudnn.so.9.30.0")
+        old = put("home/lib/libcudnn.so.9.14.0")
+        put("home/lib/libcudnn_ops.so.9.14.0")
+        (tmp_path / "home/lib/libcudnn.so.9").symlink_to(old)
+        loader = put("ld/libcudnn.so")
+        own = put("site/nvidia/cudnn/lib/libcudnn.so.9")
+        environment = {
+            "CUDNN_PATH": str(tmp_path / "home"),
+            "LD_LIBRARY_PATH": f"{tmp_path / 'none'}::{tmp_path / 'ld'}",
+        }
+        of_torch = tmp_path / "site/nvidia/cudnn"
+        found = list(stack_facts.cudnn_in_order(environment, of_torch))
+        here = [library for library in found if library.path.startswith(str(tmp_path))]
+        assert [library.path for library in here] == [old, loader, own]
+        assert stub not in [library.path for library in found]
+        assert (here[0].version, here[1].version, here[2].of_torch) == ("9.14.0", None, True)
+
+        link = tmp_path / "link"
+        link.symlink_to(of_torch)
+        first = next(stack_facts.cudnn_in_order({"CUDNN_HOME": str(link)}, of_torch))
+        assert first.of_torch
+
+    def test_a_gpu_that_torch_cannot_use(self, monkeypatch):
+        monkeypatch.setattr("ctypes.CDLL", lambda name: None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert "finds no usable GPU" in stack_facts.gather().gpu.error
+
+    def test_a_cuda_stack_that_raises(self, monkeypatch):
+        def incompatible():
+            raise RuntimeError("cuDNN version incompatibility")
+
+        monkeypatch.setattr("ctypes.CDLL", lambda name: None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        monkeypatch.setattr(torch.backends.cudnn, "version", incompatible)
+        assert stack_facts.gather().gpu.error == "RuntimeError: cuDNN version incompatibility"
+
+    def test_deep_ep_built_without_nvshmem(self, tmp_path, monkeypatch):
+        monkeypatch.syspath_prepend(tmp_path)
+        (tmp_path / "deep_ep_cpp.py").write_text("# NVSHMEM is disabled during compilation")
+        assert stack_facts.gather().deep_ep_nvshmem is False
+        (tmp_path / "deep_ep_cpp.py").write_text("# nvshmem_init")
+        assert stack_facts.gather().deep_ep_nvshmem is True
+
+    def test_compilers_named_by_the_environment(self, monkeypatch):
+        monkeypatch.setenv("CC", f"{sys.executable} -O2")
+        monkeypatch.setenv("CXX", "/no/such/compiler")
+        programs = stack_facts.gather().programs
+        assert programs["cc"] == sys.executable and "c++" not in programs
+
+    def test_this_machine(self):
+        facts = stack_facts.gather()
+        assert facts.python == sys.version_info[:3]
+        assert facts.version("torch").split("+")[0] == torch.__version__.split("+")[0]
+        assert facts.version("no-such-package") is None
+        assert {row["package"] for row in facts.lane} == set(manifest.load().packages)
+
+
+class TestCommand:
+    @pytest.mark.parametrize(
+        ("facts", "status"), [(CPU, 0), (H200, 0), (replace(CPU, python=(3, 11, 0)), 1)]
+    )
+    def test_exit_status_and_json(self, facts, status, capsys, monkeypatch):
+        monkeypatch.setattr(stack_facts, "gather", lambda: facts)
+        assert cli.main(["doctor", "--json"]) == status
+        rows = json.loads(capsys.readouterr().out)
+        assert all(row.keys() == {"name", "status", "found", "remedy"} for row in rows)
+        assert {row["status"] for row in rows} <= {OK, WARN, FAIL, NOT_APPLICABLE}
+
+    def test_text_has_the_remedy_of_what_is_wrong(self, capsys, monkeypatch):
+        monkeypatch.setattr(stack_facts, "gather", lambda: without(CPU, "numpy"))
+        assert cli.main(["doctor"]) == 1
+        out = capsys.readouterr().out
+        assert "fail  numpy" in out and "do: pip install numpy==2.2.6" in out
+        assert out.splitlines()[-1].endswith("not applicable") and "1 fail" in out
