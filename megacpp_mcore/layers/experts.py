@@ -43,8 +43,11 @@ class ExpertsError(MegacppError):
 class GroupedMMExperts(MegatronModule):
     """The local experts of a MoE layer. SwiGLU, no bias, bf16 (fp16 and fp32 run too).
 
+    counts_on_device: the tokens of each expert are read on the device; no host copy is needed.
     Raises ExpertsError naming every field of the config that asks for something else.
     """
+
+    counts_on_device = True
 
     def __init__(self, num_local_experts: int, config, pg_collection=None, name=None) -> None:
         super().__init__(config)

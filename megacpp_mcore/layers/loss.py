@@ -160,9 +160,8 @@ class HeadLosses:
         for number, (depth, its_losses) in enumerate(zip(targets, losses, strict=True)):
             mean = (depth.mask * its_losses).sum() / depth.tokens.clamp(min=1)
             MTPLossLoggingHelper.save_metrics_to_tracker(
-                mean, *counts, number, len(targets),
-                avg_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
-            )  # fmt: skip
+                mean, *counts, number, len(targets), avg_group=_log_group()
+            )
 
     def _for_all_ranks(self, hidden: Tensor) -> Tensor:
         """hidden where every tensor-parallel rank needs it, for its part of the vocabulary: all of
@@ -258,6 +257,20 @@ def _takes_logits(model: Any) -> list[str]:
     if not model.parallel_output and model.tp_group.size() > 1:
         takers.append("parallel_output = False: there are no logits to gather")
     return takers
+
+
+def _log_group() -> torch.distributed.ProcessGroup:
+    """The ranks over which Megatron's log averages MTP's losses."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def keep_log_group() -> None:
+    """Name the ranks of MTP's log again after a step that was replayed from a CUDA graph.
+
+    Megatron forgets them whenever it logs, and only the forward pass in Python names them.
+    """
+    if "loss_values" in MTPLossLoggingHelper.tracker:
+        MTPLossLoggingHelper.tracker["avg_group"] = _log_group()
 
 
 def _check_fusion(config: Any, asked: str) -> None:

@@ -28,7 +28,6 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
 )
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
@@ -54,6 +53,7 @@ from megacpp_mcore.layers.dispatched import (
 from megacpp_mcore.layers.m2rnn import M2RNNMixer, M2RNNMixerSubmodules
 from megacpp_mcore.layers.mamba3 import Mamba3Mixer, Mamba3MixerSubmodules
 from megacpp_mcore.layers.mla import AbsorbedMLASelfAttention, MLALayer, MLASelfAttention
+from megacpp_mcore.layers.moe import MegacppMoELayer
 from megacpp_mcore.layers.parts import Linears
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.patching import applied
@@ -265,7 +265,7 @@ def _moe_layer(parts: StackParts) -> ModuleSpec:
     moe = replace(upstream.keywords["submodules"], experts=DispatchedExperts)
     submodules = TransformerLayerSubmodules(
         pre_mlp_layernorm=parts.norm,
-        mlp=partial(MoELayer, submodules=moe),
+        mlp=partial(MegacppMoELayer, submodules=moe),
         mlp_bda=parts.residual,
     )
     return ModuleSpec(module=MoETransformerLayer, submodules=submodules)

@@ -110,6 +110,29 @@ class _AsWrittenForFewRows:
             return self.compiled(rows, *others)
 
 
+def has_apex() -> bool:
+    """Whether apex's kernel for gradient accumulation is installed."""
+    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
+@contextlib.contextmanager
+def fused_accumulation_without_apex() -> Iterator[None]:
+    """Let a model with gradient_accumulation_fusion be built where apex is not installed.
+
+    Transformer Engine's linears accumulate weight gradients into main_grad by themselves. Only
+    Megatron's own linears need apex, and refuse to be built without it; the one in a model of
+    Transformer Engine's linears is the output layer, whose builder turns the fusion off again.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    known = layers._grad_accum_fusion_available
+    layers._grad_accum_fusion_available = True
+    try:
+        yield
+    finally:
+        layers._grad_accum_fusion_available = known
+
+
 def operators_alone(package: str) -> None:
     """Let `import PACKAGE.ops...` leave PACKAGE's own __init__ for whoever asks for what is in it.
 

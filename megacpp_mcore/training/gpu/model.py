@@ -16,6 +16,7 @@ from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.layers.gathered import gathered
 from megacpp_mcore.layers.loss import LossError, chosen_by_model, head_losses
 from megacpp_mcore.layers.stack import MegacppStack
+from megacpp_mcore.stack import bridges
 
 
 class StackSpecError(MegacppError):
@@ -31,7 +32,10 @@ class MegacppHybridModel(HybridModel):
 
     def __init__(self, **arguments: Any) -> None:
         chosen_by_model(arguments["config"])
-        super().__init__(**arguments)
+        with bridges.fused_accumulation_without_apex():
+            super().__init__(**arguments)
+        if self.post_process and not bridges.has_apex():
+            self.output_layer.gradient_accumulation_fusion = False
         self.heads = head_losses(self) if self.post_process else None
 
     def forward(

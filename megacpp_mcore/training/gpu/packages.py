@@ -43,8 +43,9 @@ _NEEDS = (
     _Need(*_TE, "moe.moe_router_fusion", lambda r: r.moe.moe_router_fusion),
     _Need(*_TE, "precision.fp8", lambda r: r.precision.fp8 is not None),
     _Need("fused_weight_gradient_mlp_cuda", "apex (built with its CUDA extensions)",
-          "precision.gradient_accumulation_fusion",
-          lambda r: r.precision.gradient_accumulation_fusion),
+          'precision.gradient_accumulation_fusion with backends.linear = "reference"',
+          lambda r: r.precision.gradient_accumulation_fusion
+          and r.backends.get("linear") == "reference"),
     _Need("emerging_optimizers", "emerging-optimizers", "optimizer.optimizer",
           lambda r: r.optimizer.optimizer not in ("adam", "sgd")),
     _Need("deep_ep", "deep-ep (built from its tag v1.2.1)", "moe.moe_flex_dispatcher_backend",

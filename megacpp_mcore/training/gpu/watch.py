@@ -9,6 +9,7 @@ there is one pipeline stage.
 import contextlib
 import functools
 import inspect
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from megatron.training import get_args, training
 from megacpp_mcore import dispatch, receipts
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.hybrid import flops
+from megacpp_mcore.layers.loss import keep_log_group
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.receipts.run import RunReceipt, Work
@@ -35,6 +37,12 @@ _LOSS = "lm loss"
 
 class WatchError(MegacppError):
     """Megatron's training loop is not the one that this module knows how to watch."""
+
+
+class NotFiniteError(MegacppError):
+    """A step's loss or gradient norm is NaN or infinite."""
+
+    exit_status = 1
 
 
 class Watch:
@@ -151,6 +159,8 @@ class Watch:
         with self.goodput.span("compile" if cold else "step"):
             done = call()
             torch.cuda.synchronize()
+        if args.cuda_graph_impl == "full_iteration":
+            keep_log_group()
         if self._gathers is not None:
             self._gathers.finish()
             self._gathers = None
@@ -159,6 +169,7 @@ class Watch:
             self._memory.stop()
         losses, norm = done[0], done[5]
         self.iteration = given["iteration"] + 1
+        self._check_finite(losses, norm)
         if self.receipt is None:
             return done
         if _LOSS not in losses:
@@ -178,6 +189,22 @@ class Watch:
             self._results |= _start() | self._memory_results()
             self.write("running")
         return done
+
+    def _check_finite(self, losses: dict[str, torch.Tensor], norm: float | None) -> None:
+        """End the run after a step whose losses or gradients are not finite.
+
+        The GPU is idle by now, so that reading them costs nothing. Every rank reads the same
+        values: the losses are of all data-parallel ranks, the norm is of all ranks.
+        """
+        found = {name: float(value) for name, value in losses.items()}
+        if norm is not None:
+            found["gradient norm"] = float(norm)
+        wrong = [f"{name} is {value}" for name, value in found.items() if not math.isfinite(value)]
+        if wrong:
+            raise NotFiniteError(
+                f"step {self.iteration}: {', '.join(wrong)}. The weights have this step's update: "
+                "resume from the last checkpoint, which is of an earlier step"
+            )
 
     def _save(self, call: Callable, given: dict[str, Any]) -> Any:
         self.write("running")  # first: a checkpoint's receipt has every step before it

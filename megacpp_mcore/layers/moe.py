@@ -1,0 +1,109 @@
+"""Megatron's MoE layer, with a dispatcher of our own where every expert is on this rank.
+
+Megatron's all-to-all dispatcher does three things that one rank does not need: it sorts the chunks
+of tokens that came from other ranks (the identity there, one read and one write of all permuted
+tokens each way), it copies the tokens of each expert to the host, and it waits for that copy. On an
+H200 the first took 0.9 ms of a layer of 16,384 tokens; the last leaves the GPU idle until the host
+has caught up, and makes the layer impossible to capture in a CUDA graph.
+"""
+
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
+
+from megacpp_mcore.errors import MegacppError
+
+
+class MoELayerError(MegacppError):
+    """A MoE layer that cannot run as the recipe asks."""
+
+
+class LocalTokenDispatcher(MoEAlltoAllTokenDispatcher):
+    """Permutes tokens by expert and back; all experts are local and no token is dropped.
+
+    counts_on_device: the experts read the tokens of each expert on the device, so that nothing is
+    copied to the host. Else they get them on the host, as from Megatron's dispatcher.
+    """
+
+    def __init__(self, *args, counts_on_device: bool, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.counts_on_device = counts_on_device
+
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        """routing_map (tokens, experts), bool -> tokens of each expert, (experts,) int64."""
+        self.num_out_tokens = routing_map.size(0) * self.config.moe_router_topk
+        if not self.counts_on_device:
+            self._maybe_update_cuda_sync_point("before_finish")
+        return routing_map.sum(dim=0)
+
+    def dispatch_postprocess(
+        self, global_input_tokens: Tensor, global_probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens as `dispatch_preprocess` left them: they are sorted by expert already."""
+        counts = self._maybe_dtoh_and_synchronize("before_finish", self.tokens_per_expert)
+        self.tokens_per_expert = None
+        return global_input_tokens, counts, global_probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """The experts' output as it is."""
+        return hidden_states
+
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert=None):
+        if self.counts_on_device:
+            return tokens_per_expert
+        return super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
+
+
+class MegacppMoELayer(MoELayer):
+    """Megatron's MoELayer with LocalTokenDispatcher where it does the same.
+
+    Raises MoELayerError with launch.cuda_graph_impl = "full_iteration" where the host has to know
+    how many tokens an expert gets: a captured step has no host.
+    """
+
+    def __init__(self, config, *args, pg_collection=None, **kwargs) -> None:
+        super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
+        counts_on_device = getattr(self.experts, "counts_on_device", False)
+        local = _is_local(self)
+        if config.cuda_graph_impl == "full_iteration" and not (local and counts_on_device):
+            raise MoELayerError(_not_capturable(self, local))
+        if local:
+            self.token_dispatcher = LocalTokenDispatcher(
+                self.num_local_experts,
+                self.local_expert_indices,
+                config=config,
+                pg_collection=pg_collection or get_default_pg_collection(),
+                counts_on_device=counts_on_device,
+            )
+            if self.use_shared_expert and self.shared_expert_overlap:
+                self.token_dispatcher.set_shared_experts(self.shared_experts)
+
+
+def _is_local(layer: MoELayer) -> bool:
+    """Whether LocalTokenDispatcher computes what the layer's own dispatcher does."""
+    config, dispatcher = layer.config, layer.token_dispatcher
+    return (
+        type(dispatcher) is MoEAlltoAllTokenDispatcher
+        and dispatcher.ep_size == 1
+        and dispatcher.tp_size == 1
+        and config.moe_expert_capacity_factor is None
+        and not config.moe_pad_expert_input_to_capacity
+        and not config.moe_router_padding_for_quantization
+        and config.cuda_graph_impl in ("none", "full_iteration")
+    )
+
+
+def _not_capturable(layer: MoELayer, local: bool) -> str:
+    start = 'launch.cuda_graph_impl = "full_iteration": '
+    if local:
+        return start + (
+            f"the experts {type(layer.experts).__name__} read the tokens of each expert on the "
+            'host; set backends.moe_experts = "grouped_mm", or cuda_graph_impl = "none"'
+        )
+    return start + (
+        "tokens are exchanged between ranks or dropped, by counts that the host reads; it needs "
+        'moe_token_dispatcher_type = "alltoall" with expert_model_parallel_size = 1, '
+        "expert_tensor_parallel_size = 1 and no moe_expert_capacity_factor, or "
+        'cuda_graph_impl = "none"'
+    )

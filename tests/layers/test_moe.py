@@ -1,0 +1,108 @@
+"""Our MoE layer where every expert is local, compared with Megatron's own dispatcher on the CPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+from megacpp_mcore.layers.experts import GroupedMMExperts
+from megacpp_mcore.layers.moe import LocalTokenDispatcher, MegacppMoELayer, MoELayerError
+from megacpp_mcore.training.cpu.megatron_setup import single_process
+
+HIDDEN, EXPERTS = 16, 6
+
+
+class _Stream:
+    """Stands in for a CUDA stream, which Megatron's dispatcher makes as it is built."""
+
+    def wait_stream(self, other):
+        raise AssertionError("something was copied to the host")
+
+
+@pytest.fixture
+def process(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
+    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    with single_process(1):
+        yield
+
+
+def config(dispatcher: str, **more) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=1, hidden_size=HIDDEN, num_attention_heads=2, num_moe_experts=EXPERTS,
+        moe_router_topk=3, moe_ffn_hidden_size=24, moe_token_dispatcher_type=dispatcher,
+        moe_router_score_function="sigmoid", moe_router_dtype="fp64", gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu, add_bias_linear=False, moe_grouped_gemm=False,
+        bias_activation_fusion=False, use_cpu_initialization=True,
+        moe_router_load_balancing_type="none", **more,
+    )  # fmt: skip
+
+
+def layer(cls: type, dispatcher: str, experts=GroupedMMExperts, **more) -> MoELayer:
+    torch.manual_seed(3)
+    submodules = get_moe_module_spec(use_te=False, num_experts=1).keywords["submodules"]
+    submodules.experts = experts
+    built = cls(config(dispatcher, **more), submodules, layer_number=1)
+    torch.manual_seed(4)
+    for parameter in built.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return built
+
+
+def run(built: MoELayer, tokens: int, skew: bool):
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, 2, HIDDEN, generator=generator)
+    if skew:  # the last three experts get no token at all
+        x[..., 0] = 5.0
+        with torch.no_grad():
+            built.router.weight[3:, 0] = -9.0
+    x.requires_grad_()
+    y, _ = built(x)
+    (y * torch.randn(y.shape, generator=generator)).sum().backward()
+    return y, x.grad, {n: p.grad for n, p in built.named_parameters()}
+
+
+@pytest.mark.parametrize("skew", [False, True])
+@pytest.mark.parametrize("tokens", [1, 7, 32])
+def test_it_computes_what_megatrons_dispatcher_does(process, tokens, skew):
+    ours, theirs = layer(MegacppMoELayer, "alltoall"), layer(MoELayer, "allgather")
+    assert type(ours.token_dispatcher) is LocalTokenDispatcher
+    y, dx, grads = run(ours, tokens, skew)
+    expected_y, expected_dx, expected = run(theirs, tokens, skew)
+    # float32; a value is a sum of at most ffn 24 x top-3 products, a weight's gradient of 2 t
+    bound = 4 * torch.finfo(torch.float32).eps * max(24 * 3, 2 * tokens)
+    pairs = [(y, expected_y), (dx, expected_dx), *((grads[n], g) for n, g in expected.items())]
+    assert grads.keys() == expected.keys()
+    if skew:
+        assert not expected["experts.linear_fc1.weight"][3:].any()
+    for actual, reference in pairs:
+        assert reference.abs().max() > 0
+        assert (actual - reference).abs().max() <= bound * reference.abs().max()
+
+
+def test_another_dispatcher_or_dropped_tokens_keep_megatrons(process):
+    assert not isinstance(
+        layer(MegacppMoELayer, "allgather").token_dispatcher, LocalTokenDispatcher
+    )
+    dropping = layer(MegacppMoELayer, "alltoall", moe_expert_capacity_factor=1.0)
+    assert type(dropping.token_dispatcher) is MoEAlltoAllTokenDispatcher
+
+
+def test_a_captured_step_refuses_what_the_host_has_to_know(process):
+    captured = {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}
+    assert layer(MegacppMoELayer, "alltoall", **captured).token_dispatcher.counts_on_device
+    with pytest.raises(MoELayerError, match="exchanged between ranks or dropped"):
+        layer(MegacppMoELayer, "alltoall", moe_expert_capacity_factor=1.0, **captured)
+
+    def on_the_host(num_local_experts, config, pg_collection=None, name=None):
+        experts = torch.nn.Module()
+        experts.config = SimpleNamespace()
+        return experts
+
+    with pytest.raises(MoELayerError, match=r'set backends.moe_experts = "grouped_mm"'):
+        layer(MegacppMoELayer, "alltoall", experts=on_the_host, **captured)
