@@ -30,6 +30,7 @@ class TwoRanks:
     groups. call(name, layer, hidden): its output [s, b, h]. part(key, whole, layer, rank): what a
     rank of two holds of a parameter or its gradient. sums: that follow one another in the block.
     batch(name): rows of its input. more(name, layer): gradients beside those of the parameters.
+    settle(layer): makes random parameters such as the layer can have (padding is zero).
     """
 
     cases: Mapping[str, bool]
@@ -39,6 +40,7 @@ class TwoRanks:
     sums: int
     batch: Callable[[str], int] = lambda name: 2
     more: Callable[[str, torch.nn.Module], dict[str, Tensor]] = lambda name, layer: {}
+    settle: Callable[[torch.nn.Module], None] = lambda layer: None
 
     def check(self, rank: int, folder: str) -> None:
         """In each of the two processes."""
@@ -47,8 +49,10 @@ class TwoRanks:
         of_one, of_two = (os.path.join(folder, name) for name in ("tp1", "tp2"))
         layers = self.built(1, seed=1)
         with torch.no_grad():
-            for parameter in (p for layer in layers.values() for p in layer.parameters()):
-                parameter += 0.3 * torch.randn_like(parameter)
+            for layer in layers.values():
+                for parameter in layer.parameters():
+                    parameter += 0.3 * torch.randn_like(parameter)
+                self.settle(layer)
         dist_checkpointing.save(_sharded(layers), of_one)
         weights = {name: dict(layer.named_parameters()) for name, layer in layers.items()}
         found = {name: self._run(name, layer, lambda x: x) for name, layer in layers.items()}

@@ -94,9 +94,11 @@ class M2RNNMixer(RecurrentMixer):
         self.layer_number = layer_number
         self.settings = settings = plugin.m2rnn
         self.layout = layout = M2RNNLayout.of(config, settings, self.tp_group.size())
-        self._add_in_proj(submodules.in_proj, config.hidden_size, layout.in_proj, name)
+        self._add_parameters()  # first: how many values in_proj draws depends on the ranks
+        self._add_in_proj(
+            submodules.in_proj, config.hidden_size, layout.in_proj, name, layout.padding
+        )
         self._add_out_proj(submodules.out_proj, layout.channels, config.hidden_size, name)
-        self._add_parameters()
         self.wide = _FP32_PARAMETERS
         self.sections |= {"conv1d_weight": layout.conv, "conv1d_bias": layout.conv}
         self.m2rnn = self._choose_backend(plugin)
@@ -245,7 +247,8 @@ class M2RNNMixer(RecurrentMixer):
 
         Returns the recurrence's last state, too.
         """
-        *qkv, gate, x_f = projected.split(list(self.layout.in_proj.values()), dim=-1)
+        parts = [*self.layout.in_proj.values(), self.layout.padding]
+        *qkv, gate, x_f, _ = projected.split(parts, dim=-1)
         mixed, f = prep.conv_and_decay(
             *qkv, x_f, self.conv1d_weight, self.conv1d_bias, self.A_log, self.dt_bias,
             history=None if state is None else state.conv,

@@ -1,8 +1,12 @@
 """What the M and the R mixer share: projections, float32 parameters, checkpoints, recomputation."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -33,9 +37,11 @@ class RecurrentMixer(MegatronModule):
         # Weight -> rows of its parts on this rank: each part is split on its own.
         self.sections: dict[str, Mapping[str, int]] = {}
 
-    def _add_in_proj(self, linear: Any, columns: int, parts: Mapping[str, int], name) -> None:
-        """A column-parallel linear whose rows are `parts`."""
-        rows = sum(parts.values())
+    def _add_in_proj(
+        self, linear: Any, columns: int, parts: Mapping[str, int], name, padding: int = 0
+    ) -> None:
+        """A column-parallel linear whose rows are `parts`, and on every rank `padding` zeros."""
+        rows = sum(parts.values()) + padding
         self.in_proj = build_module(
             fitting_linear(linear, self.config, columns, rows),
             columns, rows * self.tp_group.size(), init_method=self.config.init_method,
@@ -43,8 +49,12 @@ class RecurrentMixer(MegatronModule):
             **self._common("in_proj", name),
         )  # fmt: skip
         self.sections["in_proj.weight"] = parts
+        self.padding = {"in_proj.weight": padding}
+        if padding and self.config.perform_initialization:
+            with torch.no_grad():
+                self.in_proj.weight[-padding:].zero_()
         # How resharding tools know of the parts.
-        self.in_proj.weight.partition_sizes = list(parts.values())
+        self.in_proj.weight.partition_sizes = [*parts.values(), *([padding] if padding else [])]
 
     def _add_out_proj(self, linear: Any, columns: int, rows: int, name) -> None:
         """A row-parallel linear. columns: of all ranks."""
@@ -110,7 +120,36 @@ class RecurrentMixer(MegatronModule):
                 child, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
             )
         for name, parts in self.sections.items():
-            sharded[prefix + name] = _split_tensor_factory(
-                sharded[prefix + name], list(parts.values()), list(parts), 0
+            sharded[prefix + name] = _sections_factory(
+                sharded[prefix + name], parts, self.padding.get(name, 0)
             )
         return sharded
+
+
+def _sections_factory(
+    whole: ShardedTensor, parts: Mapping[str, int], padding: int
+) -> ShardedTensorFactory:
+    """Megatron's factory of a tensor in parts along axis 0; rows of padding are not saved."""
+    if not padding:
+        return _split_tensor_factory(whole, list(parts.values()), list(parts), 0)
+    without_data = whole.without_data()
+
+    @torch.no_grad()
+    def build(key: str, tensor: Tensor, replica_id, flattened_range) -> list[ShardedTensor]:
+        own = replace(
+            without_data, key=key, data=tensor, dtype=tensor.dtype, replica_id=replica_id,
+            flattened_range=flattened_range,
+        )  # fmt: skip
+        shards, start = [], 0
+        for name, rows in parts.items():
+            for shard in own.narrow(0, start, rows):
+                shard.key = f"{shard.key}.{name}"
+                shards.append(shard)
+            start += rows
+        return shards
+
+    @torch.no_grad()
+    def merge(shards: list[Tensor]) -> Tensor:
+        return torch.cat((*shards, shards[0].new_zeros(padding, *shards[0].shape[1:])))
+
+    return ShardedTensorFactory(whole.key, whole.data, build, merge, whole.replica_id)

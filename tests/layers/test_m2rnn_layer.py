@@ -107,8 +107,9 @@ def packed(bounds, padded=None, qkv_format="thd"):
 
 def formulas(p, x, heads=HEADS, k_dim=K, v_dim=V, kernel=4, eps=1e-3):
     """One row of the batch, token by token and head by head: x (s, h) -> (s, h)."""
-    rows = x @ p["in_proj.weight"].T
     channels = 2 * k_dim + heads * v_dim
+    # Behind the parts there are rows of padding, which nothing may read.
+    rows = x @ p["in_proj.weight"][: channels + heads * v_dim + heads].T
     outputs, state = [], [torch.zeros(k_dim, v_dim, dtype=x.dtype) for _ in range(heads)]
     for t in range(x.shape[0]):
         conv = p["conv1d_bias"].clone()
@@ -428,6 +429,7 @@ def test_layout_of_nam56r():
         layout = M2RNNLayout.of(sizes, M2RNNSettings(), tp)
         assert (layout.heads, layout.channels) == (heads, heads * 16)
         assert sum(layout.in_proj.values()) * tp == 2 * 64 + 2 * heads * 16 + heads
+        assert (sum(layout.in_proj.values()) + layout.padding) % 16 == 0 <= layout.padding < 16
 
 
 def test_sharded_state_dict_names_each_part():
@@ -438,3 +440,17 @@ def test_sharded_state_dict_names_each_part():
     assert [p.key.rpartition(".")[2] for p in parts] == ["query", "key", "value", "gate", "decay"]
     assert [p.local_shape[0] for p in parts] == [K, K, HEADS * V, HEADS * V, HEADS]
     assert math.prod(sharded["layer.W"].global_shape) == HEADS * V * V
+
+
+def test_padding_is_zero_and_in_no_checkpoint():
+    mixer = stack_of_two().layers[0].self_attention  # as it is initialised
+    padding, weight = mixer.layout.padding, mixer.in_proj.weight
+    assert padding > 0 and weight.shape[0] % 16 == 0
+    assert not weight[-padding:].any() and weight[:-padding].any()
+    out, _ = mixer(hidden(5, 2, weight.dtype))
+    out.square().sum().backward()
+    assert not weight.grad[-padding:].any() and weight.grad[:-padding].any()
+    factory = mixer.sharded_state_dict("layer.")["layer.in_proj.weight"]
+    shards = factory.build()
+    assert sum(shard.local_shape[0] for shard in shards) == weight.shape[0] - padding
+    assert torch.equal(factory.merge_fn([shard.data for shard in shards]), weight)

@@ -68,8 +68,9 @@ def test_the_layer_is_the_same_function():
         theirs["decay_gate.A_log"], theirs["decay_gate.dt_bias"], theirs["D"],
         theirs["g_norm.weight"], theirs["output_projection.weight"],
     )  # fmt: skip
-    rows = list(layout().in_proj.values())
-    *qkv, gate, decay = (x @ ours["in_proj.weight"].T).split(rows, -1)
+    rows = [*layout().in_proj.values(), layout().padding]
+    *qkv, gate, decay, padding = (x @ ours["in_proj.weight"].T).split(rows, -1)
+    assert padding.shape[-1] and not padding.any()
     actual = core(
         torch.cat(qkv, -1), decay, gate, ours["W"], (ours["conv1d_weight"], ours["conv1d_bias"]),
         ours["A_log"], ours["dt_bias"], ours["D"].view(HEADS, V), ours["norm_weight"],
@@ -110,7 +111,7 @@ def test_refuses_other_weights(change, message):
 
 
 def test_refuses_a_slice_of_the_model():
-    sliced = M2RNNLayout(3, HEADS, 1, K, V, {}, {})
+    sliced = M2RNNLayout(3, HEADS, 1, K, V, {}, {}, 0)
     for convert in (from_lm_engine, to_lm_engine):
         with pytest.raises(M2RNNMixerError, match="one of 3 tensor-parallel ranks"):
             convert(sliced, lm_engine_weights())

@@ -46,19 +46,30 @@ def part(key, whole, mixer, rank):
     values = s.num_heads * s.v_head_dim
     qkv = [s.k_head_dim, s.k_head_dim, values]
     sections = {
-        "in_proj.weight": [*qkv, values, s.num_heads],
+        "in_proj.weight": [*qkv, values, s.num_heads],  # and padding, which is not split
         "conv1d_weight": qkv,
         "conv1d_bias": qkv,
     }
     if key == "out_proj.weight":
         return whole.chunk(2, dim=1)[rank]
-    parts = whole.split(sections.get(key, [whole.shape[0]]))
-    return torch.cat([part.chunk(2)[rank] for part in parts])
+    sizes = sections.get(key, [whole.shape[0]])
+    parts = whole[: sum(sizes)].split(sizes)
+    own = torch.cat([part.chunk(2)[rank] for part in parts])
+    if key != "in_proj.weight":
+        return own
+    return torch.cat((own, own.new_zeros(-len(own) % 16, own.shape[1])))
+
+
+def clear_padding(mixer):
+    assert mixer.layout.padding > 0
+    mixer.in_proj.weight[-mixer.layout.padding :].zero_()
 
 
 def check(rank, folder):
     cases = {name: case[2] for name, case in CASES.items()}
-    two = TwoRanks(cases, build, call, part, sums=5, batch=lambda name: CASES[name][0])
+    two = TwoRanks(
+        cases, build, call, part, sums=5, batch=lambda name: CASES[name][0], settle=clear_padding
+    )
     initial = {
         key: p.detach().clone() for key, p in two.built(1, seed=1)["plain"].named_parameters()
     }
