@@ -1,0 +1,59 @@
+"""A rank of a run whose steps may not wait for the GPU: from the fourth on, a synchronisation in
+the forward and backward pass or in the optimizer's step raises RuntimeError.
+
+    torchrun --standalone --nproc-per-node N tests/gpu/no_sync_rank.py ARGUMENTS
+
+ARGUMENTS: those of `megacpp recipe args RECIPE --with-recipe`.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+
+from megacpp_mcore.training.gpu.launch import launch
+
+ALLOWED_STEPS = 3  # kernels are compiled, algorithms chosen and graphs captured
+
+
+def guarded(function: Callable) -> Callable:
+    """`function`, which may not synchronise after ALLOWED_STEPS calls."""
+    import torch
+
+    calls = 0
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls <= ALLOWED_STEPS:
+            return function(*args, **kwargs)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return call
+
+
+def main() -> None:
+    launched = launch(sys.argv[1:])  # before torch is imported: it sets the environment
+    from megatron.training import training
+
+    from megacpp_mcore.training.gpu.train import train
+
+    forward_backward, setup = training.get_forward_backward_func, training.setup_model_and_optimizer
+
+    @functools.wraps(setup)
+    def guarded_setup(*args, **kwargs):
+        model, optimizer, scheduler = setup(*args, **kwargs)
+        optimizer.step = guarded(optimizer.step)
+        return model, optimizer, scheduler
+
+    training.setup_model_and_optimizer = guarded_setup
+    training.get_forward_backward_func = lambda *a, **k: guarded(forward_backward(*a, **k))
+    train(launched)
+
+
+if __name__ == "__main__":
+    main()
