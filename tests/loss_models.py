@@ -14,7 +14,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.training.argument_utils import hybrid_config_from_args
 from megatron.training.models.hybrid import HybridModelBuilder
 
-from megacpp_mcore.bench.contenders import serving
+from megacpp_mcore.bench.variants import serving
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.training.cpu import step

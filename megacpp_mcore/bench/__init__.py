@@ -1,12 +1,10 @@
-"""`megacpp bench`: how fast the backends of a surface are here, and a whole model.
+"""`megacpp bench`: how fast an operator's backends, one layer or a whole model are here.
 
-`bench_surface` times every usable backend of one surface side by side on the sizes of a recipe,
-`bench_model` the recipe's model. Both run in one process on one device, the model unsharded, and
-return a bench receipt (`megacpp_mcore.receipts`), which `megacpp report` shows and compares.
+`runner.run` is the bench; `operator`, `layer` and `model` say how to build and call what is timed.
+It runs in one process on one device, the model unsharded, and returns a bench receipt
+(`megacpp_mcore.receipts`), which `megacpp report` shows and compares.
 """
 
-import importlib.util
-import sys
 from collections.abc import Sequence
 
 from megacpp_mcore.errors import MegacppError
@@ -21,8 +19,6 @@ _ONE_RANK = [
     "parallel.num_distributed_optimizer_instances=1", "parallel.overlap_grad_reduce=false",
     "parallel.overlap_param_gather=false", "launch.nnodes=1", "launch.nproc_per_node=1",
 ]  # fmt: skip
-ONE_RANK_NOTE = "one process: the recipe's model on one device, without any parallelism"
-TOPOLOGY = {"world_size": 1, "tp": 1, "pp": 1, "ep": 1, "cp": 1, "dp": 1}
 
 
 class BenchError(MegacppError):
@@ -35,11 +31,6 @@ class BenchFailure(BenchError):
     exit_status = 1
 
 
-def to_stderr(words: str) -> None:
-    """What is being done: the page on stdout is the receipt's."""
-    print(words, file=sys.stderr, flush=True)
-
-
 def load_for_bench(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe for one process: one micro batch a step, no parallelism, no multi-host dispatcher.
 
@@ -50,12 +41,3 @@ def load_for_bench(name: str, overrides: Sequence[str] = ()) -> Recipe:
     if asked.moe.moe_token_dispatcher_type == "flex":
         ours.append("moe.moe_token_dispatcher_type=alltoall")
     return load_recipe(name, [*ours, *overrides])
-
-
-def check_receipts() -> None:
-    """Refuse before anything is timed where a receipt could not be validated in the end."""
-    if importlib.util.find_spec("jsonschema") is None:
-        raise BenchError(
-            "jsonschema is not installed, which validates the receipt; install it (it is one of "
-            "megacpp-mcore's dependencies: `pip install 'jsonschema>=4.23'`)"
-        )

@@ -1,9 +1,16 @@
-"""Taking times: cold once, then warm and interleaved, on a CPU or by CUDA's own events."""
+"""Taking times: cold once, then warm and interleaved, on a CPU or by CUDA's own events.
 
+`triton.testing.do_bench` and `torch.utils.benchmark` time one call at a time. A comparison needs
+what they do not have: contenders in turns, so that a drift of the machine meets all of them alike,
+the samples in the order taken with the round of each, inputs that rotate, the first (cold) call on
+its own, peak memory, and one way for CPU and GPU.
+"""
+
+import gc
+import itertools
 import math
 import random
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -14,18 +21,13 @@ _WARM_UP = 2
 Call = Callable[[int], object]  # called with the number of the turn, to rotate its inputs
 
 
-class Clock(ABC):
-    """Milliseconds of one call on one device."""
+class Clock:
+    """Milliseconds of one call, and its memory, on the CPU; base of the GPU's clock."""
 
-    device: str
+    device = "cpu"
 
-    @abstractmethod
     def wait(self) -> None:
         """Until the device has done what it was told."""
-
-    @abstractmethod
-    def sample(self, call: Callable[[], object]) -> float:
-        """One warm call."""
 
     def cold(self, call: Callable[[], object]) -> float:
         """One call with all that a first one brings: host time, from an idle device to an idle."""
@@ -35,21 +37,18 @@ class Clock(ABC):
         self.wait()
         return (time.perf_counter() - start) * 1000
 
+    def sample(self, call: Callable[[], object]) -> float:
+        """One warm call."""
+        return self.cold(call)
+
+    def allocated_bytes(self) -> int:
+        """Device memory in use when nothing runs; 0 on a CPU."""
+        gc.collect()
+        return 0
+
     def peak_memory_bytes(self, call: Callable[[], object]) -> int | None:
         """Most memory that a call had allocated, beyond what was before it; None if unknown."""
         return None
-
-
-class CpuClock(Clock):
-    """The host's clock."""
-
-    device = "cpu"
-
-    def wait(self) -> None:
-        pass
-
-    def sample(self, call: Callable[[], object]) -> float:
-        return self.cold(call)
 
 
 class CudaClock(Clock):
@@ -85,6 +84,12 @@ class CudaClock(Clock):
         self.wait()
         return start.elapsed_time(end)
 
+    def allocated_bytes(self) -> int:
+        gc.collect()
+        self.wait()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated()
+
     def peak_memory_bytes(self, call: Callable[[], object]) -> int | None:
         self.wait()
         torch.cuda.reset_peak_memory_stats()
@@ -96,7 +101,7 @@ class CudaClock(Clock):
 
 def clock_for(device: str) -> Clock:
     """The clock of "cpu" or "cuda"."""
-    return CudaClock() if device == "cuda" else CpuClock()
+    return CudaClock() if device == "cuda" else Clock()
 
 
 @dataclass(frozen=True)
@@ -114,16 +119,17 @@ def interleave(clock: Clock, calls: Mapping[str, Call], seconds: float) -> dict[
     own; so whatever slows the machine down for a while slows them all. A round has an order of its
     own: a GPU that one call has heated is slower for the next.
     """
-    wanted = {}
+    wanted, turns = {}, {}
     for name, call in calls.items():
         for turn in range(_WARM_UP - 1):
             call(turn)
         took = clock.cold(lambda call=call: call(_WARM_UP - 1))
         fitting = seconds / len(calls) / (took / 1000) if took else MOST
         wanted[name] = max(FEWEST, min(MOST, math.floor(fitting)))
+        numbers = itertools.count(1)
+        turns[name] = lambda call=call, numbers=numbers: call(next(numbers))
     rounds = max(wanted.values(), default=0)
     samples = {name: Samples([], _rounds_of(count, rounds)) for name, count in wanted.items()}
-    turns = {name: _Turn(call) for name, call in calls.items()}
     order = random.Random(0)
     for index in range(rounds):
         due = [name for name, taken in samples.items() if index in taken.rounds]
@@ -138,17 +144,6 @@ def _rounds_of(count: int, rounds: int) -> list[int]:
     digits = max(1, (rounds - 1).bit_length())
     backwards = sorted(range(rounds), key=lambda index: f"{index:0{digits}b}"[::-1])
     return sorted(backwards[:count])
-
-
-class _Turn:
-    """A call that counts its turns."""
-
-    def __init__(self, call: Call) -> None:
-        self.call, self.number = call, 0
-
-    def __call__(self) -> object:
-        self.number += 1
-        return self.call(self.number)
 
 
 @dataclass(frozen=True)

@@ -1,36 +1,38 @@
-"""One layer as it stands in the model: norm, mixer or experts, residual; backends side by side.
+"""One layer as it stands in the model: norm, mixer or experts, residual.
 
-`bench_layer` builds a recipe's model of that one layer once for every contender, with the same
-weights, and times its decoder without the final norm.
+A recipe's model of that one layer is built for every variant, with the same weights; what is timed
+is its decoder without the final norm.
 """
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacpp_mcore import bench, dispatch, receipts
-from megacpp_mcore.bench.clock import Clock, clock_for, interleave
-from megacpp_mcore.bench.contenders import Contender, build, contenders, take_weights
-from megacpp_mcore.bench.subject import in_half_precision, weight_flops
-from megacpp_mcore.bench.surface import environment
+from megacpp_mcore.bench import BenchError
+from megacpp_mcore.bench.clock import Clock
+from megacpp_mcore.bench.runner import Contender, Target
+from megacpp_mcore.bench.variants import (
+    Variant,
+    build,
+    build_each,
+    in_half_precision,
+    take_weights,
+    variants,
+)
 from megacpp_mcore.kernels.core_attention.case import CoreAttentionCase
 from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds
-from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.stack import bridges
-from megacpp_mcore.surfaces import problems
 
 # What is asked for -> letter of the source pattern, and the kind of attention where it says so.
 _LAYERS = {"A": ("A", None), "+": ("A", "mla"), "*": ("A", "gqa"), "E": ("E", None),
            "M": ("M", None), "R": ("R", None)}  # fmt: skip
-AS_IT_IS = "recipe"
+_OWN_NAME = "recipe"
 _SECONDS_A_PHASE = 8.0
-_PHASES = ("forward", "forward_backward")
 _SETS = 2
 _ROUNDINGS = 64  # from a weight or input to the output, and from there to a gradient
 _ERROR_NOTE = (
@@ -45,7 +47,7 @@ def layer_overrides(name: str) -> list[str]:
     Raises BenchError for another name.
     """
     if name not in _LAYERS:
-        raise bench.BenchError(f"layer {name!r} is unknown; choose {', '.join(_LAYERS)}")
+        raise BenchError(f"layer {name!r} is unknown; choose {', '.join(_LAYERS)}")
     letter, kind = _LAYERS[name]
     overrides = [
         f"model.pattern={letter}", "model.depth=1", "mtp.mtp_num_layers=0", "mtp.pattern=",
@@ -54,66 +56,100 @@ def layer_overrides(name: str) -> list[str]:
     return overrides + ([f"attention.kind={kind}"] if kind else [])
 
 
-def bench_layer(
-    recipe: Recipe, against: Sequence[str] = (), say: Callable[[str], None] = bench.to_stderr
-) -> tuple[dict[str, Any], list[str]]:
-    """Time the only layer of `recipe`, forward and forward with backward.
+class LayerTarget(Target):
+    """The only layer of a recipe, unchanged and as `against` says."""
 
-    recipe: from `load_for_bench` with `layer_overrides`. against: what `contenders` takes, to be
-    timed beside the layer as the recipe has it, in turns; the first is the baseline.
+    def __init__(self, recipe: Recipe, against: Sequence[str] = ()) -> None:
+        """recipe: from `load_for_bench` with `layer_overrides`. against: what `variants` takes, of
+        which the first is the baseline. Raises as `variants`."""
+        super().__init__(recipe, "layer", _SECONDS_A_PHASE)
+        self.variants = variants(recipe, _OWN_NAME, against)
+        self.baseline = next(iter(against), _OWN_NAME)
 
-    Returns the bench receipt, and which contenders are further from the baseline than rounding
-    explains. Raises DispatchError for a backend that is unknown or cannot serve, and what building
-    and running the layer raises.
-    """
-    bench.check_receipts()
-    asked = contenders(recipe, AS_IT_IS, against)
-    bridges.before_megatron()
-    from megacpp_mcore.training.cpu import megatron_setup as setup
+    def build(self, clock: Clock, say: Callable[[str], None]) -> None:
+        """Raises DispatchError for a backend that is unknown or cannot serve."""
 
-    device = problems.current_device()
-    clock = clock_for(device)
-    with setup.single_process(recipe.schedule.seed, device), setup.quiet():
-        layers, decisions = {}, []
-        for name, contender in asked.items():
-            say(f"{name}: building {recipe.plan.megatron_pattern} on {device}")
-            dispatch.forget()
-            layers[name] = _layer(contender, clock)
-            decisions += [asdict(decision) for decision in dispatch.decisions()]
-        baseline = next(iter(against), AS_IT_IS)
-        say(f"all against {baseline}, with its weights")
-        errors, wrong = _compare(layers, baseline)
-        rows = _rows(recipe, layers, errors, clock, say)
-        dtype = layers[baseline].sets[0].dtype
-    receipt = receipts.bench_receipt(
-        problem={"surface": "layer", "dtype": str(dtype).removeprefix("torch."),
-                 "sizes": _sizes(recipe)},
-        rows=rows,
-        baseline=baseline,
-        backends=[d for i, d in enumerate(decisions) if d not in decisions[:i]],
-        lane=lane("cpu" if device == "cpu" else None),
-        topology=bench.TOPOLOGY,
-        environment=environment(recipe),
-        recipe=receipts.recipe_entry(recipe.name, recipe.to_dict()),
-        notes=[bench.ONE_RANK_NOTE, _ERROR_NOTE],
-    )  # fmt: skip
-    return receipt, wrong
+        def make(name: str, variant: Variant) -> _Layer:
+            return _Layer(name, variant, clock.device)
+
+        self.layers, self.backends = build_each(self.variants, make, say)
+        baseline = self.layers[self.baseline]
+        self.dtype = baseline.direction.dtype
+        say(f"all against {self.baseline}, with its weights")
+        expected = baseline.values()
+        weights = dict(baseline.module.named_parameters())
+        for layer in self.layers.values():
+            if layer is not baseline and take_weights(layer.module, weights):
+                self._compare(layer, expected)
+
+    def _compare(self, layer: "_Layer", expected: Mapping[str, Tensor]) -> None:
+        found = layer.values()
+        far = {key: _distance(found[key], x) for key, x in expected.items()}
+        what = max(far, key=lambda key: math.inf if math.isnan(far[key]) else far[key])
+        tolerance = _tolerance(expected["y"])
+        if math.isfinite(far[what]):
+            layer.error, layer.tolerance = far[what], tolerance
+        if not far[what] <= tolerance:
+            self.wrong.append(
+                f"{layer.name}: {what} is {far[what]:.2e} from {self.baseline}, "
+                f"allowed {tolerance:.2e}"
+            )
+
+    def ready(self, phase: str) -> Sequence[Contender]:
+        return list(self.layers.values())
+
+    def cost(self, phase: str) -> tuple[int, None]:
+        """Of the products with the weights and of whole rows' causal attention."""
+        recipe, layer = self.recipe, next(iter(self.layers.values()))
+        tokens = recipe.schedule.micro_batch_size * recipe.model.seq_length
+        attention = CoreAttentionCase.of(recipe)
+        flops = int(weight_flops(layer.module, recipe, tokens))
+        flops += attention.flops() if attention else 0
+        return flops * (1 if phase == "forward" else 3), None
+
+    def sizes(self) -> dict[str, Any]:
+        recipe = self.recipe
+        packed = recipe.data.dataloader_inter_document_masking
+        return {
+            "pattern": recipe.plan.megatron_pattern,
+            "hidden_size": recipe.model.hidden_size,
+            "micro_batch_size": recipe.schedule.micro_batch_size,
+            "seq_length": recipe.model.seq_length,
+            "documents_a_row": BENCHED_DOCUMENTS if packed else 0,
+        }
+
+    def notes(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        return [_ERROR_NOTE]
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """A layer with what it is called with. sets: inputs in turn. direction: the gradient sent
-    back. kept: other arguments."""
+class _Layer(Contender):
+    """A layer and what it is called with. sets: inputs in turn, [s, b, h], of packed documents
+    [s * b, 1, h]. direction: the gradient sent back. others: the other arguments."""
 
-    module: torch.nn.Module
-    sets: list[Tensor]
-    direction: Tensor
-    kept: Mapping[str, Any]
+    def __init__(self, name: str, variant: Variant, device: str) -> None:
+        super().__init__(name, {"forward": self.forward, "forward_backward": self.forward_backward})
+        recipe, (model, args) = variant.recipe, build(variant)
+        in_half_precision(model, args)
+        self.module = model.decoder
+        self.module.post_layer_norm = False
+        self.module.final_norm = None
+        seq, batch = args.seq_length, args.micro_batch_size
+        packed = recipe.data.dataloader_inter_document_masking
+        shape = (*((seq * batch, 1) if packed else (seq, batch)), args.hidden_size)
+        generator = torch.Generator(device).manual_seed(recipe.schedule.seed)
+        *sets, self.direction = (
+            torch.randn(shape, generator=generator, device=device).to(args.params_dtype)
+            for _ in range(_SETS + 1)
+        )
+        self.sets = [x.requires_grad_() for x in sets]
+        self.others = _packed(seq, batch, device) if packed else {}
+        if model.position_embedding_type == "rope" and not model.config.multi_latent_attention:
+            self.others["rotary_pos_emb"] = model.rotary_pos_emb(seq, packed_seq=packed)
 
     def forward(self, turn: int) -> Tensor:
         """As the first micro batch after an update of the weights."""
         self.module.set_is_first_microbatch()
-        return self.module(self.sets[turn % len(self.sets)], attention_mask=None, **self.kept)
+        return self.module(self.sets[turn % _SETS], attention_mask=None, **self.others)
 
     def forward_backward(self, turn: int) -> None:
         self.forward(turn).backward(self.direction)
@@ -133,28 +169,6 @@ class _Layer:
         return values
 
 
-def _layer(contender: Contender, clock: Clock) -> _Layer:
-    recipe, (model, args) = contender.recipe, build(contender)
-    in_half_precision(model, args)
-    stack = model.decoder
-    stack.post_layer_norm = False
-    stack.final_norm = None
-    seq, batch = args.seq_length, args.micro_batch_size
-    packed = recipe.data.dataloader_inter_document_masking
-    shape = (seq * batch, 1) if packed else (seq, batch)
-    generator = torch.Generator(clock.device).manual_seed(recipe.schedule.seed)
-    *sets, direction = (
-        torch.randn(*shape, args.hidden_size, generator=generator, device=clock.device).to(
-            args.params_dtype
-        )
-        for _ in range(_SETS + 1)
-    )
-    kept = _packed(seq, batch, clock.device) if packed else {}
-    if model.position_embedding_type == "rope" and not model.config.multi_latent_attention:
-        kept["rotary_pos_emb"] = model.rotary_pos_emb(seq, packed_seq=packed)
-    return _Layer(stack, [x.requires_grad_() for x in sets], direction, kept)
-
-
 def _packed(seq: int, batch: int, device: str) -> dict[str, Any]:
     """Documents as Megatron's loop hands them on, those of all rows in one."""
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -170,30 +184,6 @@ def _packed(seq: int, batch: int, device: str) -> dict[str, Any]:
     return {"packed_seq_params": documents}
 
 
-def _compare(
-    layers: Mapping[str, _Layer], baseline: str
-) -> tuple[dict[str, float | None], list[str]]:
-    """Error of each with the baseline's weights, None where it has other parameters than those,
-    and what is wrong."""
-    expected = layers[baseline].values()
-    weights = dict(layers[baseline].module.named_parameters())
-    errors: dict[str, float | None] = {baseline: None}
-    wrong = []
-    for name, layer in layers.items():
-        if name == baseline or not take_weights(layer.module, weights):
-            errors[name] = None
-            continue
-        found = layer.values()
-        far = {key: _distance(found[key], x) for key, x in expected.items()}
-        what = max(far, key=lambda key: math.inf if math.isnan(far[key]) else far[key])
-        errors[name] = far[what] if math.isfinite(far[what]) else None
-        if not far[what] <= (allowed := _tolerance(expected["y"])):
-            wrong.append(
-                f"{name}: {what} is {far[what]:.2e} from {baseline}, allowed {allowed:.2e}"
-            )
-    return errors, wrong
-
-
 def _tolerance(y: Tensor) -> float:
     """Of the norm of a difference: independent roundings turn a vector by the root of their number
     times half an epsilon, in both layers; and sums over all tokens, in the accumulator's dtype."""
@@ -207,45 +197,16 @@ def _distance(found: Tensor, expected: Tensor) -> float:
     return ((found.float() - expected.float()).norm() / norm).item() if norm else 0.0
 
 
-def _rows(
-    recipe: Recipe,
-    layers: Mapping[str, _Layer],
-    errors: Mapping[str, float | None],
-    clock: Clock,
-    say: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    rows = []
-    first = next(iter(layers.values()))
-    flops, tolerance = _flops(recipe, first.module), _tolerance(first.direction)
-    for phase in _PHASES:
-        say(f"{phase}: {', '.join(layers)}, in turns")
-        calls = {name: getattr(layer, phase) for name, layer in layers.items()}
-        peaks = {n: clock.peak_memory_bytes(lambda call=call: call(0)) for n, call in calls.items()}
-        for name, taken in interleave(clock, calls, _SECONDS_A_PHASE).items():
-            rows.append(
-                receipts.bench_row(
-                    name, phase, taken.ms, rounds=taken.rounds,
-                    peak_memory_bytes=peaks[name], error=errors[name],
-                    tolerance=None if errors[name] is None else tolerance,
-                    flops=flops * (1 if phase == "forward" else 3),
-                )
-            )  # fmt: skip
-    return rows
+def weight_flops(module: torch.nn.Module, recipe: Recipe, tokens: int) -> float:
+    """Two a weight and token, an expert's share of them.
 
-
-def _flops(recipe: Recipe, module: torch.nn.Module) -> int:
-    """Of the products with the weights and of whole rows' causal attention."""
-    tokens = recipe.schedule.micro_batch_size * recipe.model.seq_length
-    attention = CoreAttentionCase.of(recipe)
-    return int(weight_flops(module, recipe, tokens)) + (attention.flops() if attention else 0)
-
-
-def _sizes(recipe: Recipe) -> dict[str, Any]:
-    packed = recipe.data.dataloader_inter_document_masking
-    return {
-        "pattern": recipe.plan.megatron_pattern,
-        "hidden_size": recipe.model.hidden_size,
-        "micro_batch_size": recipe.schedule.micro_batch_size,
-        "seq_length": recipe.model.seq_length,
-        "documents_a_row": BENCHED_DOCUMENTS if packed else 0,
-    }
+    Transformer Engine calls the experts' weights weight0, weight1 and so on.
+    """
+    share = recipe.moe.moe_router_topk / (recipe.moe.num_experts or 1)
+    total = 0.0
+    for name, parameter in module.named_parameters():
+        if parameter.dim() < 2 or not re.search(r"weight\d*$", name) or "embedding" in name:
+            continue
+        used = share if ".experts." in name else 1
+        total += 2 * parameter.numel() * tokens * used
+    return total

@@ -56,28 +56,30 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Bench, print the receipt as a page, and write it."""
-    from megacpp_mcore import receipts, report
+    from megacpp_mcore import receipts
+    from megacpp_mcore.receipts.show import show
 
     _check_options(args)
-    recipe = _recipe(args)
-    if args.surface == "model":
-        from megacpp_mcore.bench.model import bench_model
-
-        receipt, wrong = bench_model(recipe, args.against, optimizer=not args.no_optimizer)
-    elif args.surface == "layer":
-        from megacpp_mcore.bench.layer import bench_layer
-
-        receipt, wrong = bench_layer(recipe, args.against)
-    else:
-        from megacpp_mcore.bench.surface import bench_surface
-
-        receipt, wrong = bench_surface(args.surface, recipe, args.against, variant=args.variant)
+    receipt, wrong = _bench(args, _recipe(args))
     if args.receipt:
         receipts.write(args.receipt, receipt)
-    print(report.show(receipt, str(args.receipt or "not written")))
+    print(show(receipt, str(args.receipt or "not written")))
     for reason in wrong:
         print(f"megacpp: {args.surface}: {reason}", file=sys.stderr)
     return 1 if wrong else 0
+
+
+def _bench(args: argparse.Namespace, recipe: Any) -> tuple[dict[str, Any], list[str]]:
+    from megacpp_mcore.bench import runner
+    from megacpp_mcore.bench.layer import LayerTarget
+    from megacpp_mcore.bench.model import ModelTarget
+    from megacpp_mcore.bench.operator import OperatorTarget
+
+    if args.surface == "model":
+        return runner.run(ModelTarget(recipe, args.against, optimizer=not args.no_optimizer))
+    if args.surface == "layer":
+        return runner.run(LayerTarget(recipe, args.against))
+    return runner.run(OperatorTarget(args.surface, recipe, args.against, args.variant))
 
 
 def _recipe(args: argparse.Namespace) -> Any:

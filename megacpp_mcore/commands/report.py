@@ -38,27 +38,29 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from megacpp_mcore import receipts, report
+    from megacpp_mcore import receipts
+    from megacpp_mcore.receipts.show import show
 
-    print(report.show(receipts.read(args.receipt), str(args.receipt)))
+    print(show(receipts.read(args.receipt), str(args.receipt)))
     return 0
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from megacpp_mcore import receipts, report
-    from megacpp_mcore.report.comparison import MARGIN
+    from megacpp_mcore import receipts
+    from megacpp_mcore.receipts.compare import compare
+    from megacpp_mcore.receipts.judge import MARGIN
 
     a, b = receipts.read(args.a), receipts.read(args.b)
     margin = MARGIN if args.margin is None else args.margin
-    text = report.compare(a, b, margin=margin, allow_unlike=args.allow_unlike)
+    text = compare(a, b, margin=margin, allow_unlike=args.allow_unlike)
     print(f"A  {args.a}\nB  {args.b}\n\n{text}")
     return 0
 
 
 def _plot(args: argparse.Namespace) -> int:
     from megacpp_mcore import receipts
-    from megacpp_mcore.report import plotting
+    from megacpp_mcore.receipts.plot import plot
 
-    plotting.plot(receipts.read(args.receipt), args.out)
+    plot(receipts.read(args.receipt), args.out)
     print(args.out)
     return 0

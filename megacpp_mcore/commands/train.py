@@ -70,11 +70,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(receipt: dict[str, Any], out: Path) -> None:
-    from megacpp_mcore import report
-    from megacpp_mcore.report import plotting
+    from megacpp_mcore.receipts.plot import plot
+    from megacpp_mcore.receipts.show import show
 
-    plotting.plot(receipt, out / "curves.png")
-    print(report.show(receipt, str(out / "receipt.json")))
+    plot(receipt, out / "curves.png")
+    print(show(receipt, str(out / "receipt.json")))
     result = receipt["result"]
     if "unigram_entropy" in result and result["final_loss"] is not None:
         gain = result["unigram_entropy"] - result["final_loss"]

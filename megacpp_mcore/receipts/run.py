@@ -4,26 +4,22 @@ import bisect
 import copy
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacpp_mcore.receipts import ReceiptError, receipt_head, validate, write
+from megacpp_mcore.receipts.checks import ReceiptError, validate
 from megacpp_mcore.receipts.goodput import Goodput
+from megacpp_mcore.receipts.reader import warm
+from megacpp_mcore.receipts.writer import receipt_head, write
 
 # A longer series is thinned to every 2nd, 4th, ... step, so that a run of a million steps still
-# writes its receipt within a second.
+# validates and writes its receipt in about a second.
 MAX_ROWS = 8192
 FINAL_WINDOW = 20  # kept steps that final_loss is the mean of
 _REQUIRED = ("step", "tokens", "ms", "tokens_per_s", "peak_memory_bytes", "loss")
 _OPTIONAL = ("grad_norm", "lr")
-
-
-def warm_rows(receipt: Mapping[str, Any]) -> list[int]:
-    """The rows of a run's series that are evidence of speed: every one not marked cold."""
-    cold = set(receipt["series_info"]["cold_steps"])
-    return [row for row, step in enumerate(receipt["series"]["step"]) if step not in cold]
 
 
 @dataclass(frozen=True)
@@ -233,25 +229,21 @@ class RunReceipt:
             for name, column in self._columns.items()
             if name in _REQUIRED or any(value is not None for value in column)
         }
-        info = {"stride": self._stride, "cold_steps": self._cold_steps, "gaps": self._gaps}
         document = self._head | {
             "goodput": self._goodput.record(),
             "series": filled,
-            "series_info": info,
+            "series_info": self._info(),
             "evaluations": self._evaluations,
             "result": own | result,
         }
         return copy.deepcopy(document)  # the caller's copy does not change with the next step
 
+    def _info(self) -> dict[str, Any]:
+        return {"stride": self._stride, "cold_steps": self._cold_steps, "gaps": self._gaps}
+
     def _result(self, status: str, reason: str | None) -> dict[str, Any]:
-        cold = set(self._cold_steps)
-        speeds = [
-            speed
-            for step, speed in zip(
-                self._columns["step"], self._columns["tokens_per_s"], strict=True
-            )
-            if step not in cold
-        ]
+        speeds = warm({"series": self._columns, "series_info": self._info()}, "tokens_per_s")
+        speed = statistics.median(speeds) if speeds else None
         losses = self._columns["loss"][-FINAL_WINDOW:]
         evaluated = self._evaluations["loss"]
         return {
@@ -261,9 +253,9 @@ class RunReceipt:
             "tokens": self._tokens,
             "final_loss": statistics.fmean(losses) if losses and None not in losses else None,
             "final_eval_loss": evaluated[-1] if evaluated else None,
-            "tokens_per_s_median": statistics.median(speeds) if speeds else None,
+            "tokens_per_s_median": speed,
             "peak_memory_bytes": self._peak or None,
-            **self._speed_in_operations(statistics.median(speeds) if speeds else None),
+            **self._speed_in_operations(speed),
         }
 
     def _speed_in_operations(self, tokens_per_s: float | None) -> dict[str, float | None]:

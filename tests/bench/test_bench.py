@@ -10,7 +10,7 @@ import torch
 
 from megacpp_mcore import bench, cli, dispatch, receipts
 from megacpp_mcore.bench import clock as clocks
-from megacpp_mcore.bench import layer, model, subject, surface
+from megacpp_mcore.bench import layer, model, operator, runner, training
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.norm import rms_norm
 from megacpp_mcore.surfaces.backend import Backend, Surface, always
@@ -26,7 +26,7 @@ SMALL = [
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Few samples, and the environment as it was."""
-    monkeypatch.setattr(surface, "_SECONDS_A_PHASE", 0.01)
+    monkeypatch.setattr(operator, "_SECONDS_A_PHASE", 0.01)
     monkeypatch.setattr(model, "_SECONDS_A_PHASE", 0.01)
     monkeypatch.setattr(layer, "_SECONDS_A_PHASE", 0.01)
     for name in ("MEGACPP_RECIPE", "MEGACPP_BACKENDS", "RANK", "WORLD_SIZE", "LOCAL_RANK",
@@ -38,8 +38,8 @@ def quick(monkeypatch):
     dispatch.forget()
 
 
-def quiet(words):
-    pass
+def bench_operator(surface, recipe, against=(), variant=None):
+    return runner.run(operator.OperatorTarget(surface, recipe, against, variant), lambda said: None)
 
 
 class FakeClock(clocks.Clock):
@@ -168,8 +168,7 @@ class TestRecipe:
 
 @pytest.mark.parametrize("name", ["norm", "residual", "moe_experts", "linear_cross_entropy"])
 def test_a_surface_is_timed_and_the_receipt_is_valid(name, tmp_path):
-    receipt, wrong = surface.bench_surface(name, bench.load_for_bench("nam56r-tiny", SMALL), (),
-                                           quiet)  # fmt: skip
+    receipt, wrong = bench_operator(name, bench.load_for_bench("nam56r-tiny", SMALL))
     assert wrong == []
     receipts.write(tmp_path / "r.json", receipt)
     rows = receipts.read(tmp_path / "r.json")["rows"]
@@ -194,9 +193,7 @@ def test_a_variant_of_a_surfaces_case():
         "mean": (True, True),
     }  # fmt: skip
     for variant, form in forms.items():
-        receipt, wrong = surface.bench_surface(
-            "linear_cross_entropy", recipe, (), quiet, variant=variant
-        )
+        receipt, wrong = bench_operator("linear_cross_entropy", recipe, variant=variant)
         sizes = receipt["problem"]["sizes"]
         assert wrong == [] and (sizes["weighted"], sizes["even"]) == form
         known = {entry["implementation"].split(":")[1] for entry in receipt["backends"]}
@@ -219,7 +216,7 @@ def test_a_variant_that_is_none_is_refused(words, message, capsys):
 
 def test_backends_side_by_side():
     recipe = bench.load_for_bench("nam56r-tiny", SMALL)
-    receipt, wrong = surface.bench_surface("core_attention", recipe, (), quiet)
+    receipt, wrong = bench_operator("core_attention", recipe)
     assert wrong == [] and receipt["baseline"] == "sdpa"
     rows = {(row["backend"], row["phase"]): row for row in receipt["rows"]}
     assert {backend for backend, _ in rows} == {"sdpa", "reference"}
@@ -297,7 +294,7 @@ class TestFailures:
     def test_a_backend_that_fails_has_a_reason_and_no_times(self, add, name, reason, fails, capfd):
         add(name)
         recipe = bench.load_for_bench("nam56r-tiny", SMALL)
-        receipt, wrong = surface.bench_surface("norm", recipe, (), quiet)
+        receipt, wrong = bench_operator("norm", recipe)
         assert {row["backend"] for row in receipt["rows"]} == {"reference"}
         assert receipt["baseline"] == "reference"
         entry = receipt["backends"][0]
@@ -309,7 +306,7 @@ class TestFailures:
     def test_too_little_memory_is_a_failure_for_a_backend_that_was_named(self, add):
         add("needs_too_much")
         recipe = bench.load_for_bench("nam56r-tiny", [*SMALL, "backends.norm=reference"])
-        _, wrong = surface.bench_surface("norm", recipe, ("needs_too_much",), quiet)
+        _, wrong = bench_operator("norm", recipe, ("needs_too_much",))
         assert wrong and "out of memory" in wrong[0]
 
     def test_the_command_ends_with_status_1(self, add, capfd):
@@ -326,13 +323,13 @@ class TestFailures:
         monkeypatch.setitem(REGISTRY, "norm", only)
         recipe = bench.load_for_bench("nam56r-tiny", SMALL)
         with pytest.raises(bench.BenchFailure, match=r"no backend of norm could be timed: raises"):
-            surface.bench_surface("norm", recipe, (), quiet)
+            bench_operator("norm", recipe)
 
 
 class TestAgainst:
     def test_the_chosen_and_the_named_ones_run_and_the_first_is_the_baseline(self):
         recipe = bench.load_for_bench("nam56r-tiny", SMALL)
-        receipt, _ = surface.bench_surface("core_attention", recipe, ("reference",), quiet)
+        receipt, _ = bench_operator("core_attention", recipe, ("reference",))
         assert receipt["baseline"] == "reference"
         assert {row["backend"] for row in receipt["rows"]} == {"sdpa", "reference"}
         requested = {entry["implementation"].split(":")[1]: entry["requested"]
@@ -351,7 +348,7 @@ class TestAgainst:
     def test_refusals(self, against, message):
         recipe = bench.load_for_bench("nam56r-tiny", SMALL)
         with pytest.raises(MegacppError) as caught:
-            surface.bench_surface("core_attention", recipe, (against,), quiet)
+            bench_operator("core_attention", recipe, (against,))
         assert message in str(caught.value)
 
 
@@ -496,7 +493,7 @@ class TestCommand:
         def fails(bare, args):
             raise RuntimeError("no optimizer today")
 
-        monkeypatch.setattr(subject, "_on_cpu", fails)
+        monkeypatch.setattr(training, "on_cpu", fails)
         words = [word for override in SMALL for word in ("--set", override)]
         status = cli.main(["bench", "model", "--recipe", "nam56r-tiny", "--layers", "1", *words])
         out, err = capfd.readouterr()

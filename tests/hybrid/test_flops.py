@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megacpp_mcore.bench.subject import weight_flops
+from megacpp_mcore.bench.layer import weight_flops
 from megacpp_mcore.hybrid.flops import count
 from megacpp_mcore.kernels import parity
 from megacpp_mcore.kernels.core_attention.case import CoreAttentionCase

@@ -9,9 +9,10 @@ import pytest
 from megacpp_mcore import receipts
 from megacpp_mcore.catalog.rows import ROWS
 from megacpp_mcore.hybrid import flops
+from megacpp_mcore.receipts.compare import unlike
+from megacpp_mcore.receipts.intervals import time_ratio
+from megacpp_mcore.receipts.judge import MARGIN, judge_rows, judge_runs
 from megacpp_mcore.recipe import load_recipe
-from megacpp_mcore.report.comparison import MARGIN, judge_rows, judge_runs, unlike
-from megacpp_mcore.report.intervals import time_ratio
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples/receipts/h200"
 README = FOLDER.parents[2] / "README.md"

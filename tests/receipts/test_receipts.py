@@ -33,7 +33,8 @@ from megacpp_mcore.receipts import (
 from megacpp_mcore.receipts import run as run_receipt
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.receipts.lane import code, lane
-from megacpp_mcore.receipts.run import Work, warm_rows
+from megacpp_mcore.receipts.reader import warm_rows
+from megacpp_mcore.receipts.run import Work
 
 STOCK = Draft202012Validator(schema())
 
@@ -555,7 +556,9 @@ def test_the_lane_is_gathered_where_torch_cannot_be_imported(document, monkeypat
 def test_reading_receipts_imports_no_torch():
     script = (
         "import sys\n"
-        "import megacpp_mcore.report, megacpp_mcore.receipts.run, megacpp_mcore.commands.report\n"
+        "import megacpp_mcore.receipts.compare, megacpp_mcore.receipts.plot\n"
+        "import megacpp_mcore.receipts.run, megacpp_mcore.receipts.show\n"
+        "import megacpp_mcore.commands.report\n"
         "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     )
     root = str(Path(run_receipt.__file__).parent.parent)

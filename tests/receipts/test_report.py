@@ -12,7 +12,7 @@ from megacpp_mcore.cli import main
 from megacpp_mcore.receipts import bench_row, read, recipe_entry, write
 from megacpp_mcore.receipts import run as run_receipt
 from megacpp_mcore.receipts.goodput import Goodput
-from megacpp_mcore.report.intervals import ratio_in_turns, time_ratio
+from megacpp_mcore.receipts.intervals import ratio_in_turns, time_ratio
 
 TRITON = [{"surface": "m2rnn", "requested": "triton", "observed": "triton", "reason": "named"}]
 

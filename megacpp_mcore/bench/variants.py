@@ -1,16 +1,18 @@
-"""A layer or a model built another way beside itself: with the backends that `--against` names in
-it, and with other keys of its recipe."""
+"""One layer or model built in several ways: with other backends in it, and with other keys of its
+recipe's `precision` and `recompute`."""
 
 import contextlib
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
-from megacpp_mcore import bench, dispatch
+from megacpp_mcore import dispatch
+from megacpp_mcore.bench import BenchError
 from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, Recipe, load_recipe
 from megacpp_mcore.recipe.lowering import lower
 
@@ -18,38 +20,38 @@ _SECTIONS = ("precision", "recompute")  # how a model is computed; any other wou
 
 
 @dataclass(frozen=True)
-class Contender:
+class Variant:
     """backends: `surface=backend,...`, before those that the recipe has."""
 
     recipe: Recipe
     backends: str = ""
 
 
-def contenders(recipe: Recipe, as_it_is: str, against: Sequence[str]) -> dict[str, Contender]:
-    """The subject as `recipe` has it, under the name `as_it_is`, and those of `against` by their
-    own words: `surface=backend,...`, where `precision.KEY=VALUE` and `recompute.KEY=VALUE` are keys
-    of the recipe.
+def variants(recipe: Recipe, own_name: str, against: Sequence[str]) -> dict[str, Variant]:
+    """The recipe unchanged, under `own_name`, and each of `against` under its own text:
+    `surface=backend,...`, where `precision.KEY=VALUE` and `recompute.KEY=VALUE` are keys of the
+    recipe.
 
     Raises DispatchError for a surface or a backend that does not exist, BenchError for a key of
     another section, RecipeError for one that the recipe does not have or cannot have so.
     """
-    return {as_it_is: Contender(recipe)} | {text: _contender(recipe, text) for text in against}
+    return {own_name: Variant(recipe)} | {text: _variant(recipe, text) for text in against}
 
 
-def _contender(recipe: Recipe, text: str) -> Contender:
+def _variant(recipe: Recipe, text: str) -> Variant:
     parts = text.split(",")
     keys = [part.strip() for part in parts if "." in part.partition("=")[0]]
     for key in keys:
         if (section := key.partition(".")[0]) not in _SECTIONS:
-            raise bench.BenchError(
+            raise BenchError(
                 f"--against {key}: section {section!r} of the recipe cannot differ here; "
                 f"{' and '.join(_SECTIONS)} can, and backends as SURFACE=BACKEND"
             )
     backends = ",".join(part for part in parts if part.strip() not in keys)
     dispatch.forced_backends(backends)
     if not keys:
-        return Contender(recipe, backends)
-    return Contender(load_recipe(recipe.source, [*recipe.overrides, *keys]), backends)
+        return Variant(recipe, backends)
+    return Variant(load_recipe(recipe.source, [*recipe.overrides, *keys]), backends)
 
 
 @contextlib.contextmanager
@@ -66,17 +68,30 @@ def serving(requests: str) -> Iterator[None]:
             os.environ[dispatch.ENVIRONMENT_VARIABLE] = before
 
 
-def build(contender: Contender) -> tuple[torch.nn.Module, Namespace]:
-    """The contender's model, and Megatron's args of it."""
+def build(variant: Variant) -> tuple[torch.nn.Module, Namespace]:
+    """The variant's model, and Megatron's args of it."""
     from megacpp_mcore.training.cpu import megatron_setup as setup
 
-    lowered = lower(contender.recipe)
-    with serving(contender.backends):
+    lowered = lower(variant.recipe)
+    with serving(variant.backends):
         os.environ[ENVIRONMENT_VARIABLE] = lowered.environment[ENVIRONMENT_VARIABLE]
         # The spec chooses its parts as it is imported, which may have been for another model.
         sys.modules.pop("megacpp_mcore.specs.nam56r", None)
         args = setup.megatron_args(lowered.argv, lowered.environment)
         return setup.build_model(args), args
+
+
+def build_each[T](
+    named: Mapping[str, Variant], make: Callable[[str, Variant], T], say: Callable[[str], None]
+) -> tuple[dict[str, T], list[dict[str, Any]]]:
+    """What `make` returns of every variant, and dispatch's decisions on the way, each once."""
+    made, decisions = {}, {}
+    for name, variant in named.items():
+        say(f"{name}: building {variant.recipe.plan.megatron_pattern}")
+        dispatch.forget()
+        made[name] = make(name, variant)
+        decisions |= dict.fromkeys(dispatch.decisions())
+    return made, [asdict(decision) for decision in decisions]
 
 
 def take_weights(own: torch.nn.Module, others: Mapping[str, torch.Tensor]) -> bool:
@@ -89,3 +104,12 @@ def take_weights(own: torch.nn.Module, others: Mapping[str, torch.Tensor]) -> bo
         for name, parameter in parameters.items():
             parameter.copy_(others[name])
     return True
+
+
+def in_half_precision(model: torch.nn.Module, args: Namespace) -> torch.nn.Module:
+    """The model as Megatron trains it in bf16: its parameters cast, and wrapped."""
+    if not args.bf16:
+        return model
+    from megatron.core.transformer.module import Float16Module
+
+    return Float16Module(model.config, model)

@@ -1,4 +1,4 @@
-"""Is B better than A: like with like, intervals, and a verdict by a stated rule.
+"""Is B better than A: a verdict by a stated rule.
 
 The rule of `judge_runs` (RUN_RULE) and `judge_rows` (ROW_RULE), which the report prints:
 
@@ -16,19 +16,19 @@ The rule of `judge_runs` (RUN_RULE) and `judge_rows` (ROW_RULE), which the repor
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from megacpp_mcore.receipts import ReceiptError
-from megacpp_mcore.receipts.run import warm_rows
-from megacpp_mcore.report.intervals import (
+from megacpp_mcore.receipts.checks import ReceiptError
+from megacpp_mcore.receipts.intervals import (
     BLOCKS,
     Effect,
     block_medians,
     ratio_in_turns,
     time_ratio,
 )
+from megacpp_mcore.receipts.reader import Receipt, Row, by_round, warm
 
 MARGIN = 0.01
 RUN_RULE = (
@@ -49,6 +49,7 @@ ROW_RULE = (
 
 Verdict = Literal["keep", "drop", "undecided"]
 Speed = Literal["faster", "slower", "undecided"]
+LossJudgement = Literal["worse", "not worse", "undecided"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class LossEffect:
     tolerance: float
     pairs: int
     first_step: int
-    judgement: Literal["worse", "not worse", "undecided"]
+    judgement: LossJudgement
 
 
 @dataclass(frozen=True)
@@ -81,71 +82,12 @@ def speed(ratio: Effect, margin: float) -> Speed:
     return "undecided"
 
 
-def unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Every reason why two receipts are not alike: lane, recipe, topology, problem of a bench.
-
-    A recipe's `[backends]` are what a comparison is about, and where a run keeps the index files
-    that it derives from its data changes no figure: they may differ. Raises ReceiptError for a run
-    and a bench, which have no figure in common.
-    """
-    if a["kind"] != b["kind"]:
-        raise ReceiptError(f"A is a {a['kind']}, B a {b['kind']}: they have no figure in common")
-    found = list(_differences("lane", a["lane"], b["lane"]))
-    found += _differences("topology", a["topology"], b["topology"])
-    found += _differences("recipe", _figures_of(a), _figures_of(b))
-    if a["kind"] == "bench":
-        found += _differences("problem", a["problem"], b["problem"])
-    return found
-
-
-def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """What two receipts may differ in and still be alike: the thing that is compared."""
-    found = list(_differences("code", a["code"], b["code"]))
-    found += _differences("backends", _observed(a), _observed(b))
-    return found + list(_differences("environment", a["environment"], b["environment"]))
-
-
-def _figures_of(receipt: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What of a recipe can change a figure of runs with the same backends."""
-    if receipt["recipe"] is None:
-        return None
-    content = {k: v for k, v in receipt["recipe"]["content"].items() if k != "backends"}
-    if "data" in content:
-        content["data"] = {k: v for k, v in content["data"].items() if k != "data_cache_path"}
-    return content
-
-
-def _observed(receipt: Mapping[str, Any]) -> dict[str, str]:
-    observed: dict[str, list[str]] = {}
-    for entry in receipt["backends"]:
-        names = observed.setdefault(entry["surface"], [])
-        if (name := entry["observed"] or "none") not in names:
-            names.append(name)
-    return {surface: "+".join(names) for surface, names in observed.items()}
-
-
-def _differences(path: str, a: Any, b: Any) -> Iterator[str]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        for key in sorted(a.keys() | b.keys()):
-            yield from _differences(f"{path}.{key}", a.get(key), b.get(key))
-    elif a != b:
-        yield f"{path}: {_brief(a)} | {_brief(b)}"
-
-
-def _brief(value: Any) -> str:
-    if value is None:
-        return "none"
-    return "{...}" if isinstance(value, dict) else str(value)
-
-
-def judge_rows(
-    base: Mapping[str, Any], row: Mapping[str, Any], margin: float, *, in_turns: bool
-) -> Judgement:
+def judge_rows(base: Row, row: Row, margin: float, *, in_turns: bool) -> Judgement:
     """Judge one bench row against another of the same phase; the rule is ROW_RULE. in_turns: they
     are of one receipt."""
-    ratio = (in_turns and _ratio_by_round(base, row)) or time_ratio(
-        base["samples_ms"], row["samples_ms"]
-    )
+    rounds = (by_round(base), by_round(row)) if in_turns else (None, None)
+    ratio = ratio_in_turns(*rounds) if None not in rounds else None
+    ratio = ratio or time_ratio(base["samples_ms"], row["samples_ms"])
     fast = speed(ratio, margin)
     if row["error"] is not None and row["error"] > row["tolerance"]:
         reason = f"wrong: error {row['error']:.3g} is beyond the tolerance {row['tolerance']:.3g}"
@@ -156,21 +98,16 @@ def judge_rows(
     return Judgement(verdicts[fast], (_time_reason(fast, ratio, margin),), ratio)
 
 
-def _ratio_by_round(base: Mapping[str, Any], row: Mapping[str, Any]) -> Effect | None:
-    if "rounds" not in base or "rounds" not in row:
-        return None
-    return ratio_in_turns(
-        *(dict(zip(r["rounds"], r["samples_ms"], strict=True)) for r in (base, row))
-    )
-
-
-def judge_runs(a: Mapping[str, Any], b: Mapping[str, Any], margin: float = MARGIN) -> Judgement:
+def judge_runs(a: Receipt, b: Receipt, margin: float = MARGIN) -> Judgement:
     """Judge run B against run A; the rule is RUN_RULE.
 
     Raises ReceiptError when one of them has no warm step.
     """
-    times = [_times_per_token(receipt, name) for receipt, name in ((a, "A"), (b, "B"))]
-    ratio = time_ratio(*times)
+    rates = [warm(run, "tokens_per_s") for run in (a, b)]
+    for name, rate in zip("AB", rates, strict=True):
+        if not rate:
+            raise ReceiptError(f"{name} has no warm step: nothing to compare")
+    ratio = time_ratio(*([1 / tokens_per_s for tokens_per_s in rate] for rate in rates))
     fast = speed(ratio, margin)
     loss = _loss_effect(a["series"], b["series"])
     reasons = [f"time: {_time_reason(fast, ratio, margin)}", f"loss: {_loss_reason(loss)}"]
@@ -186,13 +123,6 @@ def judge_runs(a: Mapping[str, Any], b: Mapping[str, Any], margin: float = MARGI
     else:
         verdict = "undecided"
     return Judgement(verdict, (*reasons, *incomplete), ratio, loss)
-
-
-def _times_per_token(receipt: Mapping[str, Any], name: str) -> list[float]:
-    rows = warm_rows(receipt)
-    if not rows:
-        raise ReceiptError(f"{name} has no warm step: nothing to compare")
-    return [1 / receipt["series"]["tokens_per_s"][row] for row in rows]
 
 
 def _time_reason(fast: Speed, ratio: Effect, margin: float) -> str:
@@ -215,21 +145,21 @@ def _loss_effect(a: Mapping[str, list], b: Mapping[str, list]) -> LossEffect | N
     pairs = pairs[-max(BLOCKS, math.ceil(len(pairs) / 4)) :]
     if not pairs:
         return None
+    count, first_step = len(pairs), pairs[0][0]
     if any(loss_b is None for _, _, loss_b in pairs):
-        return LossEffect(Effect(math.inf, None, None), 0.0, len(pairs), pairs[0][0], "worse")
+        return LossEffect(Effect(math.inf, None, None), 0.0, count, first_step, "worse")
     deltas = [loss_b - loss_a for _, loss_a, loss_b in pairs]
     tolerance = _tolerance([loss_a for _, loss_a, _ in pairs])
-    if len(pairs) < BLOCKS:
-        effect = Effect(statistics.median(deltas), None, None)
-        return LossEffect(effect, tolerance, len(pairs), pairs[0][0], "undecided")
-    blocks = block_medians(deltas)
-    judgement: Literal["worse", "not worse", "undecided"] = "undecided"
+    blocks, median = block_medians(deltas), statistics.median(deltas)
+    if count < BLOCKS:
+        return LossEffect(Effect(median, None, None), tolerance, count, first_step, "undecided")
+    judgement: LossJudgement = "undecided"
     if min(blocks) > tolerance:
         judgement = "worse"
     elif max(blocks) <= tolerance:
         judgement = "not worse"
-    effect = Effect(statistics.median(deltas), min(blocks), max(blocks))
-    return LossEffect(effect, tolerance, len(pairs), pairs[0][0], judgement)
+    effect = Effect(median, min(blocks), max(blocks))
+    return LossEffect(effect, tolerance, count, first_step, judgement)
 
 
 def _tolerance(losses: Sequence[float]) -> float:

@@ -4,6 +4,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from megacpp_mcore.receipts.intervals import Effect
+
 WIDTH = 96
 
 
@@ -20,6 +22,18 @@ def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
 
 def wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent="  ")
+
+
+def rule(text: str, margin: float) -> list[str]:
+    """The rule that a verdict is by, below the table."""
+    return wrapped(f"rule: margin {percent(margin)}. {text}.")
+
+
+def interval(effect: Effect, signed: bool = False) -> str:
+    if effect.low is None or effect.high is None:
+        return "too few"
+    form = "+.4f" if signed else ".4f"
+    return f"{effect.low:{form}} .. {effect.high:{form}}"
 
 
 def rate(amount: float | None, ms: float, unit: float) -> str:

@@ -1,0 +1,147 @@
+"""A receipt as one page of text."""
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from megacpp_mcore.receipts.goodput import parse_utc
+from megacpp_mcore.receipts.judge import MARGIN, ROW_RULE, judge_rows
+from megacpp_mcore.receipts.reader import Receipt, problem_text, warm, warm_rows
+from megacpp_mcore.receipts.text import (
+    duration,
+    gib,
+    interval,
+    number,
+    percent,
+    rate,
+    rule,
+    table,
+)
+
+_BAR = 30
+_HEADLINE = ("status", "reason", "steps", "tokens")  # of a result; shown in the first lines
+
+
+def show(receipt: Receipt, path: str) -> str:
+    """A valid receipt as one page."""
+    lines = [f"receipt   {path}: a {receipt['kind']}, {receipt['created']}"]
+    if receipt["kind"] == "run":
+        lines += [_status(receipt["result"]), *_provenance(receipt)]
+        lines += ["", *_goodput(receipt["goodput"]), "", *_series(receipt), "", *_result(receipt)]
+    else:
+        lines += [*_provenance(receipt), "", *_bench(receipt)]
+    for name, values in receipt["environment"].items():
+        lines += [f"{name:<9} {key}={value}" for key, value in values.items()]
+    lines += [f"note      {note}" for note in receipt["notes"]]
+    return "\n".join(lines)
+
+
+def _status(result: Mapping[str, Any]) -> str:
+    reason = f" ({result['reason']})" if result["reason"] else ""
+    counts = f"{result['steps']:,} steps, {result['tokens']:,} tokens"
+    return f"status    {result['status']}{reason}, {counts}"
+
+
+def _provenance(receipt: Receipt) -> list[str]:
+    lane, code, recipe = receipt["lane"], receipt["code"], receipt["recipe"]
+    topology, device, cpu = receipt["topology"], lane["device"], lane["cpu"]
+    commit = f", commit {code['commit'][:12]}" if code["commit"] else ", no checkout"
+    commit += " + changes" * bool(code["dirty"])
+    digest = f", sha256 {code['sha256'][:16]}" if "sha256" in code else ""  # older receipts: none
+    gpu = f", driver {lane['driver']}, CUDA {lane['cuda']}, cuDNN {lane['cudnn']}"
+    gpu = gpu if device["type"] == "cuda" else ""
+    packages = [f"{name} {version}" for name, version in lane["packages"].items() if version]
+    lines = [
+        f"code      megacpp-mcore {code['version']}{commit}{digest}",
+        f"lane      {device['count']} x {device['name']} ({device['type']}{gpu})",
+        f"          Python {lane['python']}, {', '.join(packages)}",
+        f"          {lane['os']}, {cpu['count']} CPUs, torch threads {cpu['threads']}",
+    ]
+    if recipe:
+        lines.append(f"recipe    {recipe['name']}, sha256 {recipe['sha256'][:16]}")
+    ways = ", ".join(f"{name} {topology[name]}" for name in ("dp", "tp", "pp", "cp", "ep"))
+    lines.append(f"topology  world size {topology['world_size']}: {ways}")
+    if plan := receipt.get("plan"):
+        counts = ", ".join(f"{count} {letter}" for letter, count in plan["counts"].items())
+        lines.append(f"plan      {plan['source_pattern']} -> {plan['megatron_pattern']} ({counts})")
+    if receipt["backends"]:
+        rows = [["backends", "surface", "requested", "observed", "reason"]]
+        for b in receipt["backends"]:
+            rows.append(["", b["surface"], b["requested"], b["observed"] or "none", b["reason"]])
+        lines += ["", *table(rows, align="lllll")]
+    return lines
+
+
+def _goodput(goodput: Mapping[str, Any]) -> list[str]:
+    wall = goodput["wall_s"]
+    lines = [f"goodput   {percent(goodput['useful'])} of {duration(wall)} in useful steps"]
+    for name, seconds in goodput["seconds"].items():
+        share = seconds / wall if wall else 0.0
+        figures = f"{name:<11}{duration(seconds):>10}{percent(share):>9}"
+        lines.append(f"          {figures}  {'#' * round(_BAR * share)}".rstrip())
+    if (count := len(goodput["segments"])) > 1:
+        lines.append(f"          {count} processes; {duration(_between(goodput))} between them")
+    return lines
+
+
+def _between(goodput: Mapping[str, Any]) -> float:
+    """Seconds between the segments, by the wall clock: no process was there to measure them."""
+    starts = [parse_utc(segment["started"]) for segment in goodput["segments"]]
+    span = (starts[-1] - starts[0]).total_seconds()
+    measured = sum(segment["wall_s"] for segment in goodput["segments"][:-1])
+    return max(0.0, span - measured)
+
+
+def _series(run: Receipt) -> list[str]:
+    series, info, count = run["series"], run["series_info"], len(warm_rows(run))
+    kept = f", every {info['stride']}th kept" if info["stride"] > 1 else ""
+    lines = [f"series    {len(series['step']):,} rows{kept}, {count:,} of them warm"]
+    if count > 1:
+        for name, label in (("ms", "ms a step"), ("tokens_per_s", "tokens/s")):
+            low, median, high = statistics.quantiles(warm(run, name), n=4, method="inclusive")
+            quartiles = f"quartiles {low:,.1f} to {high:,.1f}"
+            lines.append(f"          {label:<10}{median:>14,.1f}  {quartiles}")
+    for gap in info["gaps"][:5]:
+        lines.append(f"          {gap['column']} of step {gap['step']} is {gap['value']}")
+    return lines
+
+
+def _result(run: Receipt) -> list[str]:
+    result, lines = run["result"], []
+    for name, value in result.items():
+        if name in _HEADLINE or value is None:
+            continue
+        text = f"{gib(value)} GiB" if name.endswith("_bytes") else number(value)
+        if name in ("unigram_entropy", "bigram_entropy") and result["final_loss"] is not None:
+            below = value - result["final_loss"]
+            text += f"  final loss is {abs(below):.3f} {'below' if below >= 0 else 'above'}"
+        lines.append(f"{'result' if not lines else '':<9} {name:<24}{text}")
+    return lines
+
+
+def _bench(bench: Receipt) -> list[str]:
+    lines = [f"problem   {problem_text(bench)}", ""]
+    for phase in dict.fromkeys(row["phase"] for row in bench["rows"]):
+        lines += [*_bench_table(bench, phase), ""]
+    return [*lines, *rule(ROW_RULE, MARGIN)]
+
+
+def _bench_table(bench: Receipt, phase: str) -> list[str]:
+    baseline = bench["baseline"]
+    rows = [row for row in bench["rows"] if row["phase"] == phase]
+    base = next((row for row in rows if row["backend"] == baseline), None)
+    cells = [[phase, "median ms", "q1 .. q3", "n", "cold ms", "peak GiB", "TFLOP/s", "GB/s",
+              "error", f"/ {baseline}", "99 % interval", "verdict"]]  # fmt: skip
+    for row in rows:
+        judged = ["", "", ""]
+        if base is not None and row is not base:
+            judgement = judge_rows(base, row, MARGIN, in_turns=True)
+            judged = [number(judgement.time.value), interval(judgement.time), judgement.verdict]
+        cells.append([
+            row["backend"], number(row["median_ms"]),
+            f"{number(row['q1_ms'])} .. {number(row['q3_ms'])}", str(row["n"]),
+            number(row["cold_ms"]), gib(row["peak_memory_bytes"]),
+            rate(row["flops"], row["median_ms"], 1e12),
+            rate(row["bytes_floor"], row["median_ms"], 1e9), number(row["error"]), *judged,
+        ])  # fmt: skip
+    return table(cells, align="l" + "r" * 10 + "l")
