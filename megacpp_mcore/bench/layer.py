@@ -15,15 +15,8 @@ from torch import Tensor
 
 from megacpp_mcore.bench import BenchError
 from megacpp_mcore.bench.clock import Clock
-from megacpp_mcore.bench.runner import Contender, Target
-from megacpp_mcore.bench.variants import (
-    Variant,
-    build,
-    build_each,
-    in_half_precision,
-    take_weights,
-    variants,
-)
+from megacpp_mcore.bench.runner import Contender
+from megacpp_mcore.bench.variants import Variant, VariantTarget, build, in_half_precision
 from megacpp_mcore.kernels.core_attention.case import CoreAttentionCase
 from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds
 from megacpp_mcore.recipe import Recipe
@@ -56,31 +49,22 @@ def layer_overrides(name: str) -> list[str]:
     return overrides + ([f"attention.kind={kind}"] if kind else [])
 
 
-class LayerTarget(Target):
-    """The only layer of a recipe, unchanged and as `against` says."""
+class LayerTarget(VariantTarget):
+    """The only layer of a recipe, from `load_for_bench` with `layer_overrides`."""
 
     def __init__(self, recipe: Recipe, against: Sequence[str] = ()) -> None:
-        """recipe: from `load_for_bench` with `layer_overrides`. against: what `variants` takes, of
-        which the first is the baseline. Raises as `variants`."""
-        super().__init__(recipe, "layer", _SECONDS_A_PHASE)
-        self.variants = variants(recipe, _OWN_NAME, against)
-        self.baseline = next(iter(against), _OWN_NAME)
+        super().__init__("layer", _OWN_NAME, recipe, against, _SECONDS_A_PHASE)
+
+    def make(self, name: str, variant: Variant) -> "_Layer":
+        return _Layer(name, variant, self.clock.device)
 
     def build(self, clock: Clock, say: Callable[[str], None]) -> None:
-        """Raises DispatchError for a backend that is unknown or cannot serve."""
-
-        def make(name: str, variant: Variant) -> _Layer:
-            return _Layer(name, variant, clock.device)
-
-        self.layers, self.backends = build_each(self.variants, make, say)
-        baseline = self.layers[self.baseline]
-        self.dtype = baseline.direction.dtype
+        super().build(clock, say)
+        self.dtype = self.first.direction.dtype
         say(f"all against {self.baseline}, with its weights")
-        expected = baseline.values()
-        weights = dict(baseline.module.named_parameters())
-        for layer in self.layers.values():
-            if layer is not baseline and take_weights(layer.module, weights):
-                self._compare(layer, expected)
+        expected = self.first.values()
+        for layer in self.compared:
+            self._compare(layer, expected)
 
     def _compare(self, layer: "_Layer", expected: Mapping[str, Tensor]) -> None:
         found = layer.values()
@@ -95,15 +79,12 @@ class LayerTarget(Target):
                 f"allowed {tolerance:.2e}"
             )
 
-    def ready(self, phase: str) -> Sequence[Contender]:
-        return list(self.layers.values())
-
     def cost(self, phase: str) -> tuple[int, None]:
         """Of the products with the weights and of whole rows' causal attention."""
-        recipe, layer = self.recipe, next(iter(self.layers.values()))
+        recipe, layer = self.recipe, next(iter(self.built.values()))
         tokens = recipe.schedule.micro_batch_size * recipe.model.seq_length
         attention = CoreAttentionCase.of(recipe)
-        flops = int(weight_flops(layer.module, recipe, tokens))
+        flops = int(weight_flops(layer.trained, recipe, tokens))
         flops += attention.flops() if attention else 0
         return flops * (1 if phase == "forward" else 3), None
 
@@ -130,9 +111,9 @@ class _Layer(Contender):
         super().__init__(name, {"forward": self.forward, "forward_backward": self.forward_backward})
         recipe, (model, args) = variant.recipe, build(variant)
         in_half_precision(model, args)
-        self.module = model.decoder
-        self.module.post_layer_norm = False
-        self.module.final_norm = None
+        self.trained = model.decoder
+        self.trained.post_layer_norm = False
+        self.trained.final_norm = None
         seq, batch = args.seq_length, args.micro_batch_size
         packed = recipe.data.dataloader_inter_document_masking
         shape = (*((seq * batch, 1) if packed else (seq, batch)), args.hidden_size)
@@ -148,15 +129,15 @@ class _Layer(Contender):
 
     def forward(self, turn: int) -> Tensor:
         """As the first micro batch after an update of the weights."""
-        self.module.set_is_first_microbatch()
-        return self.module(self.sets[turn % _SETS], attention_mask=None, **self.others)
+        self.trained.set_is_first_microbatch()
+        return self.trained(self.sets[turn % _SETS], attention_mask=None, **self.others)
 
     def forward_backward(self, turn: int) -> None:
         self.forward(turn).backward(self.direction)
         self.forget()
 
     def forget(self) -> None:
-        for tensor in (*self.sets, *self.module.parameters()):
+        for tensor in (*self.sets, *self.trained.parameters()):
             tensor.grad = None
 
     def values(self) -> dict[str, Tensor]:
@@ -164,7 +145,7 @@ class _Layer(Contender):
         y = self.forward(0)
         y.backward(self.direction)
         values = {"y": y.detach(), "dx": self.sets[0].grad}
-        values |= {f"d {n}": p.grad for n, p in self.module.named_parameters()}
+        values |= {f"d {n}": p.grad for n, p in self.trained.named_parameters()}
         self.forget()
         return values
 

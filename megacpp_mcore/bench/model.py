@@ -16,15 +16,8 @@ from torch import Tensor
 
 from megacpp_mcore.bench import training
 from megacpp_mcore.bench.clock import Clock
-from megacpp_mcore.bench.runner import Contender, Target
-from megacpp_mcore.bench.variants import (
-    Variant,
-    build,
-    build_each,
-    in_half_precision,
-    take_weights,
-    variants,
-)
+from megacpp_mcore.bench.runner import Contender
+from megacpp_mcore.bench.variants import Variant, VariantTarget, build, in_half_precision
 from megacpp_mcore.hybrid.flops import count
 from megacpp_mcore.recipe import Recipe
 
@@ -39,55 +32,40 @@ _NOTES = [
 ]
 
 
-class ModelTarget(Target):
-    """The model of a recipe on random tokens, one micro batch at a time, unchanged and as `against`
-    says."""
+class ModelTarget(VariantTarget):
+    """The model of a recipe from `load_for_bench`, on random tokens, one micro batch at a time."""
 
     def __init__(
         self, recipe: Recipe, against: Sequence[str] = (), *, optimizer: bool = True
     ) -> None:
-        """recipe: from `load_for_bench`. against: what `variants` takes, of which the first is the
-        baseline. optimizer: also time a step: Megatron's distributed data parallel and optimizer on
-        a GPU, the CPU lane's AdamW on a CPU. Raises as `variants`."""
-        self.variants = variants(recipe, _OWN_NAME, against)
-        super().__init__(recipe, "model", _SECONDS_A_PHASE * len(self.variants))
-        self.baseline = next(iter(against), _OWN_NAME)
-        if optimizer:
-            self.phases = (*self.phases, "step")
+        """optimizer: also time a step: Megatron's distributed data parallel and optimizer on a GPU,
+        the CPU lane's AdamW on a CPU."""
+        seconds = _SECONDS_A_PHASE * (1 + len(against))
+        super().__init__("model", _OWN_NAME, recipe, against, seconds)
+        self.phases = (*self.phases, *(["step"] if optimizer else []))
         self._told: list[str] = []
 
+    def make(self, name: str, variant: Variant) -> "_Model":
+        return _Model(name, variant, self.clock)
+
     def build(self, clock: Clock, say: Callable[[str], None]) -> None:
-        """Raises DispatchError for a backend that is unknown or cannot serve, and what building
-        the model raises."""
-
-        def make(name: str, variant: Variant) -> _Model:
-            return _Model(name, variant, clock)
-
-        self.clock, self.say = clock, say
-        self.models, self.backends = build_each(self.variants, make, say)
-        first = self.models[self.baseline]
-        weights = dict(first.bare.named_parameters())
-        self.compared = [
-            model
-            for model in self.models.values()
-            if model is not first and take_weights(model.bare, weights)
-        ]
-        self.dtype = first.args.params_dtype
-        self.tokens = first.args.micro_batch_size * first.args.seq_length
+        super().build(clock, say)
+        args = self.first.args
+        self.dtype, self.tokens = args.params_dtype, args.micro_batch_size * args.seq_length
         self._told.append(
             "peak memory: of one warm call, with the model's own weights, gradients and optimizer "
             "and without what other models keep"
             if clock.device == "cuda"
             else "peak memory: the process's"
         )
-        if len(self.models) > 1:
+        if len(self.built) > 1:
             self._told.append(
-                f"cold: the first call of each, in one process: {', '.join(self.models)}"
+                f"cold: the first call of each, in one process: {', '.join(self.built)}"
             )
 
     def ready(self, phase: str) -> Sequence[Contender]:
         """Raises torch's OutOfMemoryError where a forward and a backward pass do not fit."""
-        models = list(self.models.values())
+        models = super().ready(phase)
         if phase == "step":
             for model in models:
                 model.add_optimizer()
@@ -102,7 +80,7 @@ class ModelTarget(Target):
 
     def _compare(self) -> None:
         """How far the mean loss of a batch is from the baseline's, with the same weights."""
-        expected = self.models[self.baseline].forward(0).item()
+        expected = self.first.forward(0).item()
         for model in self.compared:
             found = model.forward(0).item()
             model.error = abs(found - expected) / abs(expected)
@@ -121,8 +99,8 @@ class ModelTarget(Target):
         """Most memory that the model had in a warm call; on a CPU the process's, of all models."""
         if clock.device != "cuda":
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        model = self.models[contender.name]
-        others = sum(m.kept_bytes for m in self.models.values() if m is not model)
+        model = self.built[contender.name]
+        others = sum(m.kept_bytes for m in self.built.values() if m is not model)
 
         def most(call: Callable[[], object]) -> int:
             in_use = torch.cuda.memory_allocated()
@@ -158,7 +136,7 @@ class ModelTarget(Target):
             "layers": recipe.plan.depth,
             "pattern": recipe.plan.megatron_pattern,
             "hidden_size": recipe.model.hidden_size,
-            "parameters": sum(p.numel() for p in self.models[self.baseline].parameters),
+            "parameters": sum(p.numel() for p in self.first.parameters),
             "micro_batch_size": recipe.schedule.micro_batch_size,
             "seq_length": recipe.model.seq_length,
             "tokens": self.tokens,
@@ -174,7 +152,7 @@ class ModelTarget(Target):
 
 
 class _Model(Contender):
-    """A model with its batches. bare: not wrapped. kept_bytes: on the device between calls."""
+    """A model with its batches. trained: not wrapped. kept_bytes: on the device between calls."""
 
     def __init__(self, name: str, variant: Variant, clock: Clock) -> None:
         calls = {"forward": self.forward, "forward_backward": self.forward_backward,
@@ -184,10 +162,10 @@ class _Model(Contender):
         self.keeping(partial(self._build, variant))
 
     def _build(self, variant: Variant) -> None:
-        self.bare, self.args = build(variant)
+        self.trained, self.args = build(variant)
         self.batches = _batches(variant.recipe, self.args, self.clock.device)
-        self.parameters = [p for p in self.bare.parameters() if p.requires_grad]
-        self.model = in_half_precision(self.bare, self.args)
+        self.parameters = [p for p in self.trained.parameters() if p.requires_grad]
+        self.model = in_half_precision(self.trained, self.args)
 
     def keeping[T](self, work: Callable[[], T]) -> T:
         """Do `work`, and count what it leaves in memory as this model's."""
@@ -213,7 +191,7 @@ class _Model(Contender):
     def add_optimizer(self) -> None:
         """From here on the model is as Megatron trains it."""
         build = training.on_gpu if self.clock.device == "cuda" else training.on_cpu
-        self.training = self.keeping(partial(build, self.bare, self.args))
+        self.training = self.keeping(partial(build, self.trained, self.args))
         self.model = self.training.model
 
     def step(self, turn: int) -> None:

@@ -5,6 +5,7 @@ Each is compared with the definition first; one that fails or is wrong has a rea
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -104,10 +105,9 @@ class OperatorTarget(Target):
         kept.clear()
         backend.cold_ms = {"forward": first, "forward_backward": first + back}
         values = parity.run(case, backend.bound[0], self.sets[0], self.expected.directions)
-        worst = parity.errors(case, values, self.expected, self.dtype)[0]
+        worst = backend.worst = parity.errors(case, values, self.expected, self.dtype)[0]
         if worst.share > 1:
             return backend.drop(f"wrong: {worst}")
-        backend.served = str(worst)
         if backend.name != REFERENCE:
             backend.error, backend.tolerance = worst.error, worst.tolerance
         backend.calls = {
@@ -157,16 +157,16 @@ class OperatorTarget(Target):
         ]
 
 
+@dataclass
 class _Backend(Contender):
     """One backend. reason: why it is not timed, or no longer. bound: one for each set of inputs."""
 
-    def __init__(
-        self, name: str, implementation: str, reason: str | None, is_asked_for: bool = False
-    ) -> None:
-        super().__init__(name)
-        self.implementation, self.reason, self.is_asked_for = implementation, reason, is_asked_for
-        self.served, self.failed = "", False
-        self.bound: list[Bound] = []
+    implementation: str = ""
+    reason: str | None = None
+    is_asked_for: bool = False
+    failed: bool = False
+    worst: parity.Error | None = None
+    bound: list[Bound] = field(default_factory=list)
 
     def drop(self, reason: str, failed: bool = True) -> None:
         self.reason, self.failed = reason, failed
@@ -178,7 +178,7 @@ class _Backend(Contender):
             "surface": surface,
             "requested": self.name if self.is_asked_for else dispatch.AUTO,
             "observed": self.name if self.reason is None else None,
-            "reason": self.served if self.reason is None else f"{self.name}: {self.reason}",
+            "reason": str(self.worst) if self.reason is None else f"{self.name}: {self.reason}",
             "implementation": self.implementation,
         }
 
@@ -205,15 +205,16 @@ def _backends(
         if name == dispatch.AUTO or verdicts[name] is not None:
             reason = verdicts.get(name) or "name a backend, not auto"
             raise BenchError(f"--against {name}: {reason}")
-    found = []
-    for backend in REGISTRY[surface].backends:
-        reason = verdicts[backend.name]
-        if against and reason is None and backend.name not in (*against, chosen):
-            reason = "not asked for"
-        is_asked_for = backend.name in against
-        found.append(_Backend(backend.name, backend.implementation, reason, is_asked_for))
+    candidates, served = list(REGISTRY[surface].backends), (*against, chosen)
     if not against:
-        found += [_Backend(y.name, y.implementation, y.supports(workload)) for y in case.yardsticks]
+        candidates += case.yardsticks
+    found = []
+    for backend in candidates:
+        reason = backend.supports(workload)
+        if against and reason is None and backend.name not in served:
+            reason = "not asked for"
+        found.append(_Backend(backend.name, implementation=backend.implementation, reason=reason,
+                              is_asked_for=backend.name in against))  # fmt: skip
     return found
 
 

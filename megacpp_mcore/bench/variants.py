@@ -4,15 +4,17 @@ recipe's `precision` and `recompute`."""
 import contextlib
 import os
 import sys
+from abc import abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.bench import BenchError
+from megacpp_mcore.bench.clock import Clock
+from megacpp_mcore.bench.runner import Contender, Target
 from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, Recipe, load_recipe
 from megacpp_mcore.recipe.lowering import lower
 
@@ -81,17 +83,41 @@ def build(variant: Variant) -> tuple[torch.nn.Module, Namespace]:
         return setup.build_model(args), args
 
 
-def build_each[T](
-    named: Mapping[str, Variant], make: Callable[[str, Variant], T], say: Callable[[str], None]
-) -> tuple[dict[str, T], list[dict[str, Any]]]:
-    """What `make` returns of every variant, and dispatch's decisions on the way, each once."""
-    made, decisions = {}, {}
-    for name, variant in named.items():
-        say(f"{name}: building {variant.recipe.plan.megatron_pattern}")
-        dispatch.forget()
-        made[name] = make(name, variant)
-        decisions |= dict.fromkeys(dispatch.decisions())
-    return made, [asdict(decision) for decision in decisions]
+class VariantTarget(Target):
+    """A recipe unchanged, under `own_name`, and as each of `against` says: what `variants` takes,
+    of which the first is the baseline. Raises as `variants`."""
+
+    def __init__(
+        self, surface: str, own_name: str, recipe: Recipe, against: Sequence[str], seconds: float
+    ) -> None:
+        self.variants = variants(recipe, own_name, against)
+        super().__init__(recipe, surface, seconds, baseline=next(iter(against), own_name))
+
+    @abstractmethod
+    def make(self, name: str, variant: Variant) -> Contender:
+        """Build one: a contender with `trained`, the module whose weights it shares."""
+
+    def build(self, clock: Clock, say: Callable[[str], None]) -> None:
+        """Build each variant, and give it the baseline's weights.
+
+        Raises DispatchError for a backend that is unknown or cannot serve, and what building the
+        model raises.
+        """
+        self.clock, self.say, self.built, decisions = clock, say, {}, {}
+        for name, variant in self.variants.items():
+            say(f"{name}: building {variant.recipe.plan.megatron_pattern} on {clock.device}")
+            dispatch.forget()
+            self.built[name] = self.make(name, variant)
+            decisions |= dict.fromkeys(dispatch.decisions())
+        self.backends = [asdict(decision) for decision in decisions]
+        self.first = self.built[self.baseline]
+        weights = dict(self.first.trained.named_parameters())
+        others = [made for made in self.built.values() if made is not self.first]
+        # one of other parameters than the baseline's is not compared with it
+        self.compared = [made for made in others if take_weights(made.trained, weights)]
+
+    def ready(self, phase: str) -> Sequence[Contender]:
+        return list(self.built.values())
 
 
 def take_weights(own: torch.nn.Module, others: Mapping[str, torch.Tensor]) -> bool:

@@ -18,17 +18,10 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     compare.add_argument("a", type=Path, metavar="A")
     compare.add_argument("b", type=Path, metavar="B")
-    compare.add_argument(
-        "--margin",
-        type=float,
-        metavar="SHARE",
-        help="a time must differ by more than this share to count (default 0.01)",
-    )
-    compare.add_argument(
-        "--allow-unlike",
-        action="store_true",
-        help="compare although lane, recipe, topology or problem differ",
-    )
+    compare.add_argument("--margin", type=float, metavar="SHARE",
+        help="a time must differ by more than this share to count (default 0.01)")  # fmt: skip
+    compare.add_argument("--allow-unlike", action="store_true",
+        help="compare although lane, recipe, topology or problem differ")  # fmt: skip
     compare.set_defaults(run=_compare)
 
     plot = actions.add_parser("plot", help="draw a receipt as a PNG")

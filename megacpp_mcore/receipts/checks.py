@@ -159,22 +159,25 @@ def _time_problems(path: str, text: str) -> Iterator[str]:
 
 
 def _goodput_problems(goodput: dict[str, Any]) -> Iterator[str]:
-    parts = {"goodput": goodput} | {
-        f"goodput.segments[{index}]": segment for index, segment in enumerate(goodput["segments"])
-    }
-    for path, part in parts.items():
+    wall, segments = goodput["wall_s"], goodput["segments"]
+    named = [(f"goodput.segments[{index}]", part) for index, part in enumerate(segments)]
+    for path, part in [("goodput", goodput), *named]:
         total = math.fsum(part["seconds"].values())
-        # 10 us: each of the seconds is rounded to a microsecond
-        if abs(total - part["wall_s"]) > 0.01 * part["wall_s"] + 1e-5:
+        if _apart(total, part["wall_s"], part["wall_s"]):
             yield f"{path}: the parts add up to {total:.6f} s, wall_s is {part['wall_s']:.6f}"
-    for index, segment in enumerate(goodput["segments"]):
-        yield from _time_problems(f"goodput.segments[{index}].started", segment["started"])
-    step_s, wall_s = goodput["seconds"]["step"], goodput["wall_s"]
-    if abs(goodput["useful"] * wall_s - step_s) > 0.01 * wall_s + 1e-5:
-        yield f"goodput.useful: {goodput['useful']}, but step is {step_s} s of {wall_s}"
-    segments = math.fsum(segment["wall_s"] for segment in goodput["segments"])
-    if abs(segments - goodput["wall_s"]) > 0.01 * goodput["wall_s"] + 1e-5:
-        yield f"goodput: the segments add up to {segments:.6f} s, wall_s is {goodput['wall_s']:.6f}"
+    for path, part in named:
+        yield from _time_problems(f"{path}.started", part["started"])
+    step = goodput["seconds"]["step"]
+    if _apart(goodput["useful"] * wall, step, wall):
+        yield f"goodput.useful: {goodput['useful']}, but step is {step} s of {wall}"
+    total = math.fsum(part["wall_s"] for part in segments)
+    if _apart(total, wall, wall):
+        yield f"goodput: the segments add up to {total:.6f} s, wall_s is {wall:.6f}"
+
+
+def _apart(found: float, expected: float, wall_s: float) -> bool:
+    """By more than 1 % of the wall time, and 10 us: each of the seconds is rounded to one."""
+    return abs(found - expected) > 0.01 * wall_s + 1e-5
 
 
 def _column_problems(path: str, columns: dict[str, list], *growing: str) -> Iterator[str]:

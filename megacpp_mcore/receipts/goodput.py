@@ -113,20 +113,14 @@ class Goodput:
         segments is in none of them: no process was there to measure it.
         """
         self._charge()
-        own = {name: round(ns / 1e9, 6) for name, ns in self._ns.items()}
-        segments = [
-            *self._earlier,
-            {
-                "started": self._started,
-                "wall_s": round(sum(self._ns.values()) / 1e9, 6),
-                "seconds": own,
-            },
-        ]
-        wall = sum(segment["wall_s"] for segment in segments)
-        seconds = {
-            name: round(sum(segment["seconds"][name] for segment in segments), 6)
-            for name in CATEGORIES
+        own = {
+            "started": self._started,
+            "wall_s": round(sum(self._ns.values()) / 1e9, 6),
+            "seconds": {name: round(ns / 1e9, 6) for name, ns in self._ns.items()},
         }
+        segments = [*self._earlier, own]
+        wall = sum(part["wall_s"] for part in segments)
+        seconds = {n: round(sum(p["seconds"][n] for p in segments), 6) for n in CATEGORIES}
         return {
             "wall_s": round(wall, 6),
             "seconds": seconds,

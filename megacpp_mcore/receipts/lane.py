@@ -121,14 +121,9 @@ def _cpu_count() -> int:
 
 
 def _git(checkout: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(checkout), *arguments]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(checkout), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

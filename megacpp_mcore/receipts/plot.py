@@ -65,13 +65,12 @@ def _draw_run(figure: Any, run: Receipt) -> None:
 
 def _loss(ax: Any, run: Receipt) -> None:
     result = run["result"]
-    if losses := points(run["series"], "loss"):
-        steps, values = zip(*losses, strict=True)
-        ax.plot(steps, values, color=_BLUE, alpha=0.4, linewidth=0.9)
-        label = "training, running median"
-        ax.plot(steps, _smooth(values), color=_BLUE, linewidth=1.8, label=label)
-    if held_out := points(run["evaluations"], "loss"):
-        ax.plot(*zip(*held_out, strict=True), "o-", color=_RED, markersize=5, label="held-out")
+    steps, losses = points(run["series"], "loss")
+    ax.plot(steps, losses, color=_BLUE, alpha=0.4, linewidth=0.9)
+    ax.plot(steps, _smooth(losses), color=_BLUE, linewidth=1.8, label="training, running median")
+    steps, losses = points(run["evaluations"], "loss")
+    if steps:
+        ax.plot(steps, losses, "o-", color=_RED, markersize=5, label="held-out")
     for name, style in (("unigram_entropy", "--"), ("bigram_entropy", ":")):
         if (value := result.get(name)) is not None:
             label = f"{name.split('_')[0]} entropy {value:.3f}"
@@ -92,13 +91,12 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 
 def _speed(ax: Any, run: Receipt) -> None:
-    speeds, warm = points(run["series"], "tokens_per_s"), set(warm_rows(run))
-    for is_warm, style in (
-        (True, {"color": _GREEN, "linewidth": 0.9}),
-        (False, {"color": _ORANGE, "linestyle": "", "marker": "x", "label": "cold"}),
-    ):
-        if part := [point for row, point in enumerate(speeds) if (row in warm) is is_warm]:
-            ax.plot(*zip(*part, strict=True), **style)
+    steps, speeds = points(run["series"], "tokens_per_s")
+    warm = warm_rows(run)
+    ax.plot([steps[r] for r in warm], [speeds[r] for r in warm], color=_GREEN, linewidth=0.9)
+    if cold := sorted({*range(len(steps))} - {*warm}):
+        rows = [steps[r] for r in cold], [speeds[r] for r in cold]
+        ax.plot(*rows, "x", color=_ORANGE, label="cold")
     title = "tokens/s"
     if (median := run["result"]["tokens_per_s_median"]) is not None:
         ax.axhline(median, color=_GREY, linestyle="--", linewidth=1.2, label="median, warm")
@@ -111,8 +109,8 @@ def _speed(ax: Any, run: Receipt) -> None:
 
 def _memory(ax: Any, run: Receipt) -> None:
     title = "peak memory"
-    if measured := points(run["series"], "peak_memory_bytes"):
-        steps, values = zip(*measured, strict=True)
+    steps, values = points(run["series"], "peak_memory_bytes")
+    if steps:
         gib = [value / 2**30 for value in values]
         ax.plot(steps, gib, color=_RED, linewidth=1.4)
         title += f", {max(gib):.2f} GiB"

@@ -55,10 +55,10 @@ def warm_median(run: Receipt, column: str) -> float:
     return statistics.median(warm(run, column))
 
 
-def points(columns: Mapping[str, list], name: str) -> list[tuple[int, float]]:
-    """(step, value) of a column of `series` or `evaluations`, where there is a value."""
-    pairs = zip(columns["step"], columns[name], strict=True)
-    return [(step, value) for step, value in pairs if value is not None]
+def points(columns: Mapping[str, list], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of a column of `series` or `evaluations`, where there is a value."""
+    rows = [row for row, value in enumerate(columns[name]) if value is not None]
+    return [columns["step"][row] for row in rows], [columns[name][row] for row in rows]
 
 
 def rows_by_key(bench: Receipt) -> dict[tuple[str, str], Row]:

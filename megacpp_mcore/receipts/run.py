@@ -261,8 +261,7 @@ class RunReceipt:
     def _speed_in_operations(self, tokens_per_s: float | None) -> dict[str, float | None]:
         if self._work is None:
             return {}
-        flops, peak = self._work.flops_per_token, self._work.peak_flops
-        speed = None
+        flops, peak, speed = self._work.flops_per_token, self._work.peak_flops, None
         if tokens_per_s is not None:
             speed = tokens_per_s * flops / self._head["topology"]["world_size"]
         return {

@@ -106,20 +106,12 @@ def bench_row(
     if not samples_ms:
         raise ReceiptError(f"backend {backend!r}, {phase}: no samples")
     samples = [float(sample) for sample in samples_ms]
-    turns = {} if rounds is None else {"rounds": list(rounds)}
-    return {
-        "backend": backend,
-        "phase": phase,
-        **summary(samples),
-        "cold_ms": cold_ms,
-        "peak_memory_bytes": peak_memory_bytes,
-        "error": error,
-        "tolerance": tolerance,
-        "flops": flops,
-        "bytes_floor": bytes_floor,
-        "samples_ms": samples,
-        **turns,
-    }
+    row = {
+        "backend": backend, "phase": phase, **summary(samples), "cold_ms": cold_ms,
+        "peak_memory_bytes": peak_memory_bytes, "error": error, "tolerance": tolerance,
+        "flops": flops, "bytes_floor": bytes_floor, "samples_ms": samples,
+    }  # fmt: skip
+    return row if rounds is None else row | {"rounds": list(rounds)}
 
 
 def bench_receipt(
