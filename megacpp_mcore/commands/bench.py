@@ -1,4 +1,4 @@
-"""`megacpp bench`: time the backends of a surface side by side, one layer, or a whole model."""
+"""`megacpp bench`: time the backends of a surface, one layer, or a whole model."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ examples:
   megacpp bench model --recipe nam56r --layers 13   forward, forward + backward, step
   megacpp bench layer A --against mla_rope=megatron one layer, another backend inside it
   megacpp bench model --against linear_cross_entropy=megatron
-                                                    two models beside each other, in turns
+                                                    two models compared, in turns
   megacpp bench model --set precision.fp8=hybrid --set precision.fp8_recipe=tensorwise \\
       --against precision.fp8=null                  FP8 against bf16, the same weights
   megacpp report compare before.json after.json
@@ -25,9 +25,9 @@ def register(subparsers: Any) -> None:
     """Add `bench`."""
     parser = subparsers.add_parser(
         "bench",
-        help="time the backends of a surface side by side, one layer, or a whole model",
+        help="time the backends of a surface, one layer, or a whole model",
         description="Time every usable backend of SURFACE in turns on one micro batch of a "
-        "recipe, each first held against the definition; or, for `layer`, one layer of the "
+        "recipe, each first compared with the definition; or, for `layer`, one layer of the "
         "recipe; or, for `model`, the recipe's model. In one process, on this machine's GPU where "
         "there is one, else on its CPU.",
         epilog=_EPILOG,
@@ -41,13 +41,13 @@ def register(subparsers: Any) -> None:
     add("--set", dest="overrides", metavar="A.B=C", action="append", default=[],
         help="override one key; may be given again")  # fmt: skip
     add("--against", metavar="BACKEND", nargs="+", default=[],
-        help="time these beside the chosen one, no others; the first is the baseline. Of `layer` "
+        help="time these and the chosen one, no others; the first is the baseline. Of `layer` "
         "and `model`: SURFACE=BACKEND,... each, and keys of the recipe's precision and recompute, "
         "as precision.fp8=null")  # fmt: skip
     add("--variant", metavar="NAME",
         help="of linear_cross_entropy: weighted (a training step's sum of losses, the default), "
-        "per_token (losses that take any gradient) or mean (all weights the same: beside Liger's "
-        "own mean)")  # fmt: skip
+        "per_token (losses that take any gradient) or mean (all weights the same: to compare with "
+        "Liger's own mean)")  # fmt: skip
     add("--layers", type=int, metavar="N", help="of `model`: its first N layers")
     add("--no-optimizer", action="store_true", help="of `model`: no step with the optimizer")
     add("--receipt", type=Path, metavar="FILE", help="write the bench receipt here")

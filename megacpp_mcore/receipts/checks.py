@@ -93,7 +93,7 @@ def _validator() -> Any:
 
 def _not_finite(value: Any, path: str) -> Iterator[str]:
     if isinstance(value, float) and not math.isfinite(value):
-        yield f"{path}: {value} is not a JSON number; write null, and the reason beside it"
+        yield f"{path}: {value} is not a JSON number; write null, and the reason"
     elif isinstance(value, dict):
         for key, inner in value.items():
             yield from _not_finite(inner, f"{path}.{key}".lstrip("."))
