@@ -4,6 +4,7 @@ Of several variants every model has its own weights, gradients and optimizer in 
 of a model's memory leaves out what the others keep.
 """
 
+import math
 import resource
 import traceback
 from argparse import Namespace
@@ -83,10 +84,12 @@ class ModelTarget(VariantTarget):
         expected = self.first.forward(0).item()
         for model in self.compared:
             found = model.forward(0).item()
-            model.error = abs(found - expected) / abs(expected)
+            error = abs(found - expected) / abs(expected)
             # Every logit and loss is rounded by half of it at most; the mean of them by less.
-            model.tolerance = torch.finfo(self.dtype).eps
-            if not model.error <= model.tolerance:
+            tolerance = torch.finfo(self.dtype).eps
+            if math.isfinite(error):  # a receipt has no NaN: then `wrong` says it
+                model.error, model.tolerance = error, tolerance
+            if not error <= tolerance:
                 self.wrong.append(
                     f"{model.name}: a mean loss of {found:.6f}, {expected:.6f} with {self.baseline}"
                 )
