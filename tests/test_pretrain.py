@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -501,6 +502,43 @@ def test_the_receipt_is_gathered_inside_the_loop(watched, tmp_path):
     assert result["parameter_bytes"] == 4 * (2 * 3 + 3)
     seconds = receipt["goodput"]["seconds"]
     assert all(seconds[part] > 0 for part in ("compile", "step", "data", "checkpoint"))
+
+
+def test_a_step_that_compiles_is_booked_as_compile(watched, tmp_path, monkeypatch):
+    from megacpp_mcore.training.gpu import watch as module
+
+    watch, loop = watched
+    counts = iter([5, 5, 9, 9, 9])  # before each of three steps, and behind the last two
+    monkeypatch.setattr(module, "compilations", lambda: next(counts))
+    with watch.installed():
+        loop.run()
+    receipt = watch.write("complete")
+    assert receipt["series_info"]["cold_steps"] == [1, 2]
+    seconds, series = receipt["goodput"]["seconds"], receipt["series"]["ms"]
+    assert seconds["compile"] * 1000 >= series[0] + series[1] - 1
+    assert seconds["step"] * 1000 < series[2] + 1
+
+
+@pytest.mark.parametrize("column, value", [("loss", math.nan), ("norm", math.inf)])
+def test_a_step_that_is_not_finite_ends_the_run_before_a_checkpoint(watched, column, value):
+    from megacpp_mcore.training.gpu.watch import NotFiniteError
+
+    watch, loop = watched
+    step, saved = loop.train_step, []
+
+    def broken(forward_step, model, optimizer, iteration=None):
+        done = list(step(forward_step, model, optimizer, iteration=iteration))
+        if iteration == 1 and column == "loss":
+            done[0] = {"lm loss": torch.tensor(value)}
+        elif iteration == 1:
+            done[5] = value
+        return tuple(done)
+
+    loop.training.train_step = broken
+    loop.training.save_checkpoint_and_time = lambda iteration, model: saved.append(iteration)
+    with pytest.raises(NotFiniteError, match=f"^step 2: .* is {value}"), watch.installed():
+        loop.run()
+    assert not saved
 
 
 def test_a_loop_that_breaks_leaves_a_receipt_that_says_so(watched, tmp_path):

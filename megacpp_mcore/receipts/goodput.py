@@ -37,6 +37,13 @@ def parse_utc(text: str) -> datetime:
     return datetime.strptime(text, _UTC).replace(tzinfo=UTC)
 
 
+class Span:
+    """An open span: what it is charged to, and how much it has been charged."""
+
+    def __init__(self, category: str) -> None:
+        self.category, self.ns = category, 0
+
+
 class Goodput:
     """The ledger of one process; the wall time starts when it is made.
 
@@ -53,41 +60,54 @@ class Goodput:
         self._started = started or utc_now()
         self._thread = threading.get_ident()
         self._ns = dict.fromkeys(CATEGORIES, 0)
-        self._open: list[str] = []
+        self._open: list[Span] = []
         self._mark = clock()
         self._earlier: list[dict[str, Any]] = []
 
     @contextmanager
-    def span(self, category: str) -> Iterator[None]:
+    def span(self, category: str) -> Iterator[Span]:
         """Charge the time inside to `category`, except what spans inside it take.
+
+        What the time went to may be known only at its end: see `book_as`.
 
         Raises GoodputError for an unknown category, a span opened on another thread, or a span that
         ends before one inside it (a generator suspended inside a span does that).
         """
-        if category not in SPANS:
-            raise GoodputError(f"unknown category {category!r}; a span is {', '.join(SPANS)}")
+        span = Span(_known(category))
         if threading.get_ident() != self._thread:
             raise GoodputError(
                 f"a {category!r} span was opened on another thread; the ledger measures the thread "
                 "that made it"
             )
         self._charge()
-        self._open.append(category)
+        self._open.append(span)
         depth = len(self._open)
         try:
-            yield
+            yield span
         finally:
             self._charge()
             if len(self._open) != depth:
                 raise GoodputError(
-                    f"spans must nest: {category!r} ends while the open spans are {self._open}"
+                    f"spans must nest: {category!r} ends while the open spans are "
+                    f"{[span.category for span in self._open]}"
                 )
             self._open.pop()
 
     def _charge(self) -> None:
         now = self._clock()
-        self._ns[self._open[-1] if self._open else "idle"] += now - self._mark
-        self._mark = now
+        elapsed, self._mark = now - self._mark, now
+        if self._open:
+            self._open[-1].ns += elapsed
+        self._ns[self._open[-1].category if self._open else "idle"] += elapsed
+
+    def book_as(self, span: Span, category: str) -> None:
+        """Charge an open span's time, past and to come, to `category`: a step that compiled.
+
+        Raises GoodputError for an unknown category.
+        """
+        self._ns[span.category] -= span.ns
+        span.category = _known(category)
+        self._ns[category] += span.ns
 
     def resume(self, earlier: Mapping[str, Any], lost_s: float = 0.0) -> None:
         """Put the segments of the processes before this one in front of its own.
@@ -127,3 +147,9 @@ class Goodput:
             "useful": round(seconds["step"] / wall, 6) if wall else 0.0,
             "segments": segments,
         }
+
+
+def _known(category: str) -> str:
+    if category not in SPANS:
+        raise GoodputError(f"unknown category {category!r}; a span is {', '.join(SPANS)}")
+    return category

@@ -29,6 +29,7 @@ from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.receipts.run import RunReceipt, Work
 from megacpp_mcore.training.gpu import memory
+from megacpp_mcore.training.gpu.compilations import captured_bytes, compilations
 from megacpp_mcore.training.gpu.gather_check import GatherCheck
 from megacpp_mcore.training.gpu.launch import Launch
 
@@ -154,18 +155,23 @@ class Watch:
     def _step(self, call: Callable, given: dict[str, Any]) -> Any:
         args = get_args()
         lr = training.get_canonical_lr_for_logging(given["optimizer"].param_groups)
-        cold, self._warm = not self._warm, True
+        first, self._warm = not self._warm, True
+        compiled = compilations()
         started = time.perf_counter()
-        with self.goodput.span("compile" if cold else "step"):
+        with self.goodput.span("step") as span:
             done = call()
             torch.cuda.synchronize()
-        if args.cuda_graph_impl == "full_iteration":
+            cold = first or compilations() > compiled
+            if cold:
+                self.goodput.book_as(span, "compile")
+        captures = args.cuda_graph_impl == "full_iteration"
+        if captures:
             keep_log_group()
         if self._gathers is not None:
             self._gathers.finish()
             self._gathers = None
         milliseconds = (time.perf_counter() - started) * 1000
-        if cold and self._memory:
+        if first and self._memory:
             self._memory.stop()
         losses, norm = done[0], done[5]
         self.iteration = given["iteration"] + 1
@@ -184,7 +190,9 @@ class Watch:
             lr=lr,
             cold=cold,
         )
-        if cold:
+        if cold and captures:
+            self._results["cuda_graph_bytes"] = captured_bytes()
+        if first:
             self._results["first_step_ms"] = round(milliseconds, 3)
             self._results |= _start() | self._memory_results()
             self.write("running")
@@ -245,7 +253,10 @@ class Watch:
         stats, (_, total) = torch.cuda.memory_stats(), torch.cuda.mem_get_info()
         if self._memory is None:
             return memory.unfinished_report(stats, total, get_args().rank)
-        return memory.report(self._memory.measure(), stats, total, get_args().rank)
+        report = memory.report(self._memory.measure(), stats, total, get_args().rank)
+        if get_args().cuda_graph_impl == "none":
+            return report
+        return f"{report}\n  {captured_bytes() / 2**30:.2f} GiB of it are pools of CUDA graphs"
 
     def write(self, status: str, reason: str | None = None) -> dict[str, Any] | None:
         """Write the receipt as it stands, on the rank that keeps it."""
