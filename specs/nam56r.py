@@ -20,9 +20,9 @@ try:
     _backends = _recipe.backends if _recipe else None
 
     # M2RNN in the G slot: patterns with R
-    nam56r_stack_spec = stack_spec(_backends, recurrent="m2rnn")
+    nam56r_stack_spec = stack_spec(_backends)
     # Megatron's GatedDeltaNet in the G slot: patterns with D
-    nam56r_deltanet_stack_spec = stack_spec(_backends, recurrent="deltanet")
+    nam56r_deltanet_stack_spec = stack_spec(_backends, letters="D")
 except ImportError as error:
     raise SpecError(
         f"megacpp_mcore.specs.nam56r cannot be used: {error}. Without this error Megatron would "

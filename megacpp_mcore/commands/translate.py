@@ -7,8 +7,9 @@ import textwrap
 from collections.abc import Iterable
 from itertools import zip_longest
 
+from megacpp_mcore.hybrid import letters
 from megacpp_mcore.hybrid.pattern import ATTENTION, TARGETS, translate
-from megacpp_mcore.hybrid.plan import LETTERS, HybridPlan, Layer
+from megacpp_mcore.hybrid.plan import HybridPlan, Layer
 
 _EPILOG = """\
 letters: {letters}; | cuts the pipeline.
@@ -29,7 +30,7 @@ def register(subparsers) -> None:
         "translate",
         help="translate a source pattern to Megatron's",
         description="Show what a source pattern becomes in Megatron, or why it cannot.",
-        epilog=_EPILOG.format(letters=", ".join(f"{a} {b}" for a, b in LETTERS.items())),
+        epilog=_EPILOG.format(letters=", ".join(f"{e.letter} {e.title}" for e in letters.known())),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

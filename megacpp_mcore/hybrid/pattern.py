@@ -8,19 +8,13 @@ torch and without Megatron.
 from collections.abc import Iterable, Sequence
 
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.hybrid.plan import (
-    LETTERS,
-    HybridPlan,
-    Layer,
-    Mtp,
-    Requires,
-    Segment,
-    Spec,
-    module_of,
-    spec_of,
-)
+from megacpp_mcore.hybrid import letters
+from megacpp_mcore.hybrid.letters import attention as attention_letter
+from megacpp_mcore.hybrid.letters import module_of, spec_of
+from megacpp_mcore.hybrid.letters.letter import BlockLetter
+from megacpp_mcore.hybrid.plan import HybridPlan, Layer, Mtp, Requires, Segment, Spec
 
-ATTENTION = {"mla": "+", "gqa": "*", "dsa": "D"}
+ATTENTION = attention_letter.KINDS
 TARGETS = ("nam56r", "native")
 MOE_TRACKER_PATCH = "moe-tracker-layer-count"  # needed where only some pipeline stages have E
 MAX_LAYERS = 10_000  # of the main decoder, and of all MTP depths together: stops a mistyped number
@@ -52,7 +46,9 @@ def translate(
     target: str = "nam56r",
     mamba2: bool = False,
 ) -> HybridPlan:
-    """Translate a source pattern of A E M R D, in either case, with optional `|` pipeline cuts.
+    """Translate a source pattern, in either case, with optional `|` pipeline cuts.
+
+    Its letters are A E M R D and those of `hybrid.letters.register`.
 
     depth: layers of the main decoder; a pattern without `|` is tiled, or cut short, to it. None
     takes the pattern once. attention: what A becomes, mla `+`, gqa `*` or dsa `D`. dsa_ranks:
@@ -79,12 +75,12 @@ def translate(
 
     used = ((_MAIN, typed if cut else typed[: len(whole)]), (_MTP, mtp_letters))
     _check_target(used, target, mamba2)
-    letters = "".join(pieces)
-    segments = tuple(_segments(pieces, _symbols(letters, attention, dsa_ranks), pp))
+    uncut = "".join(pieces)
+    segments = tuple(_segments(pieces, _symbols(uncut, attention, dsa_ranks), pp))
     main = "|".join(segment.megatron_pattern for segment in segments)
     mtp_symbols = _symbols(mtp_letters, attention)
     mtp = Mtp(mtp_depths, mtp_letters, mtp_symbols) if mtp_depths else None
-    spec = spec_of(letters + mtp_letters, target)
+    spec = spec_of(uncut + mtp_letters, target)
     layers = (*_main_layers(segments, spec), *_mtp_layers(mtp, segments[-1], spec))
     return HybridPlan(
         source_pattern="|".join(pieces),
@@ -106,9 +102,9 @@ def translate(
 def _read(text: str, what: str) -> str:
     """The text in upper case, every character known and no `|` piece empty."""
     if not text:
-        raise PatternError(f"the {what} is empty: it needs at least one of {', '.join(LETTERS)}")
+        raise PatternError(f"the {what} is empty: it needs at least one of {', '.join(_names())}")
     for position, char in enumerate(text, 1):
-        if char != "|" and char.upper() not in LETTERS:
+        if char != "|" and letters.find(char.upper()) is None:
             raise PatternError(_unknown(char, position, what))
         if char == "|" and what == _MTP:
             raise PatternError(
@@ -130,12 +126,16 @@ def _read(text: str, what: str) -> str:
 def _unknown(char: str, position: int, what: str) -> str:
     # A Cyrillic or full-width letter looks like the right one: only its code point tells.
     shown = repr(char) if char.isascii() and char.isprintable() else f"U+{ord(char):04X}"
-    letters = ", ".join(f"{letter} ({meaning})" for letter, meaning in LETTERS.items())
+    listed = ", ".join(f"{letter} ({title})" for letter, title in _names().items())
     hint = f"; {_HINTS[char.upper()]}" if char.upper() in _HINTS else ""
     return (
         f"unknown letter {shown} at position {position} of the {what}: "
-        f"the source letters are {letters}, and '|' for a pipeline cut{hint}"
+        f"the source letters are {listed}, and '|' for a pipeline cut{hint}"
     )
+
+
+def _names() -> dict[str, str]:
+    return {entry.letter: entry.title for entry in letters.known()}
 
 
 def _tile(typed: str, depth: int | None) -> str:
@@ -226,20 +226,34 @@ def _find(letter: str, used: Iterable[tuple[str, str]]) -> str | None:
 def _check_target(used: Sequence[tuple[str, str]], target: str, mamba2: bool) -> None:
     if target not in TARGETS:
         raise PatternError(f"unknown target {target!r}: the targets are {', '.join(TARGETS)}")
-    r, d, m = (_find(letter, used) for letter in "RDM")
-    if r and d:
-        raise PatternError(
-            f"R at {r} and D at {d}: both need Megatron's G slot, and one model has one; use either"
-        )
+    found = {entry: at for entry in letters.known() if (at := _find(entry.letter, used))}
+    _check_one_letter_a_slot(found)
     if target == "nam56r":
         if mamba2:
             raise PatternError("mamba2 with target nam56r, whose M is Mamba-3: use target native")
         return
-    if r:
-        raise PatternError(f"R at {r}: Megatron has no M2RNN; target native cannot run it")
-    if m and not mamba2:
+    # What no option helps is said first.
+    for entry, at in sorted(found.items(), key=lambda item: item[0].is_native):
+        if entry.why_not_native and not (mamba2 and entry.is_native):
+            raise PatternError(f"{entry.letter} at {at}: {entry.why_not_native}")
+
+
+def _check_one_letter_a_slot(found: dict[BlockLetter, str]) -> None:
+    """found: the letters that are used -> where."""
+    used = [entry.letter for entry in found]
+    if two := letters.collision(used):
+        one, other, symbol = two
         raise PatternError(
-            f"M at {m}: Megatron has no Mamba-3; give --mamba2 to take its own Mamba-2 for every M"
+            f"{one.letter} at {found[one]} and {other.letter} at {found[other]}: both need "
+            f"Megatron's {symbol} slot, and one model has one; use either"
+        )
+    specs = letters.own_specs(used)
+    if len(specs) > 1:
+        (first, one), (second, other), *_ = specs.items()
+        raise PatternError(
+            f"{one.letter} at {found[one]} needs --spec {' '.join(first)} and {other.letter} at "
+            f"{found[other]} needs --spec {' '.join(second)}: one model has one stack spec; "
+            "register both with a spec that has both"
         )
 
 
@@ -261,11 +275,12 @@ def _check_attention(attention: str, dsa_ranks: Sequence[int]) -> None:
         )
 
 
-def _symbols(letters: str, attention: str, dsa_ranks: Sequence[int] = ()) -> str:
+def _symbols(source: str, attention: str, dsa_ranks: Sequence[int] = ()) -> str:
     """Megatron's symbols, `D` at the A layers that dsa_ranks name."""
-    table = {"A": ATTENTION[attention], "R": "G", "D": "G"}
-    symbols = [table.get(letter, letter) for letter in letters]
-    places = [place for place, letter in enumerate(letters) if letter == "A"]
+    table = {letter: letters.get(letter).symbols[0] for letter in set(source)}
+    table["A"] = ATTENTION[attention]
+    symbols = [table[letter] for letter in source]
+    places = [place for place, letter in enumerate(source) if letter == "A"]
     for rank in dsa_ranks:
         if not 1 <= rank <= len(places):
             allowed = f"its ranks are 1 to {len(places)}" if places else "it has none"

@@ -2,35 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-LETTERS = {
-    "A": "attention",
-    "E": "mixture of experts",
-    "M": "Mamba-3",
-    "R": "recurrent M2RNN",
-    "D": "DeltaNet",
-}
-SYMBOLS = ("+", "*", "D", "E", "M", "G")  # Megatron's, as far as a source letter leads to them
+from megacpp_mcore.hybrid.letters import SHIPPED
+from megacpp_mcore.hybrid.letters.letter import Spec
 
-_CORE = "megatron.core"
-# (letter, symbol) -> the class in the layer's mixer slot, under Megatron's own spec
-_NATIVE_MODULES = {
-    ("A", "+"): f"{_CORE}.transformer.multi_latent_attention.MLASelfAttention",
-    ("A", "*"): f"{_CORE}.transformer.attention.SelfAttention",
-    ("A", "D"): f"{_CORE}.transformer.experimental_attention_variant.absorbed_mla"
-    ".AbsorbedMLASelfAttention",
-    ("E", "E"): f"{_CORE}.transformer.moe.moe_layer.MoELayer",
-    ("M", "M"): f"{_CORE}.ssm.mamba_mixer.MambaMixer",
-    ("D", "G"): f"{_CORE}.ssm.gated_delta_net.GatedDeltaNet",
-}
-_OUR_MODULES = {
-    ("A", "+"): "megacpp_mcore.layers.mla.MLASelfAttention",
-    ("A", "D"): "megacpp_mcore.layers.mla.AbsorbedMLASelfAttention",
-    ("A", "*"): "megacpp_mcore.layers.attention.SelfAttention",
-    ("M", "M"): "megacpp_mcore.layers.mamba3.Mamba3Mixer",
-    ("R", "G"): "megacpp_mcore.layers.m2rnn.M2RNNMixer",
-}
+# What every plan counts, also where it has none: a registered letter is counted where it is used.
+_LETTERS = [entry.letter for entry in SHIPPED]
+_SYMBOLS = list(dict.fromkeys(symbol for entry in SHIPPED for symbol in entry.symbols))
 
 
 @dataclass(frozen=True)
@@ -72,13 +51,6 @@ class Mtp:
     depths: int
     source_pattern: str
     megatron_pattern: str
-
-
-class Spec(NamedTuple):
-    """The two words after Megatron's --spec."""
-
-    module: str
-    name: str
 
 
 @dataclass(frozen=True)
@@ -166,20 +138,6 @@ def _counts(layers: Sequence[Layer]) -> dict[str, dict[str, int]]:
     letters = [layer.letter for layer in layers]
     symbols = [layer.symbol for layer in layers]
     return {
-        "source": {letter: letters.count(letter) for letter in LETTERS},
-        "megatron": {symbol: symbols.count(symbol) for symbol in SYMBOLS},
+        "source": {letter: letters.count(letter) for letter in dict.fromkeys(_LETTERS + letters)},
+        "megatron": {symbol: symbols.count(symbol) for symbol in dict.fromkeys(_SYMBOLS + symbols)},
     }
-
-
-def module_of(letter: str, symbol: str, spec: Spec | None) -> str:
-    """Dotted path of the class in the layer's mixer slot, under `spec` or Megatron's own."""
-    ours = _OUR_MODULES if spec else {}
-    return ours.get((letter, symbol)) or _NATIVE_MODULES[letter, symbol]
-
-
-def spec_of(letters: str, target: str) -> Spec | None:
-    """The spec of ours that M or R needs; None when Megatron's own serves all the letters."""
-    if target == "native" or not set(letters) & {"M", "R"}:
-        return None
-    name = "nam56r_deltanet_stack_spec" if "D" in letters else "nam56r_stack_spec"
-    return Spec("megacpp_mcore.specs.nam56r", name)

@@ -5,30 +5,10 @@ and residuals, which decide what a spec looks like, are chosen by dispatch when 
 depends on the model's config (norms, experts, attention core, scans) when a layer is built.
 """
 
+import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal
 
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.transformer.attention import SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
-    AbsorbedMLASelfAttentionSubmodules,
-)
-from megatron.core.transformer.experimental_attention_variant.dsa import (
-    DSAIndexer,
-    DSAIndexerSubmodules,
-    DSAttention,
-    DSAttentionSubmodules,
-)
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -36,31 +16,19 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionLayerSubmodules,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_layer import (
-    MoETransformerLayer,
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
 
 from megacpp_mcore import dispatch
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.hybrid import letters as table
+from megacpp_mcore.hybrid.letters.letter import STACK_FIELDS, Slot
 from megacpp_mcore.layers import loss
-from megacpp_mcore.layers.attention import SelfAttention
-from megacpp_mcore.layers.dispatched import (
-    DispatchedCoreAttention,
-    DispatchedExperts,
-    DispatchedNorm,
-)
-from megacpp_mcore.layers.m2rnn import M2RNNMixer, M2RNNMixerSubmodules
-from megacpp_mcore.layers.mamba3 import Mamba3Mixer, Mamba3MixerSubmodules
-from megacpp_mcore.layers.mla import AbsorbedMLASelfAttention, MLALayer, MLASelfAttention
-from megacpp_mcore.layers.moe import MegacppMoELayer
-from megacpp_mcore.layers.parts import Linears
+from megacpp_mcore.layers.blocks import StackParts, mlp_layer
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.patching import applied
 from megacpp_mcore.stack import bridges, optimizer_bridges
 from megacpp_mcore.surfaces import problems
 
-_CAUSAL = {"attn_mask_type": AttnMaskType.causal}
+_SHIPPED = "AEMR"  # the letters of NAM56R, in the slots that no other letter is asked for
 
 
 class MegacppStack(HybridStack):
@@ -89,44 +57,35 @@ class MegacppStack(HybridStack):
             )
 
 
-@dataclass(frozen=True)
-class StackParts:
-    """What every layer of a stack is put together from.
+class StackSpecError(MegacppError):
+    """No stack spec for these letters; the message names the letter and says why."""
 
-    residual: bias-dropout-add. norms_inside: MLA's Q/KV norms are part of Transformer Engine's
-    linears, which no other norm can be.
+
+def stack_spec(backends: Mapping[str, str] | None = None, letters: str = "") -> ModuleSpec:
+    """The spec of a hybrid stack of A, E, M and R, with `letters` in the slots that they take.
+
+    backends: surface -> requested backend (a recipe's `[backends]`). letters: others of
+    `hybrid.letters`, such as D, or a registered one. Raises DispatchError when a named backend
+    cannot serve, LetterError for an unknown letter, StackSpecError when two of `letters` need one
+    slot or the function that makes a letter's layer is not there.
     """
-
-    linears: Linears
-    residual: Callable
-    norms_inside: bool
-    norm: type = DispatchedNorm
-
-
-def stack_spec(
-    backends: Mapping[str, str] | None = None,
-    recurrent: Literal["m2rnn", "deltanet"] = "m2rnn",
-) -> ModuleSpec:
-    """The spec of a hybrid stack with Mamba-3 in the M slot.
-
-    backends: surface -> requested backend (a recipe's `[backends]`). recurrent: what the G slot
-    carries; one pattern cannot have both. Raises DispatchError when a named backend cannot serve.
-    """
+    if two := table.collision(letters):
+        one, other, symbol = two
+        raise StackSpecError(
+            f"{one.letter} and {other.letter} both need Megatron's {symbol} slot, and one stack "
+            "has one; use either"
+        )
     problem = problems.stack_part(problems.current_device())
     linears, residual = (
         dispatch.decide(surface, problem, backends).load()() for surface in ("linear", "residual")
     )
     norms_inside = linears.is_te and dispatch.requested("norm", backends) in (dispatch.AUTO, "te")
     parts = StackParts(linears, residual, norms_inside)
+    slots = {s.symbol: s for letter in _SHIPPED + letters for s in table.get(letter).slots}
+    layers = {STACK_FIELDS[symbol]: _function(slot) for symbol, slot in slots.items()}
+    layers = {"mlp_layer": mlp_layer} | layers
     submodules = HybridStackSubmodules(
-        mamba_layer=_mamba3_layer(parts),
-        gdn_layer=_m2rnn_layer(parts) if recurrent == "m2rnn" else _gdn_layer(parts),
-        attention_layer=_gqa_layer(parts),
-        dsa_layer=_dsa_layer(parts),
-        mla_layer=_mla_layer(parts),
-        mlp_layer=_mlp_layer(parts),
-        moe_layer=_moe_layer(parts),
-        mtp_block_spec=_mtp_block(parts),
+        **{field: layer(parts) for field, layer in layers.items()}, mtp_block_spec=_mtp_block(parts)
     )
     if "final-norm-from-spec" in applied("megatron-core"):
         submodules.final_norm = parts.norm
@@ -134,141 +93,13 @@ def stack_spec(
     return ModuleSpec(module=MegacppStack, params={"final_norm": parts.norm}, submodules=submodules)
 
 
-def _mamba3_layer(parts: StackParts) -> ModuleSpec:
-    mixer = ModuleSpec(
-        module=Mamba3Mixer,
-        submodules=Mamba3MixerSubmodules(in_proj=parts.linears.column, out_proj=parts.linears.row),
-    )
-    return ModuleSpec(
-        module=MambaLayer,
-        submodules=MambaLayerSubmodules(norm=parts.norm, mixer=mixer, mamba_bda=parts.residual),
-    )
-
-
-def _attention_layer(
-    parts: StackParts, self_attention: ModuleSpec, module: type = TransformerLayer, **more
-) -> ModuleSpec:
-    """A TransformerLayer of a norm, a token mixer and a residual, without an MLP."""
-    return ModuleSpec(
-        module=module,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=parts.norm,
-            self_attention=self_attention,
-            self_attn_bda=parts.residual,
-            **more,
-        ),
-    )
-
-
-def _m2rnn_layer(parts: StackParts) -> ModuleSpec:
-    submodules = M2RNNMixerSubmodules(in_proj=parts.linears.column, out_proj=parts.linears.row)
-    return _attention_layer(parts, ModuleSpec(module=M2RNNMixer, submodules=submodules))
-
-
-def _gdn_layer(parts: StackParts) -> ModuleSpec:
-    submodules = GatedDeltaNetSubmodules(
-        in_proj=parts.linears.column, out_norm=parts.norm, out_proj=parts.linears.row
-    )
-    return _attention_layer(parts, ModuleSpec(module=GatedDeltaNet, submodules=submodules))
-
-
-def _gqa_layer(parts: StackParts) -> ModuleSpec:
-    attention = ModuleSpec(
-        module=SelfAttention,
-        params=_CAUSAL,
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=parts.linears.column,
-            core_attention=DispatchedCoreAttention,
-            linear_proj=parts.linears.row,
-            q_layernorm=parts.norm,
-            k_layernorm=parts.norm,
-        ),
-    )
-    # Megatron's own hybrid spec fuses this norm into the projection; its checkpoint keys are kept.
-    keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    return _attention_layer(parts, attention, sharded_state_dict_keys_map=keys)
-
-
-def _mla_layer(parts: StackParts) -> ModuleSpec:
-    attention = ModuleSpec(
-        module=MLASelfAttention,
-        params=_CAUSAL,
-        submodules=MLASelfAttentionSubmodules(
-            core_attention=DispatchedCoreAttention,
-            **_mla_projections(parts),
-            **_mla_norms(parts),
-        ),
-    )
-    # The keys of Megatron's own hybrid spec, where the norms are part of TE's up-projections.
-    keys = {
-        f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_"
-        for x in ("q", "kv")
-    }
-    return _attention_layer(parts, attention, MLALayer, sharded_state_dict_keys_map=keys)
-
-
-def _mla_norms(parts: StackParts) -> dict[str, type]:
-    """Q/KV norms as modules, where the linears do not have them inside."""
-    module = IdentityOp if parts.norms_inside else parts.norm
-    return {"q_layernorm": module, "kv_layernorm": module}
-
-
-def _dsa_layer(parts: StackParts) -> ModuleSpec:
-    indexer = ModuleSpec(
-        module=DSAIndexer,
-        submodules=DSAIndexerSubmodules(
-            linear_wq_b=parts.linears.duplicated,
-            linear_wk=parts.linears.duplicated,
-            k_norm=parts.norm,
-            linear_weights_proj=parts.linears.duplicated,
-        ),
-    )
-    core = ModuleSpec(module=DSAttention, submodules=DSAttentionSubmodules(indexer=indexer))
-    attention = ModuleSpec(
-        module=AbsorbedMLASelfAttention,
-        params=_CAUSAL,
-        submodules=AbsorbedMLASelfAttentionSubmodules(
-            core_attention=core,
-            **_mla_projections(parts),
-            q_layernorm=IdentityOp,
-            kv_layernorm=IdentityOp,
-        ),
-    )
-    return _attention_layer(parts, attention)
-
-
-def _mla_projections(parts: StackParts) -> dict[str, type]:
-    return {
-        "linear_q_proj": parts.linears.column,
-        "linear_q_down_proj": parts.linears.duplicated,
-        "linear_q_up_proj": parts.linears.column,
-        "linear_kv_down_proj": parts.linears.duplicated,
-        "linear_kv_up_proj": parts.linears.column,
-        "linear_proj": parts.linears.row,
-    }
-
-
-def _mlp_layer(parts: StackParts) -> ModuleSpec:
-    mlp = MLPSubmodules(linear_fc1=parts.linears.column, linear_fc2=parts.linears.row)
-    submodules = TransformerLayerSubmodules(
-        pre_mlp_layernorm=parts.norm,
-        mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
-        mlp_bda=parts.residual,
-        sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
-    )
-    return ModuleSpec(module=MLPLayer, submodules=submodules)
-
-
-def _moe_layer(parts: StackParts) -> ModuleSpec:
-    # num_experts only has to be a number here; the layer reads the config's.
-    upstream = get_moe_module_spec(use_te=parts.linears.is_te, num_experts=1)
-    moe = replace(upstream.keywords["submodules"], experts=DispatchedExperts)
-    submodules = TransformerLayerSubmodules(
-        pre_mlp_layernorm=parts.norm,
-        mlp=partial(MegacppMoELayer, submodules=moe),
-        mlp_bda=parts.residual,
-    )
-    return ModuleSpec(module=MoETransformerLayer, submodules=submodules)
+def _function(slot: Slot) -> Callable[[StackParts], ModuleSpec]:
+    """The function that makes the spec of the slot's layer."""
+    module, _, name = slot.layer.rpartition(".")
+    function = getattr(importlib.import_module(module), name, None)
+    if function is None:
+        raise StackSpecError(f"{slot.layer} makes the layer of {slot.module}, and is not there")
+    return function
 
 
 def _mtp_block(parts: StackParts) -> ModuleSpec:

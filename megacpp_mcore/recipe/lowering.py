@@ -8,7 +8,7 @@ in MEGACPP_RECIPE, which names the same recipe.
 from dataclasses import dataclass
 from typing import Any
 
-from megacpp_mcore.hybrid.plan import Spec, spec_of
+from megacpp_mcore.hybrid.letters import Spec, spec_of
 from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, Recipe
 from megacpp_mcore.recipe.fields import Flag, Key
 from megacpp_mcore.recipe.source import KEYS
@@ -92,10 +92,10 @@ def _recompute_expectations(recipe: Recipe) -> list[Expectation]:
 
 
 def _spec(recipe: Recipe) -> Spec:
-    # Ours also where no M or R needs it: the layers' backends are chosen in our spec, and
+    # Ours also where no letter needs it: the layers' backends are chosen in our spec, and
     # Megatron's own takes Transformer Engine whatever the recipe says.
     letters = {layer.letter for layer in recipe.plan.layers}
-    spec = spec_of("".join(sorted(letters | {"M"})), recipe.plan.target)
+    spec = spec_of(letters | {"M"}, recipe.plan.target)
     assert spec is not None
     return spec
 

@@ -55,6 +55,10 @@ class Rules:
         if condition:
             self.found.append(Refusal(key, reason))
 
+    def ordered(self, low: str, high: str) -> None:
+        """The value of key `low` must be at most that of `high`."""
+        self.refuse(self[low] > self[high], low, f"must be at most {self.told(high)}")
+
     def multiple(self, key: str, of: str, value: int | None = None) -> None:
         """`key` must be a multiple of `of` (another key, or a number in words with `value`)."""
         divisor = self[of] if value is None else value

@@ -1,4 +1,4 @@
-"""Rules about attention: GQA, MLA, DSA, and the gated DeltaNet of a source D."""
+"""Rules about attention: GQA, MLA and DSA."""
 
 from megacpp_mcore.recipe.refusal import Rules
 
@@ -29,8 +29,6 @@ def check(r: Rules) -> None:
         )
     if r.has("D"):
         _dsa(r)
-    if r.has_letter("D"):
-        _deltanet(r)
 
 
 def _heads(r: Rules) -> None:
@@ -192,10 +190,3 @@ def _dsa_sharing(r: Rules) -> None:
                 f"{', '.join(str(d.number) for d in layers)}, offset is {offset}",
             )
             return
-
-
-def _deltanet(r: Rules) -> None:
-    r.multiple("attention.linear_num_value_heads", "attention.linear_num_key_heads")
-    ranks = r["parallel.tensor_model_parallel_size"] * r["parallel.context_parallel_size"]
-    for key in ("attention.linear_num_key_heads", "attention.linear_num_value_heads"):
-        r.multiple(key, f"tensor x context parallel size = {ranks}", ranks)

@@ -1,17 +1,11 @@
 """Rules about parallelism: the world, sequences, overlap, recomputation."""
 
+from megacpp_mcore.hybrid import letters
 from megacpp_mcore.recipe.refusal import Rules
 
 _TP, _PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 _CP, _EP = "parallel.context_parallel_size", "parallel.expert_model_parallel_size"
 _BATCH = "schedule.global_batch_size"
-
-
-# Letter -> why its tokens cannot lie on several ranks.
-_WHOLE_SEQUENCE = {
-    "M": "Mamba-3's state goes from each token to the next, over every cut of the sequence",
-    "R": "M2RNN's state goes from each token to the next, over every cut of the sequence",
-}
 
 
 def check(r: Rules) -> None:
@@ -87,9 +81,11 @@ def _context(r: Rules) -> None:
     if r[_CP] == 1:
         return
     instead = "use tensor and sequence parallelism, or pipeline stages, for long sequences"
-    for letter, why in _WHOLE_SEQUENCE.items():
+    for entry in letters.known():
         r.refuse(
-            r.has_letter(letter), _CP, f"must be 1, as the pattern has {letter}: {why}; {instead}"
+            entry.split_sequence and r.has_letter(entry.letter),
+            _CP,
+            f"must be 1, as the pattern has {entry.letter}: {entry.split_sequence}; {instead}",
         )
     attention = r.recipe.backends.get("core_attention", "auto")
     r.refuse(

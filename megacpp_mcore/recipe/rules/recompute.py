@@ -2,10 +2,9 @@
 
 from dataclasses import fields
 
+from megacpp_mcore.hybrid import letters
 from megacpp_mcore.hybrid.block_settings import MEGATRON_RECOMPUTES, RecomputeSettings
 from megacpp_mcore.recipe.refusal import Rules, shown
-
-_LETTERS = {"moe": "E", "mamba3": "M", "m2rnn": "R"}
 
 
 def check(r: Rules) -> None:
@@ -15,7 +14,7 @@ def check(r: Rules) -> None:
     _attention(r)
     _moe(r)
     r.refuse(
-        r["recompute.layernorm"] and not any(map(r.has_letter, "AERD")),
+        r["recompute.layernorm"] and not r.has("+*DEG-"),
         "recompute.layernorm",
         "must be left out: Megatron makes the norms before A, E, R and D again, and there is none",
     )
@@ -33,8 +32,8 @@ def _key(r: Rules, block: str) -> None:
         key,
         'must be left out with parallel.recompute_granularity = "full", which makes layers again',
     )
-    letter = _LETTERS.get(block)
-    r.refuse(letter and not r.has_letter(letter), key, f"must be left out: there is no {letter}")
+    for letter in (entry.letter for entry in letters.known() if entry.recompute == block):
+        r.refuse(not r.has_letter(letter), key, f"must be left out: there is no {letter}")
     for part in r.recipe.recompute.asked(block):
         megatrons = (block, part) in MEGATRON_RECOMPUTES
         r.refuse(

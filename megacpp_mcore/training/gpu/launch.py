@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.hybrid.plan import Spec
+from megacpp_mcore.hybrid import letters
+from megacpp_mcore.hybrid.letters import Spec
 from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, Recipe, load_recipe, recipe_from_environment
 from megacpp_mcore.recipe.lowering import Lowered, lower
 from megacpp_mcore.recipe.source import shipped
@@ -113,10 +114,11 @@ def _on_megatrons_blocks(
     recipe: Recipe, lowered: Lowered, words: Sequence[str]
 ) -> tuple[Lowered, list[str]]:
     """The words and what is expected of them, with the yardstick's spec for ours."""
-    if any(layer.letter == "R" for layer in recipe.plan.layers):
+    used = {layer.letter for layer in recipe.plan.layers}
+    for letter in used.intersection(letters.without_megatrons_block()):
         raise LaunchError(
-            f"{YARDSTICK}: Megatron has no block like R; make the words with M in its place, as "
-            "`megacpp train RECIPE --gpus N --yardstick` does"
+            f"{YARDSTICK}: Megatron has no block like {letter}; make the words with M in its "
+            "place, as `megacpp train RECIPE --gpus N --yardstick` does"
         )
     words = list(words)
     at = words.index("--spec") if "--spec" in words else len(words)

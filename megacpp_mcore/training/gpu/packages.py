@@ -5,11 +5,12 @@ optimizer's, at the first batch. Nothing here imports a package: it asks whether
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.hybrid import letters
 from megacpp_mcore.recipe import Recipe
 
 
@@ -51,8 +52,6 @@ _NEEDS = (
     _Need("deep_ep", "deep-ep (built from its tag v1.2.1)", "moe.moe_flex_dispatcher_backend",
           lambda r: r.moe.moe_token_dispatcher_type == "flex"
           and r.moe.moe_flex_dispatcher_backend == "deepep"),
-    _Need("fla", "flash-linear-attention", "the letter D of model.pattern",
-          lambda r: any(layer.letter == "D" for layer in r.plan.layers)),
     _Need("fast_hadamard_transform", "fast-hadamard-transform",
           "attention.dsa_indexer_rotate_activation",
           lambda r: _letter("D")(r) and r.attention.dsa_indexer_rotate_activation),
@@ -69,10 +68,17 @@ _YARDSTICK = (
 )
 
 
+def _of_letters(recipe: Recipe) -> Iterable[_Need]:
+    """What the table of block letters says that the letters of the plan need."""
+    for letter in sorted({layer.letter for layer in recipe.plan.layers}):
+        for module, package in letters.get(letter).packages:
+            yield _Need(module, package, f"the letter {letter} of model.pattern", lambda r: True)
+
+
 def check_packages(recipe: Recipe, *, yardstick: bool = False) -> None:
     """Raises MissingPackageError naming every package that `recipe` needs and is not there."""
     missing: dict[str, list[str]] = {}
-    for need in _NEEDS + (_YARDSTICK if yardstick else ()):
+    for need in (*_NEEDS, *_of_letters(recipe), *(_YARDSTICK if yardstick else ())):
         if need.applies(recipe) and importlib.util.find_spec(need.module) is None:
             missing.setdefault(need.package, []).append(need.why)
     if missing:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megacpp_mcore import receipts
+from megacpp_mcore.hybrid import letters
 from megacpp_mcore.recipe import Recipe, load_recipe, patch_needs
 from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.training.gpu.launch import OUT, YARDSTICK, LaunchError, recipe_words
@@ -35,7 +36,7 @@ def run(
     overrides = [*overrides, f"launch.nproc_per_node={gpus}"]
     recipe = load_recipe(name_or_path, overrides)
     if yardstick:
-        recipe = load_recipe(name_or_path, [*overrides, *_without_r(recipe)])
+        recipe = load_recipe(name_or_path, [*overrides, *_on_megatrons_letters(recipe)])
     folder = Path(out or f"runs/{recipe.name}{'-yardstick' * yardstick}")
     _check(recipe, gpus, resume)
     check_packages(recipe, yardstick=yardstick)
@@ -48,9 +49,11 @@ def run(
     return ended.status
 
 
-def _without_r(recipe: Recipe) -> list[str]:
+def _on_megatrons_letters(recipe: Recipe) -> list[str]:
+    """The overrides that put M in the place of every letter of which Megatron has no block."""
+    table = str.maketrans(dict.fromkeys(letters.without_megatrons_block(), "M"))
     patterns = {"model.pattern": recipe.model.pattern, "mtp.pattern": recipe.mtp.pattern}
-    return [f"{key}={pattern.upper().replace('R', 'M')}" for key, pattern in patterns.items()]
+    return [f"{key}={pattern.upper().translate(table)}" for key, pattern in patterns.items()]
 
 
 def _mark(path: Path, reason: str) -> None:

@@ -1,0 +1,87 @@
+"""M: Mamba-3 in the slot of Megatron's Mamba-2, which is what a run without us has there."""
+
+from typing import TYPE_CHECKING
+
+from megacpp_mcore.hybrid.letters.letter import BlockLetter, Cost, Slot, norm_parameters
+
+if TYPE_CHECKING:
+    from megacpp_mcore.hybrid.plan import Layer
+    from megacpp_mcore.recipe import Recipe
+    from megacpp_mcore.recipe.refusal import Rules
+
+_MAMBA2_CONV = 4  # Megatron's MambaMixer has no argument for it
+
+
+def _cost(recipe: "Recipe", layer: "Layer", keys: float) -> Cost:
+    m, hidden = recipe.mamba3, recipe.model.hidden_size
+    heads, dim, state = m.mamba_num_heads or 0, m.mamba_head_dim, m.mamba_state_dim
+    rank = m.mimo_rank if m.variant == "mimo" else 1
+    inner, angles = heads * dim, int(state * m.rope_fraction) // 2
+    rows = 2 * inner + 2 * m.mamba_num_groups * rank * state + 3 * heads + angles
+    others = 2 * heads + 2 * heads * rank * state + 2 * state  # dt_bias, D; B, C: biases and norms
+    if m.variant == "mimo":
+        others += 3 * inner * rank
+    scan = 4 * inner * state * rank
+    return Cost(hidden * (rows + inner), norm_parameters(recipe) + others, scan)
+
+
+def _mamba2_cost(recipe: "Recipe", layer: "Layer", keys: float) -> Cost:
+    m, hidden = recipe.mamba3, recipe.model.hidden_size
+    dim, state = m.mamba_head_dim, m.mamba_state_dim
+    heads = m.mamba_num_heads or 2 * hidden // dim
+    inner, channels = heads * dim, heads * dim + 2 * m.mamba_num_groups * state
+    rows = inner + channels + heads
+    others = channels * (_MAMBA2_CONV + 1) + 3 * heads + inner  # conv; A_log, dt_bias, D; norm
+    mixing = 4 * inner * state + 2 * _MAMBA2_CONV * channels
+    return Cost(hidden * (rows + inner), norm_parameters(recipe) + others, mixing)
+
+
+def _rules(r: "Rules") -> None:
+    key = "mamba3.mamba_num_heads"
+    r.refuse(r[key] is None, key, "is needed: the pattern has an M")
+    r.multiple(key, "parallel.tensor_model_parallel_size")
+    r.multiple(key, "mamba3.mamba_num_groups")
+    backend = r.recipe.backends.get("mamba3_scan", "auto")
+    for size in ("mamba3.mamba_head_dim", "mamba3.mamba_state_dim"):
+        r.refuse(
+            backend != "reference" and r[size] & (r[size] - 1),
+            size,
+            "must be a power of two, as the fused scans need; only backends.mamba3_scan = "
+            '"reference" takes others',
+        )
+    fraction, state = r["mamba3.rope_fraction"], r["mamba3.mamba_state_dim"]
+    r.refuse(
+        fraction > 1 or (state * fraction) % 2,
+        "mamba3.rope_fraction",
+        f"must be at most 1 and make mamba3.mamba_state_dim = {state} times it an even number: "
+        "RoPE turns pairs",
+    )
+    tp, angles = "parallel.tensor_model_parallel_size", int(state * fraction) // 2
+    r.refuse(
+        angles % r[tp],
+        "mamba3.rope_fraction",
+        f"makes {angles} angles: must be a multiple of {r.told(tp)}",
+    )
+    r.ordered("mamba3.dt_min", "mamba3.dt_max")
+
+
+M = BlockLetter(
+    letter="M",
+    title="Mamba-3",
+    slots=(
+        Slot(
+            symbol="M",
+            module="megacpp_mcore.layers.mamba3.Mamba3Mixer",
+            layer="megacpp_mcore.layers.blocks.mamba3_layer",
+            cost=_cost,
+            native="megatron.core.ssm.mamba_mixer.MambaMixer",
+            native_cost=_mamba2_cost,
+        ),
+    ),
+    not_native="Megatron has no Mamba-3; give --mamba2 to take its own Mamba-2 for every M",
+    rules=_rules,
+    packed_documents="",
+    split_sequence="Mamba-3's state goes from each token to the next, over every cut of the "
+    "sequence",
+    recompute="mamba3",
+)
