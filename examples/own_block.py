@@ -2,15 +2,19 @@
 
     python examples/own_block.py            # trains AEMX for 40 steps on a CPU
 
-Megatron's pattern letters are a closed set, so that a letter of your own stands in one of its
-slots: here in `G`, which is R's in our spec. Three things are needed: the block, a stack spec that
-has it in the slot, and `--spec` with that spec's name. On GPUs the same spec goes to Megatron-LM's
-pretrain_hybrid.py: `--spec own_block own_stack_spec`.
+Four things are needed: the block, its cost, the spec of its layer, and an entry in the table of
+block letters that names them. The translator, the plan, FLOPs and the stack spec read the entry.
+Megatron's own symbols are a closed set, so that X takes one of its slots: here `G`, which a pattern
+with R or D has no longer free.
+
+On GPUs the spec goes to Megatron-LM's pretrain_hybrid.py: `--spec own_block own_stack_spec`. A
+package that is installed names its letter among its entry points, so that every `megacpp` command
+knows it: `[project.entry-points."megacpp_mcore.letters"]`, `X = "own_block:X"`.
 """
 # ruff: noqa: E402  Megatron is prepared for a machine without a GPU before its first import
 
 import argparse
-import importlib
+import sys
 
 import torch
 
@@ -21,6 +25,10 @@ bridges.before_megatron()
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
+from megacpp_mcore.hybrid import letters
+from megacpp_mcore.hybrid.flops import count
+from megacpp_mcore.hybrid.letters import BlockLetter, Cost, Slot, Spec
+from megacpp_mcore.layers.blocks import StackParts, mixer_layer
 from megacpp_mcore.layers.stack import stack_spec
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.lowering import lower
@@ -28,7 +36,8 @@ from megacpp_mcore.training.cpu.megatron_setup import build_model, megatron_args
 from megacpp_mcore.training.cpu.optimizer import build_optimizer, build_scheduler
 from megacpp_mcore.training.cpu.step import Trainer
 
-PATTERN = "AEMX"
+# The entry and Megatron's --spec name this module; run as a script, it is that module as well.
+sys.modules.setdefault("own_block", sys.modules[__name__])
 
 
 class GatedMemory(MegatronModule):
@@ -62,30 +71,43 @@ class GatedMemory(MegatronModule):
         return self.out_proj(torch.sigmoid(gate) * torch.stack(tokens))
 
 
-def _own_stack_spec() -> ModuleSpec:
-    spec = stack_spec()
-    layer = spec.submodules.gdn_layer.submodules
-    r = layer.self_attention.submodules
-    linears = {"in_proj": r.in_proj, "out_proj": r.out_proj}
-    layer.self_attention = ModuleSpec(module=GatedMemory, submodules=linears)
-    return spec
+def gated_memory_layer(parts: StackParts) -> ModuleSpec:
+    """The layer of X: a norm, GatedMemory and the residual, from the parts of the whole stack."""
+    linears = {"in_proj": parts.linears.column, "out_proj": parts.linears.row}
+    return mixer_layer(parts, ModuleSpec(module=GatedMemory, submodules=linears))
 
 
+def cost(recipe: Recipe, layer, keys: float) -> Cost:
+    """What a layer of X costs: two projections; decay and norm; the memory's two products."""
+    hidden = recipe.model.hidden_size
+    return Cost(weights=3 * hidden * hidden, others=2 * hidden, mixing=3 * hidden)
+
+
+X = letters.register(
+    BlockLetter(
+        letter="X",
+        title="gated memory",
+        slots=(
+            Slot(
+                symbol="G",
+                module="own_block.GatedMemory",
+                layer="own_block.gated_memory_layer",
+                cost=cost,
+            ),
+        ),
+        spec=Spec("own_block", "own_stack_spec"),
+        split_sequence="its memory goes from each token to the next",
+        packed_documents="its memory runs over the ends of documents",
+    )
+)
 # What `--spec own_block own_stack_spec` names.
-own_stack_spec = _own_stack_spec()
+own_stack_spec = stack_spec(letters="X")
 
 
 def recipe() -> Recipe:
-    """The tiny recipe with X in its pattern, as R: the letter whose slot it takes."""
+    """The tiny recipe with X in its pattern."""
     sizes = ["model.depth=4", "model.hidden_size=64", "model.seq_length=64", "mtp.pattern=AE"]
-    return load_recipe("nam56r-tiny", [f"model.pattern={PATTERN.replace('X', 'R')}", *sizes])
-
-
-def megatron_words(asked: Recipe) -> list[str]:
-    """The recipe's command line with this file's spec in place of ours."""
-    words = lower(asked).argv
-    at = words.index("--spec")
-    return [*words[:at], "--spec", "own_block", "own_stack_spec", *words[at + 3 :]]
+    return load_recipe("nam56r-tiny", ["model.pattern=AEMX", *sizes])
 
 
 def batches(asked: Recipe):
@@ -108,9 +130,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     steps = parser.parse_args().steps
     asked = recipe()
-    args = megatron_args(megatron_words(asked), lower(asked).environment)
+    for layer in asked.plan.layers:
+        print(f"{layer.letter} -> {layer.symbol}  {layer.module}")
+    [part] = [part for part in count(asked).parts if part.name == "X"]
+    print(f"X: {part.forward:,.0f} operations a token, {part.parameters:,} parameters")
+    lowered = lower(asked)
+    args = megatron_args(lowered.argv, lowered.environment)
     with single_process(asked.schedule.seed):
         model = build_model(args)
+        built = sum(parameter.numel() for parameter in model.parameters())
+        print(f"{built:,} parameters built, {count(asked).parameters:,} counted")
         optimizer = build_optimizer(model, args)
         trainer = Trainer(model, optimizer, build_scheduler(optimizer, args), args)
         data = batches(asked)
@@ -118,10 +147,10 @@ def main() -> None:
             loss, _ = trainer.step([next(data)])
             if step in (1, steps) or step % 10 == 0:
                 print(f"step {step}  loss {loss:.4f}", flush=True)
-        blocks = [name for name, m in model.named_modules() if isinstance(m, GatedMemory)]
-    print(f"X is {', '.join(blocks)}")
+    for name, module in model.named_modules():
+        if isinstance(module, GatedMemory):
+            print(f"X is {name}")
 
 
 if __name__ == "__main__":
-    # Megatron imports the spec by this module's name: be that module, and not a second one.
-    importlib.import_module("own_block").main()
+    main()

@@ -138,3 +138,9 @@ def test_a_block_of_your_own_learns(tmp_path):
     losses = [float(found) for found in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert losses[-1] < losses[0] - 0.5
     assert "X is decoder.layers.3.self_attention" in done.stdout
+    assert "X -> G  own_block.GatedMemory" in done.stdout
+    # Two projections of 64 x 128 and 64 x 64, twice the operations; the memory 3, decay and norm.
+    assert f"X: {2 * 3 * 64**2 + 3 * 64:,} operations a token" in done.stdout
+    assert f"{3 * 64**2 + 2 * 64:,} parameters" in done.stdout
+    built, counted = re.search(r"([\d,]+) parameters built, ([\d,]+) counted", done.stdout).groups()
+    assert built == counted
