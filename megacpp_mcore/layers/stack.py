@@ -28,7 +28,8 @@ from megacpp_mcore.patching import applied
 from megacpp_mcore.stack import bridges, optimizer_bridges
 from megacpp_mcore.surfaces import problems
 
-_SHIPPED = "AEMR"  # the letters of NAM56R, in the slots that no other letter is asked for
+# In the slots that no other letter is asked for: A E M R.
+_DEFAULT = "".join(entry.letter for entry in table.SHIPPED if entry.spec is None)
 
 
 class MegacppStack(HybridStack):
@@ -81,7 +82,7 @@ def stack_spec(backends: Mapping[str, str] | None = None, letters: str = "") -> 
     )
     norms_inside = linears.is_te and dispatch.requested("norm", backends) in (dispatch.AUTO, "te")
     parts = StackParts(linears, residual, norms_inside)
-    slots = {s.symbol: s for letter in _SHIPPED + letters for s in table.get(letter).slots}
+    slots = {s.symbol: s for letter in _DEFAULT + letters for s in table.get(letter).slots}
     layers = {STACK_FIELDS[symbol]: _function(slot) for symbol, slot in slots.items()}
     layers = {"mlp_layer": mlp_layer} | layers
     submodules = HybridStackSubmodules(

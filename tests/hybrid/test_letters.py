@@ -13,6 +13,7 @@ import pytest
 from megacpp_mcore.hybrid import letters
 from megacpp_mcore.hybrid.flops import count
 from megacpp_mcore.hybrid.letters import BlockLetter, Cost, LetterError, Slot, Spec
+from megacpp_mcore.hybrid.letters.letter import STACK_FIELDS
 from megacpp_mcore.hybrid.pattern import PatternError, translate
 from megacpp_mcore.layers.stack import StackSpecError, stack_spec
 from megacpp_mcore.recipe import RecipeError, load_recipe
@@ -46,6 +47,22 @@ def x():
 
 def tiny(*overrides: str):
     return load_recipe("nam56r-tiny", [*overrides, "mtp.pattern=AE"])
+
+
+# The table
+
+
+def test_the_shipped_letters_without_a_spec_of_their_own_share_one():
+    together = [entry.letter for entry in letters.SHIPPED if entry.spec is None]
+    assert together == ["A", "E", "M", "R"]
+    assert letters.collision(together) is None
+
+
+def test_every_layer_of_the_table_can_be_made():
+    for shipped in letters.SHIPPED:
+        made = stack_spec({"linear": "reference"}, letters=shipped.letter if shipped.spec else "")
+        for symbol in shipped.symbols:
+            assert getattr(made.submodules, STACK_FIELDS[symbol]).submodules is not None
 
 
 # Plan
