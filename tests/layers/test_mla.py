@@ -20,7 +20,7 @@ from megatron.core.transformer.spec_utils import build_module
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.mla_rope import triton
-from megacpp_mcore.layers import parts, stack
+from megacpp_mcore.layers import blocks, parts
 from megacpp_mcore.layers.core_attention import ReferenceCoreAttention
 from megacpp_mcore.layers.dispatched import DispatchedNorm
 from megacpp_mcore.layers.mla import (
@@ -216,7 +216,7 @@ def test_dsa_waits_for_the_weight_that_it_absorbs():
 def test_a_named_norm_is_not_left_to_transformer_engines_linears(monkeypatch, norm, inside):
     linears = replace(parts.megatron_linears(), is_te=True)
     monkeypatch.setattr(parts, "megatron_linears", lambda: linears)
-    monkeypatch.setattr(stack, "get_moe_module_spec", lambda **kwargs: MOE)
+    monkeypatch.setattr(blocks, "get_moe_module_spec", lambda **kwargs: MOE)
     attention = stack_spec({"norm": norm}).submodules.mla_layer.submodules.self_attention
     norms = {attention.submodules.q_layernorm, attention.submodules.kv_layernorm}
     assert norms == {IdentityOp if inside else DispatchedNorm}
