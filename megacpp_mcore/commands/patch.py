@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
 from pathlib import Path
@@ -34,67 +35,38 @@ def register(subparsers: Any) -> None:
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def add(name: str, run: Any, text: str, site: bool = True, only: bool = False) -> Any:
+    def add(name: str, run: Any, text: str, *options: str) -> Any:
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument(
-            "--lane", metavar="DIR", type=Path, help="folder of manifest.toml (default: ours)"
-        )
-        if site:
-            command.add_argument(
-                "--site", metavar="DIR", type=Path, help="site-packages (default: this Python's)"
-            )
-        if only:
-            command.add_argument(
-                "--only", metavar="ID", action="append", default=[], help="may be repeated"
-            )
+        argument = command.add_argument
+        argument("--lane", metavar="DIR", type=Path, help="folder of manifest.toml (default: ours)")
+        if "--site" in options:
+            of = "site-packages (default: this Python's)"
+            argument("--site", metavar="DIR", type=Path, help=of)
+        if "--only" in options:
+            argument("--only", metavar="ID", action="append", default=[], help="may be repeated")
         command.set_defaults(run=run)
-        return command
+        return argument
 
-    add("list", run_list, "what the lane carries, and why", site=False).add_argument(
-        "--json", action="store_true"
-    )
-    add("status", run_status, "what is applied here").add_argument("--json", action="store_true")
+    argument = add("list", run_list, "what the lane carries, and why")
+    argument("--json", action="store_true")
+    argument = add("status", run_status, "what is applied here", "--site")
+    argument("--json", action="store_true")
     for name, text in (
         ("apply", "put the lane on the installed packages"),
         ("revert", "restore the original files, byte for byte"),
     ):
-        command = add(name, run_change, text, only=True)
-        command.set_defaults(operation=name)
-        command.add_argument(
-            "--wait",
-            metavar="SECONDS",
-            type=float,
-            default=30.0,
-            help="for another run (%(default)s)",
-        )
-        command.add_argument("--json", action="store_true")
-    command = add(
-        "verify", run_verify, "run the reproducing tests without and with the lane", only=True
-    )
-    command.add_argument(
-        "--timeout", metavar="SECONDS", type=float, default=600.0, help="of one run"
-    )
-    command.add_argument("--json", action="store_true")
-    _register_new(add)
-    command = add("export", run_export, "print a patch as a mail for `git am`")
-    command.add_argument("id", metavar="ID")
-    command.add_argument("--author", metavar="'NAME <ADDRESS>'", help="default: git's user")
-    command = add(
-        "port",
-        run_port,
-        "how the lane fares on another version; changes nothing",
-        site=False,
-        only=True,
-    )
-    command.add_argument("--to", metavar="VERSION", required=True, help="installed in --site")
-    command.add_argument("--site", metavar="DIR", type=Path, required=True)
-    command.add_argument("--json", action="store_true")
-
-
-def _register_new(add: Any) -> None:
-    command = add("new", run_new, "make a patch from an edited copy of installed files")
-    command.add_argument("id", metavar="ID")
-    argument = command.add_argument
+        run = functools.partial(run_change, name)
+        argument = add(name, run, text, "--site", "--only")
+        wait = "for another run (%(default)s)"
+        argument("--wait", metavar="SECONDS", type=float, default=30.0, help=wait)
+        argument("--json", action="store_true")
+    text = "run the reproducing tests without and with the lane"
+    argument = add("verify", run_verify, text, "--site", "--only")
+    argument("--timeout", metavar="SECONDS", type=float, default=600.0, help="of one run")
+    argument("--json", action="store_true")
+    text = "make a patch from an edited copy of installed files"
+    argument = add("new", run_new, text, "--site")
+    argument("id", metavar="ID")
     argument("--from", dest="edited", metavar="DIR", type=Path, required=True, help=_EDITED)
     argument("--reason", metavar="TEXT", required=True)
     argument("--test", metavar="FILE", type=Path, required=True, help=_TEST)
@@ -104,6 +76,14 @@ def _register_new(add: Any) -> None:
     argument("--link", metavar="LINK", help="of the upstream issue or pull request")
     argument("--merged-in", metavar="VERSION")
     argument("--defect", metavar="N", type=int, help="number on the facts page")
+    argument = add("export", run_export, "print a patch as a mail for `git am`", "--site")
+    argument("id", metavar="ID")
+    argument("--author", metavar="'NAME <ADDRESS>'", help="default: git's user")
+    text = "how the lane fares on another version; changes nothing"
+    argument = add("port", run_port, text, "--only")
+    argument("--to", metavar="VERSION", required=True, help="installed in --site")
+    argument("--site", metavar="DIR", type=Path, required=True)
+    argument("--json", action="store_true")
 
 
 def run_list(args: argparse.Namespace) -> int:
@@ -115,8 +95,7 @@ def run_list(args: argparse.Namespace) -> int:
         rows = [dataclasses.asdict(patch) for patch in lane.patches]
         for row in rows:
             row["lane"] = str(row["lane"])
-        _print_json(rows)
-        return 0
+        return _print_json(rows)
     for package, version in lane.packages.items():
         print(f"{package} {version}")
         for patch in lane.of(package):
@@ -160,23 +139,20 @@ def _print_status(row: dict[str, Any]) -> None:
         print(f"  left by another release of the lane: {path}")
 
 
-def run_change(args: argparse.Namespace) -> int:
+def run_change(operation: str, args: argparse.Namespace) -> int:
     """Apply or revert, then print which files changed."""
     from megacpp_mcore.patching import manifest, operations
 
-    change = {"apply": operations.apply, "revert": operations.revert}[args.operation]
-    outcome = change(manifest.load(args.lane), args.site, args.only, args.wait)
+    lane = manifest.load(args.lane)
+    outcome = operations.change(operation, lane, args.site, args.only, args.wait)
     if args.json:
-        _print_json(dataclasses.asdict(outcome))
-        return 0
-    for note in outcome.notes:
-        print(note)
-    for path in outcome.changed:
-        print(f"changed {path}")
+        return _print_json(dataclasses.asdict(outcome))
+    for line in (*outcome.notes, *(f"changed {path}" for path in outcome.changed)):
+        print(line)
     for package, ids in outcome.applied.items():
         print(f"{package}: applied: {', '.join(ids) or 'no patch'}")
     if not outcome.changed:
-        print(f"nothing to {args.operation}: it is so already")
+        print(f"nothing to {operation}: it is so already")
     return 0
 
 
@@ -189,15 +165,13 @@ def run_verify(args: argparse.Namespace) -> int:
         proofs.append(proof)
         if not args.json:
             _print_proof(proof)
-    count = {
-        verdict: sum(proof.verdict == verdict for proof in proofs)
-        for verdict in (verify.PROVED, verify.NOT_RUN, verify.FAILED)
-    }
+    verdicts = [proof.verdict for proof in proofs]
+    kinds = (verify.PROVED, verify.NOT_RUN, verify.FAILED)
     if args.json:
         _print_json([dataclasses.asdict(proof) for proof in proofs])
     else:
-        print(", ".join(f"{number} {verdict}" for verdict, number in count.items()))
-    return 0 if count[verify.PROVED] and not count[verify.FAILED] else 1
+        print(", ".join(f"{verdicts.count(kind)} {kind}" for kind in kinds))
+    return 0 if verify.PROVED in verdicts and verify.FAILED not in verdicts else 1
 
 
 def _print_proof(proof: Any) -> None:
@@ -259,5 +233,6 @@ def run_port(args: argparse.Namespace) -> int:
     return 1 if any(report.result == port.CONFLICT for report in reports) else 0
 
 
-def _print_json(value: Any) -> None:
+def _print_json(value: Any) -> int:
     print(json.dumps(value, indent=2))
+    return 0

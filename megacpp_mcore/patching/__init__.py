@@ -3,14 +3,34 @@
 The lane itself is data (`patches/`). `megacpp patch` is its command; the two functions here are for
 layers that drop a bridge when a patch makes it needless, and for `train` and `doctor`, which name
 the patches that a plan needs. Importing this module reads no file and imports nothing heavy.
+
+From data to disk: `manifest` (the lane's schema), `diffs` (bytes in, bytes out), `site` (where a
+package is installed), `transaction` (the lane's folder in a site: lock, journal, switch), `state`
+(what is applied, by digest), `operations` (apply and revert). On top: verify, new, export, port.
 """
 
 import functools
 from collections.abc import Iterable
 
-from megacpp_mcore.patching.errors import PatchError
+from megacpp_mcore.errors import MegacppError
 
-__all__ = ["PatchError", "applied", "missing"]
+__all__ = ["DependencyError", "InterruptedRun", "PatchError", "applied", "missing"]
+
+
+class PatchError(MegacppError):
+    """A lane, a site or a request that the patch lane refuses; names the file, entry or key."""
+
+
+class InterruptedRun(PatchError):
+    """The switch of the files was broken off; the journal stays, and the next run finishes it."""
+
+    exit_status = 1
+
+
+class DependencyError(PatchError):
+    """A chosen patch changes lines that a patch not chosen writes or removes; `needs` is its id."""
+
+    needs: str = ""
 
 
 @functools.cache
@@ -26,9 +46,8 @@ def applied(package: str) -> frozenset[str]:
 
     lane = manifest.load()
     if package not in lane.packages:
-        raise PatchError(
-            f"the lane has no package {package!r}; it has {', '.join(lane.packages) or 'none'}"
-        )
+        known = ", ".join(lane.packages) or "none"
+        raise PatchError(f"the lane has no package {package!r}; it has {known}")
     found = state.read(lane, package)
     if found.interrupted:
         raise PatchError(f"{package}: {found.interrupted}")

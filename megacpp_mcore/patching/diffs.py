@@ -3,16 +3,21 @@
 `unidiff` parses. Applying is ours, because every tool that offers it searches for a place when the
 stated one does not match. Text is handled as Latin-1, which maps each byte to one character and
 back, so an encoding, a carriage return or a missing newline at the end survives as it is.
+
+Each diff of a chain is written against the file with every earlier patch of the lane in it. When an
+earlier one is left out (`compose`), the later one's lines are found by identity, not by searching
+for similar text: a line that any patch wrote or removed stays in one list, marked with both.
 """
 
 import difflib
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 from unidiff import PatchSet
 from unidiff.errors import UnidiffParseError
 
-from megacpp_mcore.patching.errors import PatchError
+from megacpp_mcore.patching import DependencyError, PatchError
 
 _FIRST_FILE = re.compile(rb"^diff --git ", re.MULTILINE)
 _GIT_HEADER = re.compile(r"^diff --git a/(?P<path>\S+) b/(?P=path)$")
@@ -47,6 +52,10 @@ class FileDiff:
     path: str
     creates: bool
     hunks: tuple[Hunk, ...]
+
+
+# the patches of the lane that touch one file: (patch id, its diff), in order
+Chain = Sequence[tuple[str, FileDiff]]
 
 
 def split_lines(data: bytes) -> list[bytes]:
@@ -143,15 +152,109 @@ def reverse(diff: FileDiff) -> FileDiff:
     """The diff that undoes `diff`; of a created file, one that leaves it empty."""
     swap = {" ": " ", "-": "+", "+": "-"}
     hunks = tuple(
-        replace(
-            hunk,
-            start=hunk.target_start,
-            target_start=hunk.start,
-            lines=tuple((swap[kind], data) for kind, data in hunk.lines),
-        )
+        Hunk(hunk.number, hunk.target_start, hunk.start, tuple((swap[k], d) for k, d in hunk.lines))
         for hunk in diff.hunks
     )
     return FileDiff(diff.path, False, hunks)
+
+
+def apply(diff: FileDiff, before: bytes | None, name: str) -> bytes:
+    """`before` (None: no such file) with every hunk applied at its stated line.
+
+    Raises PatchError when a hunk does not match exactly, or a file exists that should not.
+    """
+    return compose(before, [(name, diff)], {name})
+
+
+def compose(pristine: bytes | None, chain: Chain, chosen: Collection[str]) -> bytes | None:
+    """The file's bytes with the `chosen` patches of `chain`; None when it does not exist.
+
+    Raises DependencyError when a chosen patch builds on lines of one not chosen, and PatchError
+    when the chain itself does not apply to `pristine`.
+    """
+    lines = [_Line(data) for data in split_lines(pristine or b"")]
+    exists = chosen_exists = pristine is not None
+    where = ""
+    for patch, diff in chain:
+        where = f"{patch}: {diff.path}"
+        if diff.creates == exists:
+            known = "must not exist" if exists else "does not exist"
+            raise PatchError(f"{where}: the file {known} here")
+        exists, chosen_exists = True, chosen_exists or patch in chosen
+        there = [at for at, line in enumerate(lines) if line.removed_by is None]
+        data = [lines[at].data for at in there]
+        for hunk, index in reversed([*_places(diff, data, where)]):
+            block = there[index : index + len(hunk.source)]
+            start, end = (block[0], block[-1] + 1) if block else (0, 0)
+            if patch in chosen:
+                _check_dependencies(lines[start:end], chosen, f"{where}: hunk {hunk.number}")
+            lines[start:end] = _edited(hunk, patch, lines[start:end])
+    ours = [line.data for line in lines if line.is_with(chosen)]
+    if not all(line.endswith(b"\n") for line in ours[:-1]):
+        raise PatchError(f"{where}: a line without newline would not be the last one")
+    return b"".join(ours) if chosen_exists else None
+
+
+@dataclass(eq=False, slots=True)
+class _Line:
+    """A line of any state of a file, with the patch that wrote it and the one that removed it."""
+
+    data: bytes
+    origin: str | None = None
+    removed_by: str | None = None
+
+    def is_with(self, chosen: Collection[str]) -> bool:
+        """Whether the line is in the file that has the patches `chosen`."""
+        return (self.origin is None or self.origin in chosen) and self.removed_by not in chosen
+
+
+def _places(diff: FileDiff, lines: list[bytes], where: str) -> Iterator[tuple[Hunk, int]]:
+    """Each hunk with the index of its source block in `lines`, which is where it says."""
+    done = 0
+    for hunk in diff.hunks:
+        index = check_hunk(hunk, lines, where)
+        if index < done:
+            raise PatchError(f"{where}: hunk {hunk.number} overlaps the one before it")
+        done = index + len(hunk.source)
+        yield hunk, index
+
+
+def _edited(hunk: Hunk, patch: str, lines: Sequence[_Line]) -> list[_Line]:
+    """The lines of a hunk's block with the hunk in them; lines removed earlier stay in place."""
+    rest, result = iter(lines), []
+    for kind, data in hunk.lines:
+        if kind == "+":
+            result.append(_Line(data, patch))
+            continue
+        for line in rest:
+            result.append(line)
+            if line.removed_by is None:
+                break
+        if kind == "-":
+            result[-1].removed_by = patch
+    return result
+
+
+def _check_dependencies(block: Sequence[_Line], chosen: Collection[str], where: str) -> None:
+    """Refuse a block that is not the same, line by line, with all patches so far and the chosen."""
+    for line in sorted(block, key=lambda line: line.removed_by is not None):
+        if line.is_with(chosen) != (line.removed_by is None):
+            needs = line.removed_by or line.origin
+            text = f"{where} builds on lines that patch {needs!r} changes: it needs it"
+            error = DependencyError(text)
+            error.needs = needs
+            raise error
+
+
+def closure(pristine: bytes | None, chain: Chain, ids: Collection[str]) -> frozenset[str]:
+    """`ids` and the earlier patches of `chain` without which they do not apply to this file."""
+    chosen = set(ids)
+    while True:
+        try:
+            compose(pristine, chain, chosen)
+            return frozenset(chosen)
+        except DependencyError as error:
+            chosen.add(error.needs)
 
 
 def check_hunk(hunk: Hunk, lines: list[bytes], where: str) -> int:
@@ -174,35 +277,6 @@ def check_hunk(hunk: Hunk, lines: list[bytes], where: str) -> int:
                 f"expected {expected.decode('latin-1')!r}, found {shown}"
             )
     return index
-
-
-def apply(diff: FileDiff, before: bytes | None, name: str) -> bytes:
-    """`before` (None: no such file) with every hunk applied at its stated line.
-
-    Raises PatchError when a hunk does not match exactly, or a file exists that should not.
-    """
-    where = f"{name}: {diff.path}"
-    if diff.creates != (before is None):
-        raise PatchError(f"{where}: the file {'must not' if diff.creates else 'does not'} exist")
-    lines = split_lines(before or b"")
-    result: list[bytes] = []
-    done = 0
-    for hunk in diff.hunks:
-        index = check_hunk(hunk, lines, where)
-        if index < done:
-            raise PatchError(f"{where}: hunk {hunk.number} overlaps the hunk before it")
-        result += lines[done:index]
-        result += hunk.target
-        done = index + len(hunk.source)
-    result += lines[done:]
-    return join_lines(result, where)
-
-
-def join_lines(lines: list[bytes], where: str) -> bytes:
-    """The lines as one file. Raises PatchError when one before the last has no newline."""
-    if not all(line.endswith(b"\n") for line in lines[:-1]):
-        raise PatchError(f"{where}: a line without newline would not be the last one")
-    return b"".join(lines)
 
 
 def make(path: str, before: bytes | None, after: bytes) -> bytes:

@@ -8,10 +8,8 @@ from email.header import Header
 from email.utils import formataddr, formatdate, parseaddr
 from pathlib import Path
 
-from megacpp_mcore.patching import chain, diffs, state
-from megacpp_mcore.patching.errors import PatchError
+from megacpp_mcore.patching import PatchError, diffs, state
 from megacpp_mcore.patching.manifest import Manifest, Patch
-from megacpp_mcore.patching.store import Store
 
 # package -> (upstream repository, its tag of a version); the wheels' paths are the repositories'.
 _UPSTREAM: dict[str, tuple[str, Callable[[str], str]]] = {
@@ -75,10 +73,9 @@ def _diff(manifest: Manifest, patch: Patch, folder: Path | None) -> tuple[bytes,
             f"patch {patch.id!r} shares a file with an earlier patch, so its export needs the "
             f"original file: {reason}"
         )
-    kept = Store(found.installed.site)
     files = {
         file.path: (
-            state.original(manifest, found, file.path, kept),
+            state.original(manifest, found, file.path),
             manifest.chain(patch.package, file.path),
         )
         for file in patch.files
@@ -88,13 +85,13 @@ def _diff(manifest: Manifest, patch: Patch, folder: Path | None) -> tuple[bytes,
     while grown:
         before = chosen
         for original, links in files.values():
-            chosen |= chain.closure(original, links, chosen)
+            chosen |= diffs.closure(original, links, chosen)
         grown = chosen != before
     body = b"".join(
         diffs.make(
             path,
-            chain.compose(original, links, chosen - {patch.id}),
-            chain.compose(original, links, chosen),
+            diffs.compose(original, links, chosen - {patch.id}),
+            diffs.compose(original, links, chosen),
         )
         for path, (original, links) in files.items()
     )

@@ -15,19 +15,33 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megacpp_mcore.patching.errors import PatchError
+from megacpp_mcore.patching import PatchError
 
 MANIFEST = "manifest.toml"
 REPRODUCERS = "reproducers"
 ABSENT = "absent"  # stands for the sha256 of a file that does not exist
-
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+FOLDER = ".megacpp_patches"  # the lane's own folder in a site, never a patch's target
 NAME = re.compile(r"[a-z0-9]+([._-][a-z0-9]+)*")  # of a patch and of a package
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def sha256(data: bytes | None) -> str:
     """The hex digest of `data`, or "absent" for None."""
     return ABSENT if data is None else hashlib.sha256(data).hexdigest()
+
+
+def is_digest(value: Any) -> bool:
+    """Whether `value` is something that `sha256` returns."""
+    return value == ABSENT or (isinstance(value, str) and _SHA256.fullmatch(value) is not None)
+
+
+def is_target(path: Any) -> bool:
+    """Whether `path` is one the lane may write: below a package's folder, relative and plain."""
+    if not isinstance(path, str) or "\\" in path or "\0" in path or re.search(r"\s", path):
+        return False
+    first, *rest = parts = path.split("/")
+    own = first == FOLDER or first.endswith((".dist-info", ".egg-info"))
+    return bool(rest) and not own and not {"", ".", ".."}.intersection(parts)
 
 
 @dataclass(frozen=True)
@@ -144,13 +158,17 @@ def load(lane: Path | str | None = None) -> Manifest:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise PatchError(f"{path}: cannot be read: {error}") from error
     _keys(table, {"schema": int, "package": list}, {"patch": list}, MANIFEST)
-    if table["schema"] != 1:
-        raise PatchError(f"{MANIFEST}: schema: {table['schema']} is not known; this reads 1")
-    packages = _packages(table["package"])
-    patches = tuple(
-        _patch(entry, number, packages, lane)
-        for number, entry in enumerate(table.get("patch", ()), 1)
-    )
+    _check(table["schema"] == 1, MANIFEST, f"schema: {table['schema']} is not known; this reads 1")
+    packages: dict[str, str] = {}
+    for number, entry in enumerate(table["package"], 1):
+        where = f"[[package]] {number}"
+        _keys(entry, {"name": str, "version": str}, {}, where)
+        name = entry["name"]
+        _check(NAME.fullmatch(name), where, f"name: {name!r} is not a normalized package name")
+        _check(name not in packages, where, f"name: {name!r} is given twice")
+        packages[name] = entry["version"]
+    entries = enumerate(table.get("patch", ()), 1)
+    patches = tuple(_patch(entry, number, packages, lane) for number, entry in entries)
     _unique([patch.id for patch in patches], "[[patch]]", "id")
     _unique([patch.file for patch in patches], "[[patch]]", "file")
     manifest = Manifest(lane, packages, patches)
@@ -159,70 +177,49 @@ def load(lane: Path | str | None = None) -> Manifest:
     return manifest
 
 
-def _packages(entries: list) -> dict[str, str]:
-    packages = {}
-    for number, entry in enumerate(entries, 1):
-        where = f"[[package]] {number}"
-        _keys(entry, {"name": str, "version": str}, {}, where)
-        _matches(entry["name"], NAME, where, "name", "a normalized package name")
-        if entry["name"] in packages:
-            raise PatchError(f"{where}: name: {entry['name']!r} is given twice")
-        packages[entry["name"]] = entry["version"]
-    return packages
-
-
 def _patch(entry: Any, number: int, packages: Mapping[str, str], lane: Path) -> Patch:
-    where = f"[[patch]] {number}"
-    if isinstance(entry, dict) and isinstance(entry.get("id"), str):
-        where = f"patch {entry['id']!r}"
+    named = isinstance(entry, dict) and isinstance(entry.get("id"), str)
+    where = f"patch {entry['id']!r}" if named else f"[[patch]] {number}"
     texts = dict.fromkeys(("id", "package", "file", "reason", "drop_when", "test", "needs"), str)
     _keys(entry, {**texts, "upstream": dict, "files": list}, {"defect": int}, where)
-    _matches(entry["id"], NAME, where, "id", "words of a-z and 0-9 joined by '-'")
+    words = f"id: {entry['id']!r} is not words of a-z and 0-9 joined by '-'"
+    _check(NAME.fullmatch(entry["id"]), where, words)
     _one_of(entry["package"], packages, where, "package")
     _one_of(entry["needs"], ("cpu", "gpu"), where, "needs")
-    _upstream(entry["upstream"], where)
+    _upstream(entry["upstream"], f"{where}: upstream")
     for key, folder, suffix in (("file", lane, ".patch"), ("test", lane / REPRODUCERS, ".py")):
         name = entry[key]
-        if PurePosixPath(name).name != name or not name.endswith(suffix):
-            raise PatchError(f"{where}: {key}: {name!r} is not the name of a {suffix} file")
-        if not (folder / name).is_file():
-            raise PatchError(f"{where}: {key}: {folder / name} does not exist")
-    if not entry["files"]:
-        raise PatchError(f"{where}: files: at least one is needed")
-    files = tuple(_file(file, where) for file in entry["files"])
+        plain = PurePosixPath(name).name == name and name.endswith(suffix)
+        _check(plain, where, f"{key}: {name!r} is not the name of a {suffix} file")
+        _check((folder / name).is_file(), where, f"{key}: {folder / name} does not exist")
+    _check(entry["files"], where, "files: at least one is needed")
+    files = tuple(_file(file, f"{where}: files") for file in entry["files"])
     _unique([file.path for file in files], where, "files.path")
     fields = {key: entry[key] for key in (*texts, "upstream")}
     return Patch(**fields, files=files, defect=entry.get("defect"), lane=lane)
 
 
 def _file(entry: Any, where: str) -> PatchedFile:
-    where = f"{where}: files"
     _keys(entry, dict.fromkeys(("path", "sha256_before", "sha256_after"), str), {}, where)
     path, before, after = entry["path"], entry["sha256_before"], entry["sha256_after"]
-    parts = path.split("/")
-    unsafe = {"", ".", ".."}.intersection(parts) or "\\" in path or re.search(r"\s", path)
-    if unsafe or len(parts) < 2 or parts[0].endswith((".dist-info", ".egg-info")):
-        raise PatchError(
-            f"{where}: path: {path!r} is not a plain path of a package's file below site-packages"
-        )
+    plain = f"path: {path!r} is not a plain path of a package's file below site-packages"
+    _check(is_target(path), where, plain)
     where = f"{where}: {path}"
-    if before != ABSENT:
-        _matches(before, _SHA256, where, "sha256_before", "64 hex digits or 'absent'")
-    _matches(after, _SHA256, where, "sha256_after", "64 hex digits")
-    if before == after:
-        raise PatchError(f"{where}: sha256_after is equal to sha256_before")
+    either = f"sha256_before: {before!r} is not 64 hex digits or 'absent'"
+    _check(is_digest(before), where, either)
+    _check(_SHA256.fullmatch(after), where, f"sha256_after: {after!r} is not 64 hex digits")
+    _check(before != after, where, "sha256_after is equal to sha256_before")
     return PatchedFile(path, before, after)
 
 
 def _upstream(upstream: Mapping[str, Any], where: str) -> None:
-    where = f"{where}: upstream"
     _keys(upstream, {"state": str}, {"link": str, "merged_in": str}, where)
     state = upstream["state"]
     _one_of(state, ("open", "merged", "not-reported"), where, "state")
     for key, states in (("link", ("open", "merged")), ("merged_in", ("merged",))):
-        if (key in upstream) != (state in states):
-            verb = "is missing" if state in states else "has no place"
-            raise PatchError(f"{where}: {key}: {verb} when state is {state!r}")
+        verb = "is missing" if state in states else "has no place"
+        wanted = (key in upstream) == (state in states)
+        _check(wanted, where, f"{key}: {verb} when state is {state!r}")
 
 
 def _check_chains(manifest: Manifest, package: str) -> None:
@@ -237,37 +234,30 @@ def _check_chains(manifest: Manifest, package: str) -> None:
 
 
 def _keys(table: Any, required: Mapping[str, type], optional: Mapping[str, type], where: str):
-    if not isinstance(table, dict):
-        raise PatchError(f"{where}: is {table!r}, not a table")
+    known = {**required, **optional}
+    _check(isinstance(table, dict), where, f"is {table!r}, not a table")
     for key in table:
-        if key not in required and key not in optional:
-            raise PatchError(
-                f"{where}: unknown key {key!r}; known: {_names({**required, **optional})}"
-            )
-    for key, kind in {**required, **optional}.items():
-        if key not in table:
-            if key in required:
-                raise PatchError(f"{where}: key {key!r} is missing")
-        elif type(table[key]) is not kind:
-            raise PatchError(f"{where}: {key}: {table[key]!r} is not of type {kind.__name__}")
-        elif kind is str and not table[key].strip():
-            raise PatchError(f"{where}: {key}: is empty")
+        _check(key in known, where, f"unknown key {key!r}; known: {_names(known)}")
+    for key, kind in known.items():
+        _check(key in table or key in optional, where, f"key {key!r} is missing")
+        value = table.get(key)
+        if key in table:
+            _check(type(value) is kind, where, f"{key}: {value!r} is not of type {kind.__name__}")
+            _check(kind is not str or value.strip(), where, f"{key}: is empty")
 
 
-def _matches(value: str, pattern: re.Pattern, where: str, key: str, expected: str) -> None:
-    if not pattern.fullmatch(value):
-        raise PatchError(f"{where}: {key}: {value!r} is not {expected}")
+def _check(holds: Any, where: str, otherwise: str) -> None:
+    if not holds:
+        raise PatchError(f"{where}: {otherwise}")
 
 
 def _one_of(value: str, known: Collection[str], where: str, key: str) -> None:
-    if value not in known:
-        raise PatchError(f"{where}: {key}: {value!r} is not one of {_names(known)}")
+    _check(value in known, where, f"{key}: {value!r} is not one of {_names(known)}")
 
 
 def _unique(names: list[str], where: str, key: str) -> None:
     for name in names:
-        if names.count(name) > 1:
-            raise PatchError(f"{where}: {key}: {name!r} is given twice")
+        _check(names.count(name) == 1, where, f"{key}: {name!r} is given twice")
 
 
 def _names(names: Collection[str]) -> str:

@@ -5,12 +5,10 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import tomlkit
 
-from megacpp_mcore.patching import diffs, site, state, verify
-from megacpp_mcore.patching.errors import PatchError
+from megacpp_mcore.patching import PatchError, diffs, site, state, verify
 from megacpp_mcore.patching.manifest import MANIFEST, NAME, REPRODUCERS, Manifest, load, sha256
 from megacpp_mcore.patching.verify import Proof
 
@@ -87,65 +85,51 @@ def _changes(
         for path in sorted(edited.rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts
     }
-    found = _owner(manifest, files, folder)
-    rows = site.record_rows((found.installed.site / found.installed.record).read_bytes())
+    found, rows = _owner(manifest, {path.split("/")[0] for path in files}, folder)
     changes: dict[str, tuple[bytes | None, bytes]] = {}
     for path, file in files.items():
-        live = found.installed.site / path
+        live, after = found.installed.site / path, file.read_bytes()
         before = live.read_bytes() if live.is_file() else None
-        after = file.read_bytes()
         if before == after:
             continue
         if b"\0" in after:
             raise PatchError(f"{file}: is not a text file")
-        _check_base(manifest, found, path, before, rows)
+        # The installed file must be what the lane, or the wheel, puts there.
+        entries = manifest.touching(found.package).get(path)
+        row = rows.get(path, "").rstrip("\r\n")
+        if entries and found.files[path].found != entries[-1][1].after:
+            raise PatchError(
+                f"{live} does not have the whole lane: run `megacpp patch apply` first, and edit a "
+                f"copy of the patched file"
+            )
+        if not entries and before is not None and row != site.record_row(path, before, ""):
+            raise PatchError(
+                f"{live} is not the file that {found.package}'s RECORD lists: edit a copy, not the "
+                f"installed file"
+            )
         changes[path] = (before, after)
     if not changes:
         raise PatchError(f"{edited}: no file in it differs from {found.installed.site}")
     return found.package, changes
 
 
-def _owner(manifest: Manifest, files: Any, folder: Path | None) -> state.PackageState:
-    """The package below whose folders every edited file lies."""
-    tops = {path.split("/")[0] for path in files}
+def _owner(
+    manifest: Manifest, tops: set[str], folder: Path | None
+) -> tuple[state.PackageState, dict[str, str]]:
+    """The package that has all the folders `tops`, and its RECORD's rows."""
     for package in manifest.packages:
         found = state.read(manifest, package, folder)
         if found.installed is None:
             continue
-        record = (found.installed.site / found.installed.record).read_bytes()
-        if tops and tops <= {path.split("/")[0] for path in site.record_rows(record)}:
+        rows = site.record_rows((found.installed.site / found.installed.record).read_bytes())
+        if tops and tops <= {path.split("/")[0] for path in rows}:
             if found.problem or found.interrupted:
                 raise PatchError(found.problem or found.interrupted)
-            return found
+            return found, rows
     raise PatchError(
         f"the edited files are below {', '.join(sorted(tops)) or 'nothing'}: no installed package "
         f"of the lane ({', '.join(manifest.packages)}) has all of these folders"
     )
-
-
-def _check_base(
-    manifest: Manifest,
-    found: state.PackageState,
-    path: str,
-    before: bytes | None,
-    rows: dict[str, str],
-) -> None:
-    """The installed file must be what the lane, or the wheel, puts there."""
-    entries = manifest.touching(found.package).get(path)
-    live = found.installed.site / path
-    if entries:
-        if found.files[path].found != entries[-1][1].after:
-            raise PatchError(
-                f"{live} does not have the whole lane: run `megacpp patch apply` first, and edit a "
-                f"copy of the patched file"
-            )
-    elif before is not None and rows.get(path, "").rstrip("\r\n") != site.record_row(
-        path, before, ""
-    ):
-        raise PatchError(
-            f"{live} is not the file that {found.package}'s RECORD lists: edit a copy, not the "
-            f"installed file"
-        )
 
 
 def _entry(

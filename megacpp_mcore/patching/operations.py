@@ -1,18 +1,20 @@
-"""`apply` and `revert`: read the state, plan, check, then switch."""
+"""`apply` and `revert`: read the state, work out and check every file, then switch."""
 
 import contextlib
+import functools
+import os
+import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacpp_mcore.patching import plan, site, state, transaction
-from megacpp_mcore.patching.errors import PatchError
-from megacpp_mcore.patching.manifest import Manifest, Patch
+from megacpp_mcore.patching import DependencyError, PatchError, diffs, site, state, transaction
+from megacpp_mcore.patching.manifest import ABSENT, Manifest, Patch, sha256
 from megacpp_mcore.patching.state import PackageState
-from megacpp_mcore.patching.store import Store
-from megacpp_mcore.patching.transaction import Step, no_step
+from megacpp_mcore.patching.transaction import LEDGER, Entry, Plan, Step, Store, no_step
 
 WAIT = 30.0  # seconds to wait for another run on the same site
+_SLACK = 1 << 20  # bytes left free for the journal, the ledger and file system blocks
 
 
 @dataclass(frozen=True)
@@ -36,57 +38,34 @@ class _Request:
     whole: bool
 
 
-def apply(
-    manifest: Manifest,
-    folder: Path | None = None,
-    only: Collection[str] = (),
-    wait: float = WAIT,
-    step: Step = no_step,
-) -> Outcome:
-    """Put the lane, or the patches named in `only` beside those applied already, on a site.
-
-    folder: site-packages; None for this interpreter's. wait: seconds for another run to end.
-    Idempotent. Raises PatchError when anything is not as it must be; nothing has been changed then,
-    except that a run broken off earlier may have been finished (its message says so).
-    """
-    return _run("apply", manifest, folder, only, wait, step)
-
-
-def revert(
-    manifest: Manifest,
-    folder: Path | None = None,
-    only: Collection[str] = (),
-    wait: float = WAIT,
-    step: Step = no_step,
-) -> Outcome:
-    """Take the lane, or the patches named in `only`, off again: the original bytes and modes.
-
-    Arguments and errors as in `apply`. Also takes off what another release of the lane applied.
-    """
-    return _run("revert", manifest, folder, only, wait, step)
-
-
-def _run(
+def change(
     operation: str,
     manifest: Manifest,
-    folder: Path | None,
-    only: Collection[str],
-    wait: float,
-    step: Step,
+    folder: Path | None = None,
+    only: Collection[str] = (),
+    wait: float = WAIT,
+    step: Step = no_step,
 ) -> Outcome:
-    manifest.check_diffs()
-    request = _Request(operation, manifest, folder, manifest.select(only), not only)
+    """Apply or revert the lane, or the patches named in `only`; those not named stay as they are.
+
+    "apply" puts them on a site. "revert" takes them off, to the original bytes and modes, and also
+    what another release of the lane applied. folder: site-packages; None for this interpreter's.
+    wait: seconds for another run to end. Idempotent. Raises PatchError when anything is not as it
+    must be; nothing has been changed then, except that a run broken off earlier may have been
+    finished (its message says so).
+    """
+    selected = manifest.check_diffs().select(only)
+    request = _Request(operation, manifest, folder, selected, not only)
     notes: list[str] = []
     with contextlib.ExitStack() as locks:
         try:
             plans, absent = _locked_plans(request, locks, notes, wait, step)
-            for each in plans:
-                transaction.stage(
-                    each.store, operation, each.versions, each.writes, each.originals, step
-                )
-                completed, why = transaction.finish(each.store, _versions(each.store), step)
+            for plan in plans:
+                transaction.stage(plan, operation, step)
+                versions = _versions(plan.store)
+                completed, why = transaction.finish(plan.store, versions, step, again=False)
                 if not completed:
-                    raise PatchError(f"{each.store.site}: {why}. Nothing was changed there")
+                    raise PatchError(f"{plan.store.site}: {why}. Nothing was changed there")
         except OSError as error:  # of reading or locking: the transaction handles its own
             said = [*notes, f"{error}: nothing was changed; {operation} again"]
             raise PatchError("; ".join(said)) from error
@@ -94,18 +73,23 @@ def _run(
             if not notes:
                 raise
             raise type(error)("; ".join([*notes, str(error)])) from error
-        applied = {
-            package: tuple(p.id for p in manifest.of(package) if p.id in found.applied(manifest))
-            for package in manifest.packages
-            if (found := state.read(manifest, package, folder)).installed is not None
-        }
-    changed = [str(p.store.site / w.path) for p in plans for w in p.writes if w.patched]
+        states = [state.read(manifest, package, folder) for package in manifest.packages]
+    applied = {
+        found.package: tuple(p.id for p in manifest.patches if p.id in found.applied(manifest))
+        for found in states
+        if found.installed is not None
+    }
+    changed = [str(p.store.site / each.path) for p in plans for each in p.actions if each.patched]
     return Outcome(operation, tuple(changed), applied, (*notes, *absent))
+
+
+apply = functools.partial(change, "apply")
+revert = functools.partial(change, "revert")
 
 
 def _locked_plans(
     request: _Request, locks: contextlib.ExitStack, notes: list[str], wait: float, step: Step
-) -> tuple[list[plan.Plan], list[str]]:
+) -> tuple[list[Plan], list[str]]:
     """The plans that write something, with every site they write to locked, and nothing unfinished.
 
     Plans first without any lock, so that a run with nothing to do writes nothing at all.
@@ -116,8 +100,8 @@ def _locked_plans(
         wanted = [kept for kept in state.stores(request.folder) if kept.unfinished()]
         if held.issuperset(kept.site for kept in wanted):
             try:
-                plans, absent = _plan(request)
-                wanted = [each.store for each in plans]
+                plans, absent = _plans(request)
+                wanted = [plan.store for plan in plans]
             except (PatchError, OSError):
                 # Read without the lock, the state may be torn by a run beside this one.
                 wanted = _writable(request)
@@ -127,7 +111,7 @@ def _locked_plans(
         if not wanted:
             return plans, absent
         for kept in sorted(wanted, key=lambda kept: kept.site):
-            plan.check_folder(kept.site)
+            _check_folder(kept.site)
             locks.enter_context(kept.locked(wait))
             locks.callback(_clean, kept)
             held.add(kept.site)
@@ -136,8 +120,11 @@ def _locked_plans(
                 notes.append(f"{kept.site}: {done}")
 
 
-def _plan(request: _Request) -> tuple[list[plan.Plan], list[str]]:
-    """The plans that write, and a sentence for each package that is left out because absent."""
+def _plans(request: _Request) -> tuple[list[Plan], list[str]]:
+    """The plans that write, one a site, and a sentence for each package left out because absent.
+
+    Everything is checked and nothing written. Raises PatchError.
+    """
     manifest, where = request.manifest, request.folder or "this interpreter's site-packages"
     working: list[PackageState] = []
     absent: list[str] = []
@@ -158,20 +145,188 @@ def _plan(request: _Request) -> tuple[list[plan.Plan], list[str]]:
             f"none of {', '.join(manifest.packages)} is installed in {where}: there is nothing to "
             f"{request.operation}"
         )
-    plans = plan.build(manifest, working, request.operation, request.selected, request.whole)
-    return [each for each in plans if each.writes], absent
+    folders = dict.fromkeys(found.installed.site for found in working)
+    plans = [
+        _site_plan(request, folder, [each for each in working if each.installed.site == folder])
+        for folder in folders
+    ]
+    for plan in plans:
+        if plan.actions:
+            _check_writable(plan)
+    return [plan for plan in plans if plan.actions], absent
+
+
+def _site_plan(request: _Request, folder: Path, packages: Sequence[PackageState]) -> Plan:
+    """The packages' files, then their RECORDs, then the ledger, which is the last to change."""
+    plan = Plan(Store(folder))
+    ledger = plan.store.ledger()
+    records = []
+    for found in packages:
+        wanted, paths = _targets(request, found)
+        site.check_inside(folder, found.package, [*paths, found.installed.record])
+        plan.versions[found.package] = found.installed.version
+        ledger[found.package], record = _package(request.manifest, found, plan, wanted, paths)
+        records.append((found, record))
+    for found, record in records:
+        path = folder / found.installed.record
+        before = path.read_bytes()
+        if record != before:
+            mode = transaction.file_mode(path)
+            plan.add(found.installed.record, record, mode, sha256(before), found.package)
+    after, now = transaction.ledger_bytes(ledger), transaction.digest(folder / LEDGER)
+    if sha256(after) != now:
+        plan.add(LEDGER, after, 0o644, now, "")
+    return plan
+
+
+def _targets(request: _Request, found: PackageState) -> tuple[list[str], list[str]]:
+    """(ids that shall be applied afterwards, paths that may change) of one package.
+
+    Raises PatchError when a file was changed by someone else, or a patch not named stands half
+    applied in the way.
+    """
+    applying, patches = request.operation == "apply", request.manifest.of(found.package)
+    named = [patch for patch in patches if patch in request.selected]
+    wanted = ids = {patch.id for patch in named}
+    paths = list(dict.fromkeys(file.path for patch in named for file in patch.files))
+    if request.whole:
+        paths = list(found.files)
+        wanted = ids if applying else set()
+    else:
+        now = found.applied(request.manifest)
+        wanted = now | ids if applying else now - ids
+    for path in paths:
+        _refuse_drift(found, path, request.whole)
+    for patch in () if request.whole or found.problem else patches:
+        condition, _ = found.of(patch)
+        in_the_way = {file.path for file in patch.files}.intersection(paths)
+        if patch not in named and condition == state.PARTIAL and in_the_way:
+            raise PatchError(
+                f"patch {patch.id!r} is {condition} on a file that this would change: name it as "
+                f"well, or name none"
+            )
+    return [patch.id for patch in patches if patch.id in wanted], paths
+
+
+def _refuse_drift(found: PackageState, path: str, whole: bool) -> None:
+    file = found.files[path]
+    where = f"{found.package}: {found.installed.site / path}"
+    if file.outdated and not whole:
+        raise PatchError(f"{where} was patched by another release of the lane: name no patch")
+    if file.applied is None and not file.outdated:
+        what = "is missing" if file.found == ABSENT else f"has sha256 {file.found}"
+        raise PatchError(
+            f"{where} {what}: the lane knows no such state, so someone else changed it. Nothing "
+            f"was changed. Undo that change, or reinstall: pip install --force-reinstall --no-deps "
+            f"{found.package}=={found.installed.version}"
+        )
+
+
+def _package(
+    manifest: Manifest, found: PackageState, plan: Plan, wanted: list[str], paths: list[str]
+) -> tuple[Entry, bytes]:
+    """Add the package's files to the plan; returns its new ledger entry and RECORD."""
+    folder, version = found.installed.site, found.installed.version
+    old = found.entry or Entry(version)
+    new = Entry(
+        version,
+        wanted,
+        {path: value for path, value in old.files.items() if path not in paths},
+        {path: value for path, value in old.rows.items() if path not in paths},
+    )
+    record = (folder / found.installed.record).read_bytes()
+    rows = site.record_rows(record)
+    end = "\r\n" if record.split(b"\n", 1)[0].endswith(b"\r") else "\n"
+    changed_rows: dict[str, str | None] = {}
+    touching = {} if found.problem else manifest.touching(found.package)
+    for path in paths:
+        target = original = state.original(manifest, found, path)
+        if path in touching:
+            target = _composed(manifest, found.package, path, original, wanted)
+        now, pristine = found.files[path].found, sha256(original)
+        mode = old.files.get(path, {}).get("mode", transaction.file_mode(folder / path))
+        if sha256(target) != now:
+            plan.add(path, target, mode, now, found.package, pristine)
+        # RECORD's line for the unpatched file: remembered, standing there now, or worked out.
+        row = None if original is None else site.record_row(path, original, end)
+        row = old.rows.get(path, rows.get(path) if now == pristine else row)
+        if target == original:
+            changed_rows[path] = row
+            continue
+        new.files[path] = {"before": pristine, "after": sha256(target), "mode": mode}
+        new.rows[path] = row
+        changed_rows[path] = site.record_row(path, target, end)
+        if original is not None:
+            plan.originals.append(original)
+    return new, site.record_with(record, changed_rows)
+
+
+def _composed(
+    manifest: Manifest, package: str, path: str, original: bytes | None, wanted: list[str]
+) -> bytes | None:
+    """The file with the patches `wanted`, after each patch was found to leave what it promises."""
+    entries, data = manifest.touching(package)[path], original
+    last = max((n for n, (patch, _) in enumerate(entries, 1) if patch.id in wanted), default=0)
+    for patch, file in entries[:last]:
+        data = diffs.apply(patch.diffs[path], data, patch.id)
+        if sha256(data) != file.after:
+            raise PatchError(
+                f"patch {patch.id!r}: files: {path}: sha256_after is {file.after}, but "
+                f"{patch.file} leaves {sha256(data)}. Nothing was changed"
+            )
+    try:
+        return diffs.compose(original, manifest.chain(package, path), wanted)
+    except DependencyError as error:
+        raise PatchError(
+            f"{error}. Patches that share lines go on and off together: apply with --only "
+            f"{error.needs} as well, or revert both"
+        ) from error
+
+
+def _check_writable(plan: Plan) -> None:
+    """Refuse a read-only folder, a package on another file system, and a full disk."""
+    folder = plan.store.site
+    _check_folder(folder)
+    for path in (folder / action.path for action in plan.actions if action.path != LEDGER):
+        if not path.parent.is_dir():
+            relative = path.relative_to(folder)
+            raise PatchError(f"{path.parent}: the folder of {relative} does not exist")
+        for each in {path.parent, *(file.parent for file in transaction.bytecode(path))}:
+            _check_folder(each)
+        if path.parent.stat().st_dev != folder.stat().st_dev:
+            raise PatchError(
+                f"{path.parent} is on another file system than {folder}: its files cannot be "
+                f"switched by a rename"
+            )
+    old = [folder / action.path for action in plan.actions if action.before != ABSENT]
+    needed = sum(len(data or b"") for data, _ in plan.new) + sum(map(len, plan.originals))
+    needed += sum(path.stat().st_size for path in old) + _SLACK
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise PatchError(
+            f"{folder}: {free} bytes are free, {needed} are needed. Nothing was changed"
+        )
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder in which this user may not create and replace files."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PatchError(
+            f"{folder} is read-only for this user: nothing was changed. Run as its owner, or use "
+            f"an environment of your own (python -m venv) or another folder with --site"
+        )
 
 
 def _writable(request: _Request) -> list[Store]:
     """The stores of the sites that have a pinned package and let this user write."""
-    sites = {}
+    sites = set()
     for package in request.manifest.packages:
         with contextlib.suppress(PatchError):
             installed = site.find(package, request.folder)
             if installed is not None:
-                plan.check_folder(installed.site)
-                sites[installed.site] = Store(installed.site)
-    return list(sites.values())
+                _check_folder(installed.site)
+                sites.add(installed.site)
+    return [Store(folder) for folder in sites]
 
 
 def _versions(store: Store) -> Callable[[str], str | None]:

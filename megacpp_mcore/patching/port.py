@@ -4,9 +4,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megacpp_mcore.patching import diffs, site
+from megacpp_mcore.patching import PatchError, diffs, site
 from megacpp_mcore.patching.diffs import FileDiff, Hunk
-from megacpp_mcore.patching.errors import PatchError
 from megacpp_mcore.patching.manifest import Manifest, Patch
 
 AS_IS = "applies as is"
@@ -57,95 +56,79 @@ def port(
 
 def _one(patch: Patch, folder: Path, contents: dict[str, list[bytes] | None]) -> Report:
     """Try one patch; when all of it applies, `contents` has it afterwards."""
-    results: list[str] = []
-    details: list[str] = []
+    judged: list[tuple[str, str]] = []
     after: dict[str, list[bytes] | None] = {}
     for path, diff in patch.diffs.items():
         if path not in contents:
             file = folder / path
             contents[path] = diffs.split_lines(file.read_bytes()) if file.is_file() else None
-        after[path] = _file(diff, contents[path], results, details)
-    kinds = set(results)
+        found, after[path] = _file(diff, contents[path])
+        judged += found
+    kinds = {kind for kind, _ in judged}
+    details = tuple(detail for _, detail in judged if detail)
     if kinds == {UPSTREAM}:
         return Report(patch.id, UPSTREAM, ())
     if UPSTREAM in kinds:
-        kinds.add(CONFLICT)
-        details.append("part of the patch is already there")
+        return Report(patch.id, CONFLICT, (*details, "part of the patch is already there"))
     if CONFLICT in kinds:
-        return Report(patch.id, CONFLICT, tuple(details))
+        return Report(patch.id, CONFLICT, details)
     contents.update(after)
-    return Report(patch.id, MOVED if MOVED in kinds else AS_IS, tuple(details))
+    return Report(patch.id, MOVED if MOVED in kinds else AS_IS, details)
 
 
 def _file(
-    diff: FileDiff, lines: list[bytes] | None, results: list[str], details: list[str]
-) -> list[bytes] | None:
-    """Judge each hunk of a file. Returns the lines with those applied that apply."""
+    diff: FileDiff, lines: list[bytes] | None
+) -> tuple[list[tuple[str, str]], list[bytes] | None]:
+    """((result, detail) of each hunk of a file, its lines with those applied that apply)."""
     if diff.creates:
-        (hunk,) = diff.hunks
-        same = lines == list(hunk.target)
-        results.append(AS_IS if lines is None else UPSTREAM if same else CONFLICT)
-        if results[-1] == CONFLICT:
-            details.append(f"{diff.path}: the file exists already, with other content")
-        return list(hunk.target) if lines is None else lines
+        target = list(diff.hunks[0].target)
+        if lines is None:
+            return [(AS_IS, "")], target
+        other = (CONFLICT, f"{diff.path}: the file exists already, with other content")
+        return [(UPSTREAM, "") if lines == target else other], lines
     if lines is None:
-        results.append(CONFLICT)
-        details.append(f"{diff.path}: the file is not in this version")
-        return None
-    result = list(lines)
+        return [(CONFLICT, f"{diff.path}: the file is not in this version")], None
+    judged, result = [], list(lines)
     shift = done = 0
     for hunk in diff.hunks:
-        at = _place(hunk, lines, results, details, diff.path)
+        kind, detail, at = _place(hunk, lines, f"{diff.path}: hunk {hunk.number}", diff.path)
+        judged.append((kind, detail))
         if at is None:
             continue
         if at < done:
-            results.append(CONFLICT)
-            details.append(
-                f"{diff.path}: hunk {hunk.number}: its lines stand before the last one's"
-            )
+            late = f"{diff.path}: hunk {hunk.number}: its lines stand before the last one's"
+            judged.append((CONFLICT, late))
             continue
         done = at + len(hunk.source)
         result[at + shift : done + shift] = hunk.target
         shift += len(hunk.target) - len(hunk.source)
-    return result
+    return judged, result
 
 
-def _place(
-    hunk: Hunk, lines: list[bytes], results: list[str], details: list[str], path: str
-) -> int | None:
-    """The index where the hunk applies, or None; its result and details are added."""
+def _place(hunk: Hunk, lines: list[bytes], where: str, path: str) -> tuple[str, str, int | None]:
+    """(result, detail, index where the hunk applies or None)."""
     stated = max(hunk.start - 1, 0)
-    places = _places(hunk.source, lines)
-    if _is_upstream(hunk, lines, places):
-        results.append(UPSTREAM)
-        return None
+    places, changed = _places(hunk.source, lines), _places(hunk.target, lines)
+    if _is_upstream(hunk, places, changed):
+        return UPSTREAM, "", None
     if stated in places:
-        results.append(AS_IS)
-        return stated
-    changed = _places(hunk.target, lines)
+        return AS_IS, "", stated
     if places and changed:
         # In repeated code the lines before the change may be found at another of its copies.
-        results.append(CONFLICT)
-        details.append(
-            f"{path}: hunk {hunk.number}: ambiguous: its lines before the change stand at "
-            f"{_numbers(places)}, those after it at {_numbers(changed)} (made for line "
-            f"{hunk.start})"
+        detail = (
+            f"{where}: ambiguous: its lines before the change stand at {_numbers(places)}, those "
+            f"after it at {_numbers(changed)} (made for line {hunk.start})"
         )
-        return None
+        return CONFLICT, detail, None
     if len(places) == 1:
-        results.append(MOVED)
-        details.append(f"{path}: hunk {hunk.number}: from line {stated + 1} to {places[0] + 1}")
-        return places[0]
-    results.append(CONFLICT)
+        return MOVED, f"{where}: from line {stated + 1} to {places[0] + 1}", places[0]
     if places:
-        several = f"its lines stand more than once: at {_numbers(places)}"
-        details.append(f"{path}: hunk {hunk.number}: {several}")
-        return None
+        return CONFLICT, f"{where}: its lines stand more than once: at {_numbers(places)}", None
     try:
         diffs.check_hunk(replace(hunk, start=_closest(hunk, lines) + 1), lines, path)
     except PatchError as error:
-        details.append(f"{error} (made for line {hunk.start})")
-    return None
+        return CONFLICT, f"{error} (made for line {hunk.start})", None
+    return CONFLICT, "", None
 
 
 def _numbers(places: list[int]) -> str:
@@ -160,16 +143,15 @@ def _places(block: tuple[bytes, ...], lines: list[bytes]) -> list[int]:
     return [index for index in starts if tuple(lines[index : index + len(block)]) == block]
 
 
-def _is_upstream(hunk: Hunk, lines: list[bytes], places: list[int]) -> bool:
+def _is_upstream(hunk: Hunk, places: list[int], changed: list[int]) -> bool:
     """Whether the lines after the change are there, and those before it are not.
 
     Lines added at a file's start or end leave the lines before the change in place, next to them.
     """
     source, target = len(hunk.source), len(hunk.target)
-    there = _places(hunk.target, lines)
     if not places or target <= source:
-        return bool(there) and not places
-    return any(at < place + source and place < at + target for at in there for place in places)
+        return bool(changed) and not places
+    return any(at < place + source and place < at + target for at in changed for place in places)
 
 
 def _closest(hunk: Hunk, lines: list[bytes]) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacpp_mcore.patching.errors import PatchError
+from megacpp_mcore.patching import PatchError
 
 
 @dataclass(frozen=True)
@@ -46,24 +46,16 @@ def find(package: str, site: Path | None = None) -> Installed | None:
     Raises PatchError when it is there in a form the lane does not patch: a development checkout
     (egg-info), an editable install, two versions recorded side by side, no RECORD.
     """
-    folders = search_path() if site is None else [site.resolve()]
-    for folder in folders:
-        infos = _infos(folder, package)
+    for folder in search_path() if site is None else [site.resolve()]:
+        infos = [
+            folder / name
+            for name in sorted(os.listdir(folder) if folder.is_dir() else ())
+            if name.endswith((".dist-info", ".egg-info"))
+            and re.sub(r"[-_.]+", "-", re.split(r"-|\.egg-info$", name)[0]).lower() == package
+        ]
         if infos:
             return _installed(package, folder, infos)
     return None
-
-
-def _infos(folder: Path, package: str) -> list[Path]:
-    """Metadata folders of the package directly below `folder`."""
-    if not folder.is_dir():
-        return []
-    return sorted(
-        folder / name
-        for name in os.listdir(folder)
-        if name.endswith((".dist-info", ".egg-info"))
-        and re.sub(r"[-_.]+", "-", re.split(r"-|\.egg-info$", name)[0]).lower() == package
-    )
 
 
 def _installed(package: str, site: Path, infos: list[Path]) -> Installed:
@@ -74,11 +66,11 @@ def _installed(package: str, site: Path, infos: list[Path]) -> Installed:
             f"off; reinstall it first"
         )
     info = infos[0]
+    wheels_only = (
+        "the lane patches installed wheels only. Change the checkout itself, or install the wheel"
+    )
     if info.suffix == ".egg-info":
-        raise PatchError(
-            f"{package}: {info} is a development checkout; the lane patches installed wheels only. "
-            f"Change the checkout itself, or install the wheel"
-        )
+        raise PatchError(f"{package}: {info} is a development checkout; {wheels_only}")
     distribution = importlib.metadata.Distribution.at(info)
     try:
         direct_url = json.loads(distribution.read_text("direct_url.json") or "{}")
@@ -86,10 +78,8 @@ def _installed(package: str, site: Path, infos: list[Path]) -> Installed:
     except (ValueError, AttributeError) as error:
         raise PatchError(f"{package}: {info}/direct_url.json: cannot be read: {error}") from error
     if editable:
-        raise PatchError(
-            f"{package}: is an editable install of {direct_url.get('url')}; the lane patches "
-            f"installed wheels only. Change the checkout itself, or install the wheel"
-        )
+        url = direct_url.get("url")
+        raise PatchError(f"{package}: is an editable install of {url}; {wheels_only}")
     if not (info / "RECORD").is_file():
         raise PatchError(
             f"{package}: {info} has no RECORD, so neither pip nor uv installed it and nothing says "
@@ -98,15 +88,13 @@ def _installed(package: str, site: Path, infos: list[Path]) -> Installed:
     return Installed(package, distribution.version, site, info)
 
 
-def check_inside(installed: Installed, paths: Iterable[str]) -> None:
+def check_inside(site: Path, package: str, paths: Iterable[str]) -> None:
     """Refuse a file that is a link, or that stands outside the site behind a linked folder."""
-    for path in paths:
-        file = installed.site / path
+    for file in (site / path for path in paths):
         if file.resolve() != file:
             raise PatchError(
-                f"{installed.package}: {file} is a link to {file.resolve()}: patching it would "
-                f"change a file outside {installed.site}. Reinstall with real files "
-                f"(uv: --link-mode=copy)"
+                f"{package}: {file} is a link to {file.resolve()}: patching it would change a file "
+                f"outside {site}. Reinstall with real files (uv: --link-mode=copy)"
             )
 
 
@@ -116,11 +104,8 @@ def shadowed_by(installed: Installed, path: str) -> Path | None:
     Looks for the outermost regular package around the file, as the import system does: a checkout
     earlier on the path hides the whole package, even a file it does not have.
     """
-    parents = [parent for parent in reversed(Path(path).parents) if str(parent) != "."]
-    marker = next(
-        (p / "__init__.py" for p in parents if (installed.site / p / "__init__.py").is_file()),
-        Path(path),
-    )
+    markers = [parent / "__init__.py" for parent in reversed(Path(path).parents)][1:]
+    marker = next((m for m in markers if (installed.site / m).is_file()), Path(path))
     for folder in search_path():
         if folder == installed.site:
             return None
@@ -131,11 +116,13 @@ def shadowed_by(installed: Installed, path: str) -> Path | None:
 
 def record_rows(data: bytes) -> dict[str, str]:
     """RECORD: path -> its whole line, with the line's end."""
-    return {_row_path(line): line for line in io.StringIO(data.decode("utf-8")) if line.strip()}
+    return {path: line for path, line in _record_lines(data) if path is not None}
 
 
-def _row_path(line: str) -> str:
-    return next(csv.reader([line]))[0]
+def _record_lines(data: bytes) -> list[tuple[str | None, str]]:
+    """RECORD's lines, each with the path that it is for; None for a blank one."""
+    lines = io.StringIO(data.decode("utf-8"))
+    return [(next(csv.reader([line]))[0] if line.strip() else None, line) for line in lines]
 
 
 def record_row(path: str, data: bytes, end: str) -> str:
@@ -153,11 +140,5 @@ def record_with(data: bytes, rows: dict[str, str | None]) -> bytes:
     taking it out again restores the bytes even of a RECORD whose last line has no end.
     """
     rest = dict(rows)
-    lines = []
-    for line in io.StringIO(data.decode("utf-8")):
-        path = _row_path(line) if line.strip() else None
-        replaced = rest.pop(path) if path in rest else line
-        if replaced is not None:
-            lines.append(replaced)
-    added = [line for line in rest.values() if line is not None]
-    return "".join(added + lines).encode("utf-8")
+    lines = [rest.pop(path) if path in rest else line for path, line in _record_lines(data)]
+    return "".join(line for line in [*rest.values(), *lines] if line is not None).encode("utf-8")

@@ -1,12 +1,13 @@
 """What is applied: read from the files' digests, never from a note that they were changed."""
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megacpp_mcore.patching import chain, diffs, site, store, transaction
-from megacpp_mcore.patching.errors import PatchError
-from megacpp_mcore.patching.manifest import ABSENT, Manifest, Patch, sha256
+from megacpp_mcore.patching import PatchError, diffs, site
+from megacpp_mcore.patching.manifest import ABSENT, FOLDER, Manifest, Patch, sha256
+from megacpp_mcore.patching.transaction import Action, Entry, Store, digest
 
 APPLIED = "applied"
 NOT_APPLIED = "not applied"
@@ -45,7 +46,7 @@ class PackageState:
     installed: site.Installed | None
     problem: str = ""
     interrupted: str = ""
-    entry: store.Entry | None = None
+    entry: Entry | None = None
     files: dict[str, FileState] = field(default_factory=dict)
 
     @property
@@ -57,13 +58,13 @@ class PackageState:
         """One of the six states above, and the files that make it so (drifted, half applied)."""
         files = [self.files[file.path] for file in patch.files]
         unknown = [file for file in files if file.applied is None and not file.outdated]
-        drifted = [file.path for file in unknown if not file.unfinished]
-        if drifted:
-            return DRIFTED, drifted
-        if unknown:
-            return UNFINISHED, [file.path for file in unknown]
-        if any(file.outdated for file in files):
-            return OUTDATED, [file.path for file in files if file.outdated]
+        for condition, those in (
+            (DRIFTED, [file for file in unknown if not file.unfinished]),
+            (UNFINISHED, unknown),
+            (OUTDATED, [file for file in files if file.outdated]),
+        ):
+            if those:
+                return condition, [file.path for file in those]
         without = [file.path for file in files if patch.id not in file.applied]
         if not without:
             return APPLIED, []
@@ -71,9 +72,8 @@ class PackageState:
 
     def applied(self, manifest: Manifest) -> frozenset[str]:
         """The patches whose every file has them."""
-        if self.installed is None or self.problem:
-            return frozenset()
-        patches = manifest.of(self.package)
+        usable = self.installed is not None and not self.problem
+        patches = manifest.of(self.package) if usable else ()
         return frozenset(patch.id for patch in patches if self.of(patch)[0] == APPLIED)
 
 
@@ -82,39 +82,46 @@ def read(manifest: Manifest, package: str, folder: Path | None = None) -> Packag
 
     Writes nothing. Raises PatchError only for a damaged store.
     """
-    pinned = manifest.packages[package]
+    state = PackageState(package, manifest.packages[package], None)
     try:
-        installed = site.find(package, folder)
+        state.installed = installed = site.find(package, folder)
     except PatchError as error:
-        return PackageState(package, pinned, None, problem=str(error))
+        state.problem = str(error)
+        return state
+    kept = stores(folder) if installed is None else [Store(installed.site)]
+    notes = [_interrupted(store, package) for store in kept]
+    state.interrupted = next(filter(None, (text for text, _ in notes)), "")
     if installed is None:
-        notes = (_interrupted(kept, package) for kept in stores(folder))
-        return PackageState(package, pinned, None, interrupted=next(filter(None, notes), ""))
-    kept = store.Store(installed.site)
-    state = PackageState(package, pinned, installed, interrupted=_interrupted(kept, package))
+        return state
+    (kept,) = kept
     entry = kept.ledger().get(package)
     state.entry = entry if entry and entry.version == installed.version else None
     if state.foreign_version:
-        state.problem = f"{package} {installed.version} is installed, the lane is for {pinned}"
+        state.problem = (
+            f"{package} {installed.version} is installed, the lane is for {state.pinned}"
+        )
     else:
         for path in manifest.touching(package):
             state.files[path] = _managed(manifest, state, path, kept)
         if folder is None:
             state.problem = _shadowed(installed, state.files)
     for path, record in (state.entry.files if state.entry else {}).items():
-        if path not in state.files:
-            state.files[path] = _leftover(installed, path, record)
-    for action in _unfinished_actions(kept, package):
-        file = state.files.get(action["path"])
-        if file and file.applied is None and file.found in (action["before"], action["after"]):
+        if path not in state.files:  # another release of the lane has patched it
+            found = digest(installed.site / path)
+            pristine = frozenset() if found == record["before"] else None
+            outdated = pristine is None and found == record["after"]
+            state.files[path] = FileState(path, found, pristine, outdated)
+    for action in _interrupted(kept, package)[1]:  # again: a run may have begun meanwhile
+        file = state.files.get(action.path)
+        if file and file.applied is None and file.found in (action.before, action.after):
             state.files[file.path] = replace(file, unfinished=True)
     return state
 
 
-def stores(folder: Path | None) -> list[store.Store]:
+def stores(folder: Path | None) -> list[Store]:
     """Every store there is: in `folder`, or in the folders this interpreter imports from."""
     folders = site.search_path() if folder is None else [folder.resolve()]
-    return [store.Store(path) for path in dict.fromkeys(folders) if (path / store.FOLDER).is_dir()]
+    return [Store(path) for path in dict.fromkeys(folders) if (path / FOLDER).is_dir()]
 
 
 def _shadowed(installed: site.Installed, paths: Iterable[str]) -> str:
@@ -129,83 +136,66 @@ def _shadowed(installed: site.Installed, paths: Iterable[str]) -> str:
     return ""
 
 
-def _unfinished_actions(kept: store.Store, package: str) -> list[dict]:
-    journal = transaction.read_journal(kept) or {"actions": []}
-    return [action for action in journal["actions"] if action["package"] == package]
-
-
-def _interrupted(kept: store.Store, package: str) -> str:
-    journal, actions = transaction.read_journal(kept), _unfinished_actions(kept, package)
-    if journal is None or not actions:
-        return ""
-    switched = [a for a in actions if transaction.digest(kept.site / a["path"]) == a["after"]]
+def _interrupted(kept: Store, package: str) -> tuple[str, list[Action]]:
+    """(what is unfinished or running, its files) of one package, from the journal."""
+    journal = kept.read_journal() or {"actions": []}
+    actions = [action for action in journal["actions"] if action.package == package]
+    if not actions:
+        return "", []
+    switched = [each for each in actions if digest(kept.site / each.path) == each.after]
     holder = kept.holder()
     how = f"in progress ({holder})" if holder else "interrupted"
     return (
         f"{journal['operation']} of {journal['started']} by pid {journal['pid']} is {how}: "
         f"{len(switched)} of {len(actions)} files switched"
         + ("" if holder else "; `megacpp patch apply` or `revert` finishes it first")
-    )
+    ), actions
 
 
-def _managed(manifest: Manifest, state: PackageState, path: str, kept: store.Store) -> FileState:
+def _managed(manifest: Manifest, state: PackageState, path: str, kept: Store) -> FileState:
     """A file of the manifest: after the first n patches, after some of them, or drifted."""
-    found = transaction.digest(state.installed.site / path)
+    found = digest(state.installed.site / path)
     entries = manifest.touching(state.package)[path]
-    if found == entries[0][1].before:
-        return FileState(path, found, frozenset())
-    for count, (_, file) in enumerate(entries, 1):
-        if found == file.after:
-            return FileState(path, found, frozenset(patch.id for patch, _ in entries[:count]))
+    ids = [patch.id for patch, _ in entries]
+    stages = [entries[0][1].before, *(file.after for _, file in entries)]
+    if found in stages:
+        return FileState(path, found, frozenset(ids[: stages.index(found)]))
     record = state.entry.files.get(path) if state.entry else None
     if record is None or found != record["after"]:
         return FileState(path, found, None)
-    ids = frozenset(state.entry.patches) & {patch.id for patch, _ in entries}
     original = kept.original(record["before"])
     if record["before"] != ABSENT and original is None:
         return FileState(path, found, None)
-    if record["before"] == entries[0][1].before:
-        try:
-            made = chain.compose(original, manifest.chain(state.package, path), ids)
-        except PatchError:
-            made = None
-        if sha256(made) == found:
-            return FileState(path, found, ids)
+    some = frozenset(state.entry.patches).intersection(ids)
+    if record["before"] == stages[0]:
+        with contextlib.suppress(PatchError):
+            made = diffs.compose(original, manifest.chain(state.package, path), some)
+            if sha256(made) == found:
+                return FileState(path, found, some)
     return FileState(path, found, None, outdated=True)
 
 
-def _leftover(installed: site.Installed, path: str, record: Mapping) -> FileState:
-    """A file that only the ledger knows: another release of the lane has patched it."""
-    found = transaction.digest(installed.site / path)
-    if found == record["before"]:
-        return FileState(path, found, frozenset())
-    return FileState(path, found, None, outdated=found == record["after"])
-
-
-def original(manifest: Manifest, state: PackageState, path: str, kept: store.Store) -> bytes | None:
+def original(manifest: Manifest, state: PackageState, path: str) -> bytes | None:
     """The bytes of a managed file before any patch; None for one that a patch creates.
 
     From the file itself, the store, or by undoing the patches in it; always checked by digest.
     Raises PatchError when none of the three has them.
     """
     entries = None if state.problem else manifest.touching(state.package).get(path)
-    file = state.files[path]
-    record = state.entry.files.get(path) if state.entry else None
-    wanted = entries[0][1].before if entries else record["before"]
+    wanted = entries[0][1].before if entries else state.entry.files[path]["before"]
     if wanted == ABSENT:
         return None
+    file, live = state.files[path], state.installed.site / path
     if file.found == wanted:
-        return (state.installed.site / path).read_bytes()
-    data = kept.original(wanted)
-    if data is not None:
-        return data
-    if file.applied and file.found in {known.after for _, known in entries}:
-        data = (state.installed.site / path).read_bytes()
+        return live.read_bytes()
+    data = Store(state.installed.site).original(wanted)
+    if data is None and file.applied and file.found in {known.after for _, known in entries}:
+        data = live.read_bytes()
         for name, diff in reversed(manifest.chain(state.package, path)):
             if name in file.applied:
                 data = diffs.apply(diffs.reverse(diff), data, name)
-        if sha256(data) == wanted:
-            return data
+    if sha256(data) == wanted:
+        return data
     raise PatchError(
         f"{state.package}: {path}: its original bytes (sha256 {wanted}) are not kept any more; "
         f"reinstall it: pip install --force-reinstall --no-deps "
@@ -220,31 +210,28 @@ def status(manifest: Manifest, folder: Path | None = None) -> list[dict]:
     state, files that make it drifted, partial or outdated), leftovers (files that only another
     release of the lane knows), complete (nothing is to be done: all applied, or absent).
     """
-    result = []
-    for package, pinned in manifest.packages.items():
-        found = read(manifest, package, folder)
-        readable = found.installed is not None and not found.problem
-        conditions = {patch.id: found.of(patch) for patch in manifest.of(package) if readable}
-        leftovers = [
-            path
-            for path, file in found.files.items()
-            if file.outdated and (not readable or path not in manifest.touching(package))
-        ]
-        quiet = not (found.problem or found.interrupted or leftovers)
-        result.append(
-            {
-                "package": package,
-                "pinned": pinned,
-                "installed": found.installed.version if found.installed else None,
-                "site": str(found.installed.site) if found.installed else None,
-                "problem": found.problem,
-                "interrupted": found.interrupted,
-                "patches": [
-                    {"id": name, "state": condition, "files": files}
-                    for name, (condition, files) in conditions.items()
-                ],
-                "leftovers": leftovers,
-                "complete": quiet and all(state == APPLIED for state, _ in conditions.values()),
-            }
-        )
-    return result
+    return [_row(manifest, read(manifest, package, folder)) for package in manifest.packages]
+
+
+def _row(manifest: Manifest, found: PackageState) -> dict:
+    readable = found.installed is not None and not found.problem
+    patches = manifest.of(found.package) if readable else ()
+    conditions = {patch.id: found.of(patch) for patch in patches}
+    known = manifest.touching(found.package) if readable else {}
+    leftovers = [file.path for file in found.files.values() if file.outdated]
+    leftovers = [path for path in leftovers if path not in known]
+    quiet = not (found.problem or found.interrupted or leftovers)
+    return {
+        "package": found.package,
+        "pinned": found.pinned,
+        "installed": found.installed.version if found.installed else None,
+        "site": str(found.installed.site) if found.installed else None,
+        "problem": found.problem,
+        "interrupted": found.interrupted,
+        "patches": [
+            {"id": name, "state": condition, "files": files}
+            for name, (condition, files) in conditions.items()
+        ],
+        "leftovers": leftovers,
+        "complete": quiet and all(state == APPLIED for state, _ in conditions.values()),
+    }

@@ -15,11 +15,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacpp_mcore.patching import chain, state
-from megacpp_mcore.patching.errors import PatchError
+from megacpp_mcore.patching import PatchError, diffs, state
 from megacpp_mcore.patching.manifest import Manifest, Patch
 from megacpp_mcore.patching.state import PackageState
-from megacpp_mcore.patching.store import Store
 
 PROVED = "proved"
 NOT_RUN = "not run here"
@@ -80,25 +78,24 @@ def verify(
     Raises PatchError when a package cannot be used (another version, drifted, ...) or nothing is
     left to prove.
     """
-    manifest.check_diffs()
-    selected = manifest.select(only)
-    found = [_usable(manifest, package, folder) for package in manifest.packages]
-    present = {each.package for each in found if each.installed is not None}
+    selected = manifest.check_diffs().select(only)
+    found = {package: _usable(manifest, package, folder) for package in manifest.packages}
+    found = {package: each for package, each in found.items() if each.installed is not None}
     for patch in selected:
-        if only and patch.package not in present:
+        if only and patch.package not in found:
             raise PatchError(f"patch {patch.id!r}: {patch.package} is not installed")
-    selected = tuple(patch for patch in selected if patch.package in present)
+    selected = tuple(patch for patch in selected if patch.package in found)
     if not selected:
         raise PatchError(f"none of {', '.join(manifest.packages)} is installed: nothing to verify")
-    return _prove(manifest, [each for each in found if each.installed], selected, timeout)
+    return _prove(manifest, list(found.values()), selected, timeout)
 
 
 def _usable(manifest: Manifest, package: str, folder: Path | None) -> PackageState:
     found = state.read(manifest, package, folder)
+    drifted = [path for path, file in found.files.items() if file.applied is None]
     reason = found.problem or found.interrupted
-    for path, file in found.files.items():
-        if file.applied is None:
-            reason = reason or f"{found.installed.site / path} was changed outside this lane"
+    if drifted and not reason:
+        reason = f"{found.installed.site / drifted[0]} was changed outside this lane"
     if reason:
         raise PatchError(f"{package}: cannot verify on it: {reason}")
     return found
@@ -107,15 +104,14 @@ def _usable(manifest: Manifest, package: str, folder: Path | None) -> PackageSta
 def _prove(
     manifest: Manifest, found: Sequence[PackageState], selected: Sequence[Patch], timeout: float
 ) -> Iterator[Proof]:
+    sites = [each.installed.site for each in found]
     with tempfile.TemporaryDirectory(prefix="megacpp-verify-") as scratch:
-        pristine, patched = Path(scratch, "pristine"), Path(scratch, "patched")
+        trees = pristine, patched = Path(scratch, "pristine"), Path(scratch, "patched")
         for each in found:
-            ids = [patch.id for patch in manifest.of(each.package)]
             copy_package(manifest, each, pristine, ())
-            copy_package(manifest, each, patched, ids)
-        sites = [each.installed.site for each in found]
+            copy_package(manifest, each, patched, [p.id for p in manifest.of(each.package)])
         for patch in selected:
-            runs = [_run(patch.reproducer, tree, sites, timeout) for tree in (pristine, patched)]
+            runs = [_run(patch.reproducer, tree, sites, timeout) for tree in trees]
             yield Proof(patch.id, *_judge(patch, *runs), *runs)
 
 
@@ -123,18 +119,13 @@ def copy_package(
     manifest: Manifest, found: PackageState, target: Path, ids: Collection[str]
 ) -> None:
     """Copy an installed package, without caches, to `target` with exactly the patches `ids`."""
-    site = found.installed.site
+    site, without = found.installed.site, shutil.ignore_patterns("__pycache__")
     folders = {path.split("/")[0] for path in found.files} | {found.installed.info.name}
     for name in sorted(folders):
-        shutil.copytree(
-            site / name,
-            target / name,
-            ignore=shutil.ignore_patterns("__pycache__"),
-            dirs_exist_ok=True,
-        )
+        shutil.copytree(site / name, target / name, ignore=without, dirs_exist_ok=True)
     for path in manifest.touching(found.package):
-        original = state.original(manifest, found, path, Store(site))
-        data = chain.compose(original, manifest.chain(found.package, path), ids)
+        original = state.original(manifest, found, path)
+        data = diffs.compose(original, manifest.chain(found.package, path), ids)
         (target / path).unlink(missing_ok=True)
         if data is not None:
             (target / path).parent.mkdir(parents=True, exist_ok=True)

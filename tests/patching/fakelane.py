@@ -12,7 +12,7 @@ import pytest
 
 from megacpp_mcore.patching import PatchError, diffs, manifest, state
 from megacpp_mcore.patching.operations import apply, revert
-from megacpp_mcore.patching.store import FOLDER
+from megacpp_mcore.patching.transaction import FOLDER
 
 ONE = b"".join(b"one = %d\n" % n for n in range(20))
 TWO = b"def two():\r\n    return 2\r\n\r\n# no newline at the end"
@@ -172,3 +172,28 @@ def two_sets(lane, site, ids=()):
     revert(lane, site)
     assert content(site) == old != new
     return old, new
+
+
+class DiesAt:
+    """A Step that kills its process at the n-th step."""
+
+    def __init__(self, number):
+        self.left = number
+
+    def __call__(self, name):
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_between_switches(lane, site, operation=apply, switches=1):
+    """Leave a run broken off after some of its files were switched."""
+
+    def step(name):
+        if name.startswith("switch"):
+            step.seen += 1
+            if step.seen == switches + 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    step.seen = 0
+    assert not outcome(in_child(lambda: operation(lane, site, step=step)))

@@ -7,8 +7,7 @@ from fakelane import ONE, edit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacpp_mcore.patching import PatchError, chain, diffs
-from megacpp_mcore.patching.errors import DependencyError
+from megacpp_mcore.patching import DependencyError, PatchError, diffs
 
 
 def link(name, before, after):
@@ -31,7 +30,7 @@ def test_patches_far_apart_go_on_in_any_subset(spots, chosen):
 
     links = [link(str(n), edited(range(n)), edited(range(n + 1))) for n in range(4)]
     ids = {str(patch) for patch in chosen}
-    assert chain.compose(b"".join(lines), links, ids) == edited(chosen)
+    assert diffs.compose(b"".join(lines), links, ids) == edited(chosen)
 
 
 ADDS = edit(ONE, (b"one = 5\n", b"one = 5\nadded = 1\n"))
@@ -44,10 +43,10 @@ NEAR_REMOVED = edit(REMOVES, (b"one = 6\n", b"one = 66\n"))
 def test_a_patch_on_another_ones_lines_names_it(middle, last):
     links = [link("first", ONE, middle), link("second", middle, last)]
     with pytest.raises(DependencyError, match="'first'") as caught:
-        chain.compose(ONE, links, {"second"})
+        diffs.compose(ONE, links, {"second"})
     assert caught.value.needs == "first"
-    assert chain.closure(ONE, links, {"second"}) == {"first", "second"}
-    assert chain.compose(ONE, links, {"first", "second"}) == last
+    assert diffs.closure(ONE, links, {"second"}) == {"first", "second"}
+    assert diffs.compose(ONE, links, {"first", "second"}) == last
 
 
 def test_equal_lines_are_told_apart():
@@ -58,7 +57,7 @@ def test_equal_lines_are_told_apart():
     second = first[:place] + first[place:].replace(b"b", b"B", 1)
     links = [link("first", before, first), link("second", first, second)]
     expected = before[: place - 16] + before[place - 16 :].replace(b"b", b"B", 1)
-    assert chain.compose(before, links, {"second"}) == expected
+    assert diffs.compose(before, links, {"second"}) == expected
 
 
 def test_a_created_file():
@@ -66,17 +65,17 @@ def test_a_created_file():
         ("makes", diffs.parse(diffs.make("p/x.py", None, b"a\nb\n"), "makes")[0]),
         link("edits", b"a\nb\n", b"a\nc\n"),
     ]
-    assert chain.compose(None, links, {"makes", "edits"}) == b"a\nc\n"
-    assert chain.compose(None, links, {"makes"}) == b"a\nb\n"
-    assert chain.compose(None, links, set()) is None
+    assert diffs.compose(None, links, {"makes", "edits"}) == b"a\nc\n"
+    assert diffs.compose(None, links, {"makes"}) == b"a\nb\n"
+    assert diffs.compose(None, links, set()) is None
     with pytest.raises(DependencyError, match="'makes'"):
-        chain.compose(None, links, {"edits"})
+        diffs.compose(None, links, {"edits"})
     with pytest.raises(PatchError, match="must not exist"):
-        chain.compose(b"a\n", links, {"makes"})
+        diffs.compose(b"a\n", links, {"makes"})
 
 
 def test_every_subset_starts_from_the_right_bytes():
     for ids in itertools.chain.from_iterable(itertools.combinations("ab", n) for n in range(3)):
         links = [link("a", ONE, ADDS), link("b", ADDS, CHANGES_ADDED)]
         with pytest.raises(PatchError, match="hunk 1, line 4: expected"):
-            chain.compose(edit(ONE, (b"one = 3\n", b"one = 3 \n")), links, set(ids))
+            diffs.compose(edit(ONE, (b"one = 3\n", b"one = 3 \n")), links, set(ids))

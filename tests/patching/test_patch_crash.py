@@ -7,11 +7,22 @@ import subprocess
 import time
 
 import pytest
-from fakelane import FILES, ONE_G, content, in_child, make_site, outcome, snapshot, two_sets
+from fakelane import (
+    FILES,
+    ONE_G,
+    DiesAt,
+    content,
+    in_child,
+    kill_between_switches,
+    make_site,
+    outcome,
+    snapshot,
+    two_sets,
+)
 
 from megacpp_mcore.patching import PatchError, manifest, state, transaction
 from megacpp_mcore.patching.operations import apply, revert
-from megacpp_mcore.patching.store import FOLDER, Store
+from megacpp_mcore.patching.transaction import FOLDER, Store
 
 OPERATIONS = {"apply": apply, "revert": revert}
 KILLS = 200
@@ -27,18 +38,6 @@ def check_killed(lane, site, sets):
     assert conditions <= {"applied", "not applied", "partially applied", "unfinished"}
     if now not in (old, new):
         assert "is interrupted" in row["interrupted"] and not row["complete"]
-
-
-class DiesAt:
-    """A Step that kills its process at the n-th step."""
-
-    def __init__(self, number):
-        self.left = number
-
-    def __call__(self, name):
-        self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("second", OPERATIONS)
@@ -106,19 +105,6 @@ def test_killed_at_random_points(lane, site, sets):
         assert content(site) == sets[second == "apply"]
     revert(lane, site)
     assert content(site) == sets[0] and not (site / FOLDER).exists()
-
-
-def kill_between_switches(lane, site, operation=apply, switches=1):
-    """Leave a run broken off after some of its files were switched."""
-
-    def step(name):
-        if name.startswith("switch"):
-            step.seen += 1
-            if step.seen == switches + 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    step.seen = 0
-    assert not outcome(in_child(lambda: operation(lane, site, step=step)))
 
 
 def test_an_interrupted_run_is_explained_and_stops_applied(lane, site, monkeypatch):

@@ -8,7 +8,6 @@ from fakelane import FILES, ONE, ONE_A, TWO, edit, make_lane, make_site, snapsho
 
 from megacpp_mcore.patching import PatchError, export, manifest, port, state
 from megacpp_mcore.patching.operations import apply
-from megacpp_mcore.patching.store import Store
 
 
 def git(folder, *arguments, data=None):
@@ -92,7 +91,7 @@ def test_git_am_takes_each_patch_of_our_lane(patch, tmp_path):
     if found.installed is None:
         pytest.skip(f"{chosen.package} is not installed")
     for path in found.files:
-        data = state.original(lane, found, path, Store(found.installed.site))
+        data = state.original(lane, found, path)
         if data is not None:
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / path).write_bytes(data)

@@ -69,6 +69,7 @@ ALPHA_BEFORE = manifest.sha256(ONE)
         ('path = "fakepkg/one.py"', 'path = "/etc/one.py"', "path: '/etc/one.py' is not a plain"),
         ('path = "fakepkg/one.py"', 'path = "one.py"', "path: 'one.py' is not a plain"),
         ('path = "fakepkg/one.py"', 'path = "f-1.dist-info/one.py"', "is not a plain path"),
+        ('path = "fakepkg/one.py"', 'path = ".megacpp_patches/one.py"', "is not a plain path"),
         ('path = "fakepkg/one.py"', 'path = "fakepkg/sub/two.py"', "files.path: .* given twice"),
         (f'before = "{ALPHA_BEFORE}"', 'before = "12"', "one.py: sha256_before: '12' is not 64"),
         (f'before = "{ALPHA_BEFORE}"', f'before = "{manifest.sha256(ONE_A)}"', "is equal to"),
