@@ -5,8 +5,8 @@ layers that drop a bridge when a patch makes it needless, and for `train` and `d
 the patches that a plan needs. Importing this module reads no file and imports nothing heavy.
 
 From data to disk: `manifest` (the lane's schema), `diffs` (bytes in, bytes out), `site` (where a
-package is installed), `transaction` (the lane's folder in a site: lock, journal, switch), `state`
-(what is applied, by digest), `operations` (apply and revert). On top: verify, new, export, port.
+package is installed), `store` (the lane's folder in a site), `state` (what is applied, by digest),
+`transaction` (the switch), `operations` (apply and revert). On top: verify, new, export, port.
 """
 
 import functools

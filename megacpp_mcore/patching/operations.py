@@ -4,14 +4,15 @@ import contextlib
 import functools
 import os
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megacpp_mcore.patching import DependencyError, PatchError, diffs, site, state, transaction
 from megacpp_mcore.patching.manifest import ABSENT, Manifest, Patch, sha256
 from megacpp_mcore.patching.state import PackageState
-from megacpp_mcore.patching.transaction import LEDGER, Entry, Plan, Step, Store, no_step
+from megacpp_mcore.patching.store import LEDGER, Entry, Store, digest, ledger_bytes
+from megacpp_mcore.patching.transaction import Plan, Step, no_step
 
 WAIT = 30.0  # seconds to wait for another run on the same site
 _SLACK = 1 << 20  # bytes left free for the journal, the ledger and file system blocks
@@ -62,8 +63,7 @@ def change(
             plans, absent = _locked_plans(request, locks, notes, wait, step)
             for plan in plans:
                 transaction.stage(plan, operation, step)
-                versions = _versions(plan.store)
-                completed, why = transaction.finish(plan.store, versions, step, again=False)
+                completed, why = transaction.finish(plan.store, step, again=False)
                 if not completed:
                     raise PatchError(f"{plan.store.site}: {why}. Nothing was changed there")
         except OSError as error:  # of reading or locking: the transaction handles its own
@@ -113,10 +113,10 @@ def _locked_plans(
         for kept in sorted(wanted, key=lambda kept: kept.site):
             _check_folder(kept.site)
             locks.enter_context(kept.locked(wait))
-            locks.callback(_clean, kept)
+            locks.callback(kept.clean)
             held.add(kept.site)
             if kept.journal.exists():
-                _, done = transaction.finish(kept, _versions(kept), step)
+                _, done = transaction.finish(kept, step)
                 notes.append(f"{kept.site}: {done}")
 
 
@@ -145,15 +145,14 @@ def _plans(request: _Request) -> tuple[list[Plan], list[str]]:
             f"none of {', '.join(manifest.packages)} is installed in {where}: there is nothing to "
             f"{request.operation}"
         )
-    folders = dict.fromkeys(found.installed.site for found in working)
-    plans = [
-        _site_plan(request, folder, [each for each in working if each.installed.site == folder])
-        for folder in folders
-    ]
+    sites: dict[Path, list[PackageState]] = {}
+    for found in working:
+        sites.setdefault(found.installed.site, []).append(found)
+    plans = [_site_plan(request, folder, packages) for folder, packages in sites.items()]
+    plans = [plan for plan in plans if plan.actions]
     for plan in plans:
-        if plan.actions:
-            _check_writable(plan)
-    return [plan for plan in plans if plan.actions], absent
+        _check_writable(plan)
+    return plans, absent
 
 
 def _site_plan(request: _Request, folder: Path, packages: Sequence[PackageState]) -> Plan:
@@ -173,7 +172,7 @@ def _site_plan(request: _Request, folder: Path, packages: Sequence[PackageState]
         if record != before:
             mode = transaction.file_mode(path)
             plan.add(found.installed.record, record, mode, sha256(before), found.package)
-    after, now = transaction.ledger_bytes(ledger), transaction.digest(folder / LEDGER)
+    after, now = ledger_bytes(ledger), digest(folder / LEDGER)
     if sha256(after) != now:
         plan.add(LEDGER, after, 0o644, now, "")
     return plan
@@ -211,9 +210,9 @@ def _targets(request: _Request, found: PackageState) -> tuple[list[str], list[st
 def _refuse_drift(found: PackageState, path: str, whole: bool) -> None:
     file = found.files[path]
     where = f"{found.package}: {found.installed.site / path}"
-    if file.outdated and not whole:
+    if file.is_outdated and not whole:
         raise PatchError(f"{where} was patched by another release of the lane: name no patch")
-    if file.applied is None and not file.outdated:
+    if file.applied is None and not file.is_outdated:
         what = "is missing" if file.found == ABSENT else f"has sha256 {file.found}"
         raise PatchError(
             f"{where} {what}: the lane knows no such state, so someone else changed it. Nothing "
@@ -327,23 +326,3 @@ def _writable(request: _Request) -> list[Store]:
                 _check_folder(installed.site)
                 sites.add(installed.site)
     return [Store(folder) for folder in sites]
-
-
-def _versions(store: Store) -> Callable[[str], str | None]:
-    def installed_version(package: str) -> str | None:
-        try:
-            found = site.find(package, store.site)
-        except PatchError:
-            return None  # there, but as a checkout or half installed: not what the run worked on
-        return found.version if found else None
-
-    return installed_version
-
-
-def _clean(store: Store) -> None:
-    try:
-        store.clean()
-    except OSError as error:
-        raise PatchError(
-            f"the files are as asked, but {store.path} could not be tidied: {error}"
-        ) from error

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megacpp_mcore.patching import PatchError, diffs, site
 from megacpp_mcore.patching.manifest import ABSENT, FOLDER, Manifest, Patch, sha256
-from megacpp_mcore.patching.transaction import Action, Entry, Store, digest
+from megacpp_mcore.patching.store import Action, Entry, Store, digest
 
 APPLIED = "applied"
 NOT_APPLIED = "not applied"
@@ -21,16 +21,19 @@ UNFINISHED = "unfinished"
 class FileState:
     """One file that the lane manages.
 
-    applied: the patches in it, or None when its bytes are none that the lane makes. outdated: they
-    are what another release of the lane left, with the original kept. unfinished: they are what a
-    run that is not finished found or wrote.
+    applied: the patches in it, or None when its bytes are none that the lane makes. other says what
+    they are then: OUTDATED, left by another release of the lane, with the original kept;
+    UNFINISHED, found or written by a run that is not finished; else DRIFTED.
     """
 
     path: str
     found: str
     applied: frozenset[str] | None
-    outdated: bool = False
-    unfinished: bool = False
+    other: str = DRIFTED
+
+    @property
+    def is_outdated(self) -> bool:
+        return self.applied is None and self.other == OUTDATED
 
 
 @dataclass
@@ -57,14 +60,10 @@ class PackageState:
     def of(self, patch: Patch) -> tuple[str, list[str]]:
         """One of the six states above, and the files that make it so (drifted, half applied)."""
         files = [self.files[file.path] for file in patch.files]
-        unknown = [file for file in files if file.applied is None and not file.outdated]
-        for condition, those in (
-            (DRIFTED, [file for file in unknown if not file.unfinished]),
-            (UNFINISHED, unknown),
-            (OUTDATED, [file for file in files if file.outdated]),
-        ):
+        for condition in (DRIFTED, UNFINISHED, OUTDATED):
+            those = [f.path for f in files if f.applied is None and f.other == condition]
             if those:
-                return condition, [file.path for file in those]
+                return condition, those
         without = [file.path for file in files if patch.id not in file.applied]
         if not without:
             return APPLIED, []
@@ -109,12 +108,12 @@ def read(manifest: Manifest, package: str, folder: Path | None = None) -> Packag
         if path not in state.files:  # another release of the lane has patched it
             found = digest(installed.site / path)
             pristine = frozenset() if found == record["before"] else None
-            outdated = pristine is None and found == record["after"]
-            state.files[path] = FileState(path, found, pristine, outdated)
+            other = OUTDATED if found == record["after"] else DRIFTED
+            state.files[path] = FileState(path, found, pristine, other)
     for action in _interrupted(kept, package)[1]:  # again: a run may have begun meanwhile
         file = state.files.get(action.path)
-        if file and file.applied is None and file.found in (action.before, action.after):
-            state.files[file.path] = replace(file, unfinished=True)
+        if file and file.other == DRIFTED and file.found in (action.before, action.after):
+            state.files[file.path] = replace(file, other=UNFINISHED)
     return state
 
 
@@ -172,7 +171,7 @@ def _managed(manifest: Manifest, state: PackageState, path: str, kept: Store) ->
             made = diffs.compose(original, manifest.chain(state.package, path), some)
             if sha256(made) == found:
                 return FileState(path, found, some)
-    return FileState(path, found, None, outdated=True)
+    return FileState(path, found, None, OUTDATED)
 
 
 def original(manifest: Manifest, state: PackageState, path: str) -> bytes | None:
@@ -218,7 +217,7 @@ def _row(manifest: Manifest, found: PackageState) -> dict:
     patches = manifest.of(found.package) if readable else ()
     conditions = {patch.id: found.of(patch) for patch in patches}
     known = manifest.touching(found.package) if readable else {}
-    leftovers = [file.path for file in found.files.values() if file.outdated]
+    leftovers = [path for path, file in found.files.items() if file.is_outdated]
     leftovers = [path for path in leftovers if path not in known]
     quiet = not (found.problem or found.interrupted or leftovers)
     return {

@@ -12,7 +12,7 @@ import pytest
 
 from megacpp_mcore.patching import PatchError, diffs, manifest, state
 from megacpp_mcore.patching.operations import apply, revert
-from megacpp_mcore.patching.transaction import FOLDER
+from megacpp_mcore.patching.store import FOLDER
 
 ONE = b"".join(b"one = %d\n" % n for n in range(20))
 TWO = b"def two():\r\n    return 2\r\n\r\n# no newline at the end"

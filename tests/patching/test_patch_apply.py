@@ -21,7 +21,7 @@ from fakelane import (
 
 from megacpp_mcore.patching import PatchError, manifest, state
 from megacpp_mcore.patching.operations import apply, revert
-from megacpp_mcore.patching.transaction import FOLDER
+from megacpp_mcore.patching.store import FOLDER
 
 RECORD = "fakepkg-1.0.dist-info/RECORD"
 ONE_PATH = "fakepkg/one.py"

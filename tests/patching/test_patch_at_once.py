@@ -10,7 +10,7 @@ from fakelane import content, in_child, outcome
 
 from megacpp_mcore.patching import PatchError, state
 from megacpp_mcore.patching.operations import apply, revert
-from megacpp_mcore.patching.transaction import FOLDER, Store
+from megacpp_mcore.patching.store import FOLDER, Store
 
 
 def test_two_at_once_the_second_waits(lane, site, sets):

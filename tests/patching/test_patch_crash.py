@@ -22,7 +22,7 @@ from fakelane import (
 
 from megacpp_mcore.patching import PatchError, manifest, state, transaction
 from megacpp_mcore.patching.operations import apply, revert
-from megacpp_mcore.patching.transaction import FOLDER, Store
+from megacpp_mcore.patching.store import FOLDER, Store
 
 OPERATIONS = {"apply": apply, "revert": revert}
 KILLS = 200

@@ -11,7 +11,7 @@ from fakelane import ONE, ONE_G, edit, make_lane, make_site, refused, snapshot, 
 
 from megacpp_mcore.patching import manifest, state
 from megacpp_mcore.patching.operations import apply, revert
-from megacpp_mcore.patching.transaction import FOLDER
+from megacpp_mcore.patching.store import FOLDER
 
 ONE_PATH = "fakepkg/one.py"
 

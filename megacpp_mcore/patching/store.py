@@ -1,0 +1,259 @@
+"""The lane's own folder in a site: what was applied, the original bytes, the journal, the lock.
+
+`<site>/.megacpp_patches/` exists while a patch is applied or a run is unfinished:
+  state.json         the ledger: what of the originals cannot be told from the files (see Entry)
+  pristine/<sha256>  original files
+  lock               held by flock during a run; has the holder's pid and host
+  stage/             during a run: N, the N-th new file, and N.old, the file that it replaces
+  journal.json       during the switch: both digests of every file (see Action)
+Nothing in it is believed without comparing digests, and no path in it without the manifest's rules.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megacpp_mcore.patching import PatchError
+from megacpp_mcore.patching.manifest import ABSENT, FOLDER, is_digest, is_target, sha256
+
+LEDGER = f"{FOLDER}/state.json"
+
+
+@dataclass
+class Entry:
+    """The ledger's record of one package.
+
+    patches: ids in order. files: path -> {"before", "after": digests, "mode": of the original}.
+    rows: path -> its original line in RECORD, None when it had none.
+    """
+
+    version: str
+    patches: list[str] = field(default_factory=list)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rows: dict[str, str | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Action:
+    """One file to switch, as the journal has it.
+
+    before, original, after: digests of the file as it is now, as the wheel has it, as it shall be.
+    package: "" for the lane's ledger. patched: not mere bookkeeping (RECORD, the ledger). staged:
+    the new file's name in `stage/`.
+    """
+
+    path: str
+    before: str
+    original: str
+    after: str
+    package: str
+    patched: bool
+    staged: str
+
+    def __post_init__(self) -> None:
+        """Raises ValueError when a damaged or planted journal could lead out of the site by it."""
+        known = self.path == LEDGER if self.package == "" else is_target(self.path)
+        if self.package and not self.patched:
+            known = re.fullmatch(r"[^/\\\s]+\.dist-info/RECORD", self.path)
+        if not known or type(self.patched) is not bool or not isinstance(self.package, str):
+            raise ValueError(f"{self.path!r} is not a file that the lane writes")
+        digests = map(is_digest, (self.before, self.original, self.after))
+        if not all(digests) or not re.fullmatch(r"\d+(\.old)?", self.staged):
+            raise ValueError(f"{self.path}: a digest or the staged file's name is no such")
+
+
+class Store:
+    """The lane's folder in one site."""
+
+    def __init__(self, site: Path) -> None:
+        self.site = site
+        self.path = site / FOLDER
+        self.journal = self.path / "journal.json"
+        self.stage = self.path / "stage"
+        self._lock = self.path / "lock"
+
+    def ledger(self) -> dict[str, Entry]:
+        """package -> Entry; empty when nothing is applied. Raises PatchError when damaged."""
+        return self._read(self.site / LEDGER, "the patched packages", _entries) or {}
+
+    def read_journal(self) -> dict[str, Any] | None:
+        """The unfinished run's journal, or None. Raises PatchError when it is damaged.
+
+        Keys: operation, pid, started, versions (package -> version), actions.
+        """
+        return self._read(self.journal, "the packages that the lane patches", _journal)
+
+    def _read(self, path: Path, packages: str, build: Callable[[dict], dict]) -> dict | None:
+        try:
+            table = json.loads(path.read_bytes())
+            if table["schema"] != 1:
+                raise ValueError(f"schema {table['schema']} is not known")
+            return build(table)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PatchError(
+                f"{path}: cannot be read ({error}); reinstall {packages}, then delete {self.path}"
+            ) from error
+
+    def unfinished(self) -> bool:
+        """Whether a run has left something to finish or to clean."""
+        leftover = self.path.is_dir() and not (self.site / LEDGER).exists()
+        return leftover or self.journal.exists() or self.stage.exists()
+
+    def original(self, wanted: str) -> bytes | None:
+        """The original file with this digest, or None when it is not kept or is damaged."""
+        path = self.path / "pristine" / wanted
+        return path.read_bytes() if wanted != ABSENT and digest(path) == wanted else None
+
+    def keep(self, data: bytes) -> None:
+        """Keep an original file's bytes."""
+        path = self.path / "pristine" / sha256(data)
+        path.parent.mkdir(exist_ok=True)
+        if self.original(path.name) is None:
+            write_durably(path, data)
+
+    def clean(self) -> None:
+        """Remove what no applied patch needs; the whole folder when none is applied.
+
+        Needs the lock. Does nothing while a journal is there. The lock goes last: whoever waits for
+        it finds a new one (see `locked`).
+        """
+        try:
+            if not self.journal.exists():
+                self._clean()
+        except OSError as error:
+            raise PatchError(
+                f"the files are as asked, but {self.path} could not be tidied: {error}"
+            ) from error
+
+    def _clean(self) -> None:
+        shutil.rmtree(self.stage, ignore_errors=True)
+        ledger = self.ledger()
+        kept = {file["before"] for entry in ledger.values() for file in entry.files.values()}
+        leftovers = [path for path in self.path.glob("pristine/*") if path.name not in kept]
+        for leftover in [*leftovers, *self.path.glob("*.tmp")]:
+            leftover.unlink()
+        if ledger:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            (self.path / "pristine").rmdir()
+        self._lock.unlink(missing_ok=True)
+        try:
+            self.path.rmdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+                raise
+
+    @contextlib.contextmanager
+    def locked(self, wait: float) -> Iterator[None]:
+        """Hold the site's lock. Waits up to `wait` seconds, then refuses naming the holder."""
+        deadline = time.monotonic() + wait
+        while (descriptor := self._try_lock()) is None:
+            if time.monotonic() >= deadline:
+                raise PatchError(
+                    f"another `megacpp patch` works on {self.site} ({self._holder_text()}); it was "
+                    f"waited for {wait:g} s. Run again when it has ended"
+                )
+            time.sleep(0.02)
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _try_lock(self) -> int | None:
+        # Not mkdir(exist_ok=True): it fails when the last holder removes the folder just then.
+        with contextlib.suppress(FileExistsError):
+            self.path.mkdir()
+        with (
+            contextlib.ExitStack() as undo,
+            contextlib.suppress(BlockingIOError, FileNotFoundError),
+        ):
+            descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
+            undo.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The last holder may have removed the file, or the folder, between our steps.
+            if os.stat(self._lock).st_ino == os.fstat(descriptor).st_ino:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                undo.pop_all()
+                return descriptor
+        return None
+
+    def holder(self) -> str | None:
+        """Who works on this site now, as "pid N on HOST"; None when nobody does."""
+        try:
+            with open(self._lock) as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return self._holder_text()
+        except OSError:
+            return None
+        return None
+
+    def _holder_text(self) -> str:
+        try:
+            return self._lock.read_text() or "pid not yet written"
+        except OSError:
+            return "it has just ended"
+
+
+def _entries(ledger: dict) -> dict[str, Entry]:
+    entries = {name: Entry(**entry) for name, entry in ledger["packages"].items()}
+    for path, file in ((p, f) for entry in entries.values() for p, f in entry.files.items()):
+        digests = is_digest(file["before"]) and is_digest(file["after"])
+        if not is_target(path) or not digests or type(file["mode"]) is not int:
+            raise ValueError(f"{path!r} is not a file that the lane writes")
+    return entries
+
+
+def _journal(journal: dict) -> dict:
+    keys = ("operation", "pid", "started")
+    actions = [Action(**action) for action in journal["actions"]]
+    versions = dict(journal["versions"])
+    return {**{key: journal[key] for key in keys}, "versions": versions, "actions": actions}
+
+
+def ledger_bytes(ledger: Mapping[str, Entry]) -> bytes | None:
+    """The ledger's file; None when no package has a patch applied."""
+    packages = {name: asdict(entry) for name, entry in ledger.items() if entry.patches}
+    text = json.dumps({"schema": 1, "packages": packages}, indent=1, sort_keys=True)
+    return f"{text}\n".encode() if packages else None
+
+
+def digest(path: Path) -> str:
+    """The sha256 of a file, "absent" when there is none."""
+    try:
+        return sha256(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return ABSENT
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file of the store so that a crash leaves the whole file or none."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames and removals in a folder survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
