@@ -67,7 +67,7 @@ def file_mode(path: Path) -> int:
 
 
 def stage(plan: Plan, operation: str, step: Step = no_step) -> None:
-    """Write every new file, and a copy of the old one, beside the site's; then the journal.
+    """Write every new file, and a copy of the one it replaces, to `stage/`; then the journal.
 
     Needs the lock. Raises PatchError, with nothing changed, when the disk refuses.
     """

@@ -56,7 +56,8 @@ def test_with_the_lane_applied_the_plugin_drops_its_bridge_and_trains(site, smal
         shutil.rmtree(info)
     operations.apply(LANE, patched)
     script = (
-        "from megacpp_mcore import bridges, patching; bridges.before_megatron()\n"
+        "from megacpp_mcore import patching; from megacpp_mcore.stack import bridges\n"
+        "bridges.before_megatron()\n"
         "assert 'final-norm-from-spec' in patching.applied('megatron-core')\n"
         "from megacpp_mcore.specs.nam56r import nam56r_stack_spec as spec\n"
         "assert spec.params == {}, spec.params\n"
