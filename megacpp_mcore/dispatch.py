@@ -2,7 +2,7 @@
 
 A surface is a place in the model where more than one implementation fits (`core_attention`,
 `mamba3_scan`, ...; `megacpp_mcore.surfaces` has them). Its backends stand in order of preference;
-each says why it cannot serve a problem, or nothing when it can. `auto` takes the first that can,
+each says why it cannot serve a workload, or nothing when it can. `auto` takes the first that can,
 but for those that wait to be named. A backend named in the recipe's `[backends]`, or forced with
 `MEGACPP_BACKENDS=surface=name,...`, serves or raises.
 
@@ -11,7 +11,6 @@ imports neither torch nor any optional package: a backend is imported when it is
 """
 
 import functools
-import importlib
 import os
 import sys
 from collections.abc import Mapping
@@ -19,11 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.surfaces.backend import Backend, Problem, Surface
+from megacpp_mcore.surfaces.backend import Backend, Surface, load
 from megacpp_mcore.surfaces.registry import REGISTRY
+from megacpp_mcore.surfaces.workload import Workload
 
 __all__ = [
-    "AUTO", "ENVIRONMENT_VARIABLE", "Backend", "Decision", "DispatchError", "Problem",
+    "AUTO", "ENVIRONMENT_VARIABLE", "Backend", "Decision", "DispatchError", "Workload",
     "check_requests", "choices", "choose", "decide", "decisions", "forced_backends", "forget",
     "requested", "verdicts",
 ]  # fmt: skip
@@ -48,8 +48,7 @@ class Decision:
 
     def load(self) -> Any:
         """Import and return what serves the surface."""
-        module, attribute = self.implementation.split(":")
-        return getattr(importlib.import_module(module), attribute)
+        return load(self.implementation)
 
 
 def choices(surface: str) -> tuple[str, ...]:
@@ -99,13 +98,13 @@ def _forced(text: str) -> Mapping[str, str]:
     return requests
 
 
-def decide(surface: str, problem: Problem, requests: Mapping[str, str] | None = None) -> Decision:
-    """Choose the backend that serves `surface` for `problem`, and record the decision.
+def decide(surface: str, workload: Workload, requests: Mapping[str, str] | None = None) -> Decision:
+    """Choose the backend that serves `surface` for `workload`, and record the decision.
 
     requests: the recipe's `[backends]`; MEGACPP_BACKENDS goes before it. A decision that this
     process has not made before is printed on stderr by rank 0. Raises DispatchError as `choose`.
     """
-    return record(choose(surface, problem, requests))
+    return record(choose(surface, workload, requests))
 
 
 def record(decision: Decision) -> Decision:
@@ -117,7 +116,7 @@ def record(decision: Decision) -> Decision:
     return decision
 
 
-def choose(surface: str, problem: Problem, requests: Mapping[str, str] | None = None) -> Decision:
+def choose(surface: str, workload: Workload, requests: Mapping[str, str] | None = None) -> Decision:
     """As `decide`, but for the asking only: neither recorded nor printed.
 
     Raises DispatchError for an unknown surface or backend, and with every backend's reason when a
@@ -126,7 +125,7 @@ def choose(surface: str, problem: Problem, requests: Mapping[str, str] | None = 
     name = requested(surface, requests)
     is_forced = surface in forced_backends()
     source = ENVIRONMENT_VARIABLE if is_forced else "the recipe's [backends]"
-    return _choose(surface, problem, name, source)
+    return _choose(surface, workload, name, source)
 
 
 def requested(surface: str, requests: Mapping[str, str] | None = None) -> str:
@@ -141,9 +140,9 @@ def requested(surface: str, requests: Mapping[str, str] | None = None) -> str:
     return forced.get(surface) or (requests or {}).get(surface, AUTO)
 
 
-def verdicts(surface: str, problem: Problem) -> dict[str, str | None]:
-    """Every backend of `surface`, in order: None when it can serve `problem`, else why not."""
-    return {backend.name: backend.supports(problem) for backend in _surface(surface).backends}
+def verdicts(surface: str, workload: Workload) -> dict[str, str | None]:
+    """Every backend of `surface`, in order: None when it can serve `workload`, else why not."""
+    return {backend.name: backend.supports(workload) for backend in _surface(surface).backends}
 
 
 def decisions() -> tuple[Decision, ...]:
@@ -162,30 +161,30 @@ _DECISIONS: dict[Decision, None] = {}
 
 
 @functools.cache
-def _choose(surface: str, problem: Problem, requested: str, source: str) -> Decision:
+def _choose(surface: str, workload: Workload, requested: str, source: str) -> Decision:
     passed_over = []
     for backend in REGISTRY[surface].backends:
         if requested not in (AUTO, backend.name):
             continue
-        why_not = backend.supports(problem)
-        if why_not is None and backend.by_name and requested == AUTO:
+        why_not = backend.supports(workload)
+        if why_not is None and backend.opt_in and requested == AUTO:
             why_not = "serves only where it is named"
         if why_not is None:
             if requested != AUTO:
                 reason = f"named in {source}"
             else:
                 reason = "; ".join(passed_over) or "first in order"
-            if layout := problem.size("layout"):
+            if layout := workload.size("layout"):
                 reason = f"layout {layout}: {reason}"
             return Decision(surface, requested, backend.name, reason, backend.implementation)
         passed_over.append(f"{backend.name}: {why_not}")
-    raise DispatchError(_refusal(surface, problem, requested, source))
+    raise DispatchError(_refusal(surface, workload, requested, source))
 
 
-def _refusal(surface: str, problem: Problem, requested: str, source: str) -> str:
-    found = verdicts(surface, problem)
+def _refusal(surface: str, workload: Workload, requested: str, source: str) -> str:
+    found = verdicts(surface, workload)
     if requested == AUTO:
-        start = f"no backend of surface {surface!r} can serve {problem}: "
+        start = f"no backend of surface {surface!r} can serve {workload}: "
     else:
         start = (
             f"backend {requested!r} is named for surface {surface!r} in {source} and cannot serve: "

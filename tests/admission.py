@@ -4,7 +4,7 @@
     test_admission = admission.suite("norm", device="cuda")         # in tests/gpu
 
 makes one test of every check for every backend of the surface. Nothing of a surface is known here
-but its case (`megacpp_mcore.kernels.case`), and nothing of a backend but its catalog row, whose
+but its case (`megacpp_mcore.kernels.case`), and nothing of a backend but its entry, whose
 `skips` say which checks ("all": every one) or dtypes it does not take, and why.
 """
 
@@ -27,13 +27,12 @@ from admission_probes import (
 )
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.catalog.rows import ROWS, Row
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels import parity
-from megacpp_mcore.kernels.case import Bound, Case, Tensors
-from megacpp_mcore.kernels.cases import case_class
-from megacpp_mcore.surfaces.backend import REFERENCE, always
+from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors, case_class
+from megacpp_mcore.surfaces.backend import REFERENCE, Backend, load
 from megacpp_mcore.surfaces.registry import REGISTRY
+from megacpp_mcore.surfaces.support import always
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -54,23 +53,21 @@ class Subject:
     beyond_dispatch: bool = False
 
     @property
-    def row(self) -> Row:
-        (row,) = (r for r in ROWS if (r.surface, r.backend) == (self.surface, self.backend))
-        return row
+    def entry(self) -> Backend:
+        (entry,) = (b for b in REGISTRY[self.surface].backends if b.name == self.backend)
+        return entry
 
     def reason(self, case: Case, dtype: torch.dtype) -> str | None:
         """Why dispatch would not serve the case in this dtype."""
-        return dispatch.verdicts(self.surface, case.problem(self.device, dtype))[self.backend]
+        return dispatch.verdicts(self.surface, case.workload(self.device, dtype))[self.backend]
 
     def takes(self, case: Case, dtype: torch.dtype) -> bool:
-        if _name(dtype) in self.row.skips:
+        if _name(dtype) in self.entry.skips:
             return False
         return self.beyond_dispatch or self.reason(case, dtype) is None
 
-    def bind(self, case: Case, dtype: torch.dtype) -> Bound:
-        (backend,) = (b for b in REGISTRY[self.surface].backends if b.name == self.backend)
-        decision = dispatch.Decision(self.surface, "", self.backend, "", backend.implementation)
-        return case.bind(decision.load(), self.device, dtype)
+    def bind(self, case: Case, dtype: torch.dtype) -> BoundBackend:
+        return case.bind(load(self.entry.benched), self.device, dtype)
 
     def samples(self, start: str) -> Iterator[tuple[str, Case, torch.dtype]]:
         """The small cases whose name starts with `start`, in each dtype that is served."""
@@ -99,8 +96,8 @@ def suite(surface: str, device: str = "cpu", beyond_dispatch: tuple[str, ...] = 
 
 
 def admit(subject: Subject, check: str) -> None:
-    """Run one check; skipped with the reason when the row, or dispatch on this device, says no."""
-    if why := subject.row.skips.get(check) or subject.row.skips.get("all"):
+    """Run one check; skipped with the reason when the entry, or dispatch on the device, says so."""
+    if why := subject.entry.skips.get(check) or subject.entry.skips.get("all"):
         pytest.skip(f"{check}: {why}")
     with single_process(0, subject.device):
         reasons = [subject.reason(case, dtype) for _, case, dtype in _everything(subject.surface)]
@@ -178,21 +175,19 @@ def check_graph(subject: Subject) -> None:
 
 
 def check_fallback(subject: Subject) -> None:
-    """MEGACPP_BACKENDS forces the row's fallback, or for the reference itself: the same values."""
+    """MEGACPP_BACKENDS forces its fallback, or for the reference itself: the same values."""
     forced = next(name for name in _fallbacks(subject) if _served(subject, name))
     with (
         single_process(0, subject.device),
         environment(MEGACPP_BACKENDS=f"{subject.surface}={forced}"),
     ):
         for what, case, dtype in subject.samples("plain"):
-            decision = dispatch.choose(subject.surface, case.problem(subject.device, dtype))
+            decision = dispatch.choose(subject.surface, case.workload(subject.device, dtype))
             assert (decision.requested, decision.observed) == (forced, forced)
             tensors = parity.drawn(case, dtype, subject.device, _seed())
             truth = parity.truth_of(case, tensors, dtype, torch.float64)
-            for bound in (
-                subject.bind(case, dtype),
-                case.bind(decision.load(), subject.device, dtype),
-            ):
+            served = Subject(subject.surface, decision.observed, subject.device)
+            for bound in (subject.bind(case, dtype), served.bind(case, dtype)):
                 values = parity.run(case, bound, tensors, truth.directions)
                 _assert_within(what, parity.errors(case, values, truth, dtype))
 
@@ -222,10 +217,10 @@ def check_determinism(subject: Subject) -> None:
 
 
 def check_model_slice(subject: Subject) -> None:
-    """A bf16 model of the blocks that the row names: loss and gradients point where they should."""
+    """A bf16 model of the surface's blocks: loss and gradients point where they should."""
     least = model_slice.LEAST_COSINE
     with _serving(subject):
-        found = list(model_slice.cosines(subject.row, subject.device))
+        found = list(model_slice.cosines(subject.surface, subject.backend, subject.device))
     wrong = [f"{name}: {cosine:.6f}" for name, cosine in found if not cosine >= least]
     assert found and not wrong, f"cosine below {least:.6f}: {'; '.join(wrong)}"
 
@@ -288,7 +283,7 @@ def _assert_within(what: str, errors: list[parity.Error]) -> None:
     assert not wrong, f"{what}: " + "; ".join(wrong)
 
 
-def _refuses(bound: Bound, tensors: Tensors) -> bool:
+def _refuses(bound: BoundBackend, tensors: Tensors) -> bool:
     try:
         bound.put(tensors)
         bound.call(**tensors)
@@ -320,12 +315,12 @@ def _serving(subject: Subject) -> Iterator[None]:
 
 
 def _fallbacks(subject: Subject) -> Iterator[str]:
-    """The row's fallback and the fallback's own, down to the reference."""
-    rows = {row.backend: row for row in ROWS if row.surface == subject.surface}
-    name = subject.row.fallback
+    """Its fallback and the fallback's own, down to the reference."""
+    entries = {entry.name: entry for entry in REGISTRY[subject.surface].backends}
+    name = subject.entry.fallback
     while name is not None:
         yield name
-        name = rows[name].fallback
+        name = entries[name].fallback
     yield REFERENCE
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacpp_mcore.kernels.case import Bound, Case, Tensors
+from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ class _Recorder(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def operators(bound: Bound, case: Case, tensors: Tensors) -> list[tuple[Any, list, dict]]:
+def operators(bound: BoundBackend, case: Case, tensors: Tensors) -> list[tuple[Any, list, dict]]:
     """Our operators in a forward and a backward call, with their arguments.
 
     The floating ones of a forward call want gradients.
@@ -116,9 +116,9 @@ class Graphs:
 _BEFORE, _AFTER = (torch.asinh, torch.atan), (torch.erf, torch.sinc)  # in no op of ours
 
 
-def graphs(bound: Bound, case: Case, tensors: Tensors) -> Graphs:
+def graphs(bound: BoundBackend, case: Case, tensors: Tensors) -> Graphs:
     """A block around the op, compiled without generating code, and called twice."""
-    first = next(n for n in case.inputs if n not in case.wide and n not in bound.parameters)
+    first = next(n for n in case.inputs if n not in case.fp32_tensors and n not in bound.parameters)
     leaves = {n: t.requires_grad_() if n in case.inputs else t for n, t in tensors.items()}
     taken: list[torch.fx.GraphModule] = []
     marks = {f.__name__ for f in _BEFORE + _AFTER}

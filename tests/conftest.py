@@ -10,9 +10,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.stack import bridges
-from megacpp_mcore.surfaces import problems
+from megacpp_mcore.surfaces.workload import current_device
 
-if problems.current_device() == "cpu":
+if current_device() == "cpu":
     # Kernels run in Triton's interpreter. Triton reads it as it is imported, which dynamo does.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -116,8 +116,8 @@ class TwoRanks:
 @contextlib.contextmanager
 def compiling(surface: str) -> Iterator[None]:
     """In a rank: layers have the surface's `inductor`. Graphs are taken, no code is made."""
-    from megacpp_mcore.surfaces.backend import always
     from megacpp_mcore.surfaces.registry import REGISTRY
+    from megacpp_mcore.surfaces.support import always
 
     backends = tuple(replace(b, supports=always) for b in REGISTRY[surface].backends)
     with (

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megacpp_mcore.catalog.rows import Row
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.surfaces.backend import REFERENCE
+from megacpp_mcore.surfaces.registry import REGISTRY
 from megacpp_mcore.training.cpu.megatron_setup import build_model, megatron_args, single_process
 
 _SIZES = [
@@ -47,15 +47,15 @@ _ANGLE = _ROUNDINGS**0.5 * torch.finfo(torch.bfloat16).eps / 2
 LEAST_COSINE = 1 - _ANGLE**2 / 2
 
 
-def cosines(row: Row, device: str) -> Iterator[tuple[str, float]]:
+def cosines(surface: str, backend: str, device: str) -> Iterator[tuple[str, float]]:
     """(block and name, cosine) of the losses and of every parameter's gradient, block by block.
 
     The head, which no letter stands for, has an attention layer before it.
     """
-    for block in row.blocks or "A":
-        others = _OTHERS.get(row.surface, ()) + _OTHERS.get(row.backend, ())
-        truth = _truth(row.surface, block, others, device)
-        found = _values(row.surface, row.backend, block, others, device, torch.bfloat16)
+    for block in REGISTRY[surface].blocks or "A":
+        others = _OTHERS.get(surface, ()) + _OTHERS.get(backend, ())
+        truth = _truth(surface, block, others, device)
+        found = _values(surface, backend, block, others, device, torch.bfloat16)
         assert truth.keys() == found.keys()
         for name, expected in truth.items():
             yield f"{block}: {name}", _cosine(found[name], expected)

@@ -15,20 +15,15 @@ import torch
 from megacpp_mcore import dispatch, patching
 from megacpp_mcore.dispatch import DispatchError
 from megacpp_mcore.stack import bridges
-from megacpp_mcore.surfaces.attention_support import te_attention
-from megacpp_mcore.surfaces.backend import (
-    REFERENCE,
-    Backend,
-    Problem,
-    Surface,
-    always,
-    import_reason,
-)
+from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface
+from megacpp_mcore.surfaces.core_attention import te_attention
 from megacpp_mcore.surfaces.registry import REGISTRY
+from megacpp_mcore.surfaces.support import always, import_reason
+from megacpp_mcore.surfaces.workload import Workload
 
 bridges.before_megatron()
 
-CPU = Problem.of("cpu", "float32", dim=64)
+CPU = Workload.of("cpu", "float32", dim=64)
 
 
 def small_heads_only(problem):
@@ -66,7 +61,7 @@ class TestChoice:
         decision = dispatch.decide(toy, CPU)
         assert (decision.requested, decision.observed) == ("auto", "slow")
         assert decision.reason == "broken: cannot serve at all; fast: dim 64; at most 32"
-        assert dispatch.decide(toy, Problem.of("cpu", "float32", dim=16)).observed == "fast"
+        assert dispatch.decide(toy, Workload.of("cpu", "float32", dim=16)).observed == "fast"
 
     def test_a_name_in_the_recipe_serves(self, toy):
         decision = dispatch.decide(toy, CPU, {toy: REFERENCE, "norm": "te"})
@@ -95,7 +90,7 @@ class TestChoice:
         assert dispatch.decisions() == ()
 
     def test_auto_with_nothing_that_serves_raises_with_every_reason(self):
-        problem = Problem.of("cpu", "bfloat16", context_parallel_size=2)
+        problem = Workload.of("cpu", "bfloat16", context_parallel_size=2)
         with pytest.raises(DispatchError) as caught:
             dispatch.decide("core_attention", problem)
         assert "no backend of surface 'core_attention' can serve" in str(caught.value)
@@ -141,7 +136,7 @@ class TestChoice:
 
 class TestRecord:
     def test_decisions_are_recorded_once_in_order(self, toy):
-        for problem in (CPU, Problem.of("cpu", "float32", dim=65), CPU):
+        for problem in (CPU, Workload.of("cpu", "float32", dim=65), CPU):
             dispatch.decide(toy, problem, {toy: "slow"})
         dispatch.decide(toy, CPU)
         dispatch.choose(toy, CPU, {toy: REFERENCE})
@@ -189,7 +184,7 @@ class TestCost:
     def test_a_cached_decision_takes_less_than_20_microseconds(self, monkeypatch):
         monkeypatch.setenv("MEGACPP_BACKENDS", "norm=reference,core_attention=auto")
         sizes = {"dqk": 128, "dv": 64, "heads": 56, "context_parallel_size": 1}
-        problem = Problem.of("cpu", "bfloat16", **sizes)
+        problem = Workload.of("cpu", "bfloat16", **sizes)
         requests = {"linear": "auto", "core_attention": "sdpa"}
 
         def one():
@@ -202,9 +197,9 @@ class TestCost:
     def test_neither_torch_nor_an_optional_package_is_imported(self):
         code = (
             "import sys, megacpp_mcore.dispatch, megacpp_mcore.catalog\n"
-            "import megacpp_mcore.surfaces.problems\n"
-            "from megacpp_mcore.surfaces.backend import Problem\n"
-            "megacpp_mcore.dispatch.decide('linear', Problem.of('cpu', 'any'))\n"
+            "import megacpp_mcore.surfaces.registry\n"
+            "from megacpp_mcore.surfaces.workload import Workload\n"
+            "megacpp_mcore.dispatch.decide('linear', Workload.of('cpu', 'any'))\n"
             "heavy = {'torch', 'numpy', 'triton', 'megatron', 'transformer_engine', 'liger_kernel',"
             " 'mamba_ssm', 'deep_ep', 'cut_cross_entropy'}\n"
             "print(sorted(heavy & set(sys.modules)))\n"
@@ -284,7 +279,7 @@ class TestOptionalPackages:
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
         import_reason.cache_clear()
         try:
-            found = te_attention(Problem.of("cuda", "bfloat16", dqk=128, dv=64))
+            found = te_attention(Workload.of("cuda", "bfloat16", dqk=128, dv=64))
         finally:
             import_reason.cache_clear()
         assert found is None if reason is None else found.startswith(reason)
@@ -292,7 +287,7 @@ class TestOptionalPackages:
 
 class TestPatches:
     def test_megatrons_mla_serves_tensor_parallelism_with_its_patch_only(self, monkeypatch):
-        problem = Problem.of("cpu", "float32", tensor_model_parallel_size=2)
+        problem = Workload.of("cpu", "float32", tensor_model_parallel_size=2)
         requests = {"mla_rope": "megatron"}
         monkeypatch.setattr(patching, "applied", lambda package: frozenset())
         with pytest.raises(dispatch.DispatchError, match="apply --only mla-k-pos-gradient"):
@@ -310,7 +305,7 @@ class TestRegistry:
         assert names[-1] == REFERENCE
         for device in ("cpu", "cuda"):
             decision = dispatch.choose(
-                surface.name, Problem.of(device, "float16"), {surface.name: REFERENCE}
+                surface.name, Workload.of(device, "float16"), {surface.name: REFERENCE}
             )
             assert decision.load() is not None
 
@@ -330,7 +325,7 @@ class TestRegistry:
 
         def run(forced):
             monkeypatch.setenv("MEGACPP_BACKENDS", forced)
-            problem = Problem.of("cpu", "float64", dqk=dqk, dv=dv, heads=heads)
+            problem = Workload.of("cpu", "float64", dqk=dqk, dv=dv, heads=heads)
             decision = dispatch.decide("core_attention", problem)
             attention = decision.load()(
                 config=config, layer_number=1, attn_mask_type=AttnMaskType.causal,

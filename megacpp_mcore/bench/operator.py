@@ -15,13 +15,12 @@ from megacpp_mcore.bench import BenchError, BenchFailure
 from megacpp_mcore.bench.clock import Clock, measure_rates
 from megacpp_mcore.bench.runner import Contender, Target
 from megacpp_mcore.kernels import parity
-from megacpp_mcore.kernels.case import Bound, Case, Tensors
-from megacpp_mcore.kernels.cases import case_class
+from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors, case_class
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.stack import bridges
-from megacpp_mcore.surfaces import problems
-from megacpp_mcore.surfaces.backend import REFERENCE
+from megacpp_mcore.surfaces.backend import REFERENCE, load
 from megacpp_mcore.surfaces.registry import REGISTRY
+from megacpp_mcore.surfaces.workload import current_device
 
 _SECONDS_A_PHASE = 6.0
 
@@ -43,7 +42,7 @@ class OperatorTarget(Target):
         self.case = _case(surface, recipe, variant)
         self.dtype = torch.bfloat16 if recipe.precision.bf16 else torch.float32
         bridges.before_megatron()
-        workload = self.case.problem(problems.current_device(), self.dtype)
+        workload = self.case.workload(current_device(), self.dtype)
         chosen = dispatch.choose(surface, workload, recipe.backends).observed
         self.preferred = (*against, chosen, REFERENCE)
         self.entered = _backends(self.case, workload, chosen, against)
@@ -94,9 +93,8 @@ class OperatorTarget(Target):
     def _check(self, backend: "_Backend", clock: Clock) -> None:
         """Build the backend, take its cold times, and compare it with the definition."""
         case = self.case
-        decision = dispatch.Decision(case.surface, "", backend.name, "", backend.implementation)
         for tensors in self.sets:
-            bound = case.bind(decision.load(), clock.device, self.dtype)
+            bound = case.bind(load(backend.implementation), clock.device, self.dtype)
             bound.put(tensors)
             backend.bound.append(bound)
         kept: list[Any] = []
@@ -166,7 +164,7 @@ class _Backend(Contender):
     is_asked_for: bool = False
     failed: bool = False
     worst: parity.Error | None = None
-    bound: list[Bound] = field(default_factory=list)
+    bound: list[BoundBackend] = field(default_factory=list)
 
     def drop(self, reason: str, failed: bool = True) -> None:
         self.reason, self.failed = reason, failed
@@ -196,7 +194,7 @@ def _case(surface: str, recipe: Recipe, variant: str | None) -> Case:
 
 
 def _backends(
-    case: Case, workload: dispatch.Problem, chosen: str, against: Sequence[str]
+    case: Case, workload: dispatch.Workload, chosen: str, against: Sequence[str]
 ) -> list[_Backend]:
     surface = case.surface
     verdicts = dispatch.verdicts(surface, workload)
@@ -213,7 +211,7 @@ def _backends(
         reason = backend.supports(workload)
         if against and reason is None and backend.name not in served:
             reason = "not asked for"
-        found.append(_Backend(backend.name, implementation=backend.implementation, reason=reason,
+        found.append(_Backend(backend.name, implementation=backend.benched, reason=reason,
                               is_asked_for=backend.name in against))  # fmt: skip
     return found
 

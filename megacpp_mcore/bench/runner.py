@@ -20,7 +20,7 @@ from megacpp_mcore.bench.clock import Call, Clock, clock_for, interleave
 from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.stack import bridges
-from megacpp_mcore.surfaces import problems
+from megacpp_mcore.surfaces.workload import current_device
 
 _TOPOLOGY = {"world_size": 1, "tp": 1, "pp": 1, "ep": 1, "cp": 1, "dp": 1}
 _ONE_RANK_NOTE = "one process: the recipe's model on one device, without any parallelism"
@@ -107,7 +107,7 @@ def run(target: Target, say: Callable[[str], None] = to_stderr) -> tuple[dict[st
     bridges.before_megatron()
     from megacpp_mcore.training.cpu.megatron_setup import quiet, single_process
 
-    recipe, device = target.recipe, problems.current_device()
+    recipe, device = target.recipe, current_device()
     clock, rows = clock_for(device), []
     with quiet(), single_process(recipe.schedule.seed, device):
         target.build(clock, say)

@@ -85,7 +85,7 @@ def _bench(args: argparse.Namespace, recipe: Any) -> tuple[dict[str, Any], list[
 def _recipe(args: argparse.Namespace) -> Any:
     from megacpp_mcore import bench
     from megacpp_mcore.recipe import recipe_from_environment
-    from megacpp_mcore.surfaces import problems
+    from megacpp_mcore.surfaces.workload import current_device
 
     overrides = args.overrides + ([f"model.depth={args.layers}"] if args.layers else [])
     if args.layer:
@@ -94,7 +94,7 @@ def _recipe(args: argparse.Namespace) -> Any:
         overrides = layer_overrides(args.layer) + overrides
     if args.recipe is None and (named := recipe_from_environment()):
         return bench.load_for_bench(named.source, [*named.overrides, *overrides])
-    default = "nam56r" if problems.current_device() == "cuda" else "nam56r-tiny"
+    default = "nam56r" if current_device() == "cuda" else "nam56r-tiny"
     return bench.load_for_bench(args.recipe or default, overrides)
 
 

@@ -14,6 +14,7 @@ _DETAILS = (
     ("fallback", "fallback"),
     ("tests", "tests"),
     ("skips", "skips"),
+    ("figures", "measured"),
     ("receipt", "receipt"),
     ("no_receipt", "no receipt"),
     ("exit_when", "leaves when"),
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Ask, print, and tell by the exit status whether every surface is served."""
     from megacpp_mcore import catalog
     from megacpp_mcore.recipe import load_recipe, recipe_from_environment
-    from megacpp_mcore.surfaces.problems import current_device
+    from megacpp_mcore.surfaces.workload import current_device
 
     if args.problem:
         recipe = load_recipe(args.problem)

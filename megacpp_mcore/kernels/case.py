@@ -1,8 +1,8 @@
-"""A case: one problem of a surface with everything that a bench and a test need to know about it.
+"""A case: one size of a surface with everything that a bench and a test need to know about it.
 
-What is drawn, what the truth is, how close a backend must come to it, what a call costs at least,
-and how a backend that dispatch has loaded is called. The bench and the admission suite know nothing
-of a surface but its case.
+The inputs, the reference, how close a backend must come to it, what a call costs at least, and how
+a backend that has been loaded is called. The bench and the admission suite know nothing of a
+surface but its case.
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from megacpp_mcore.surfaces.backend import Backend, Problem
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.surfaces.backend import Backend, load
+from megacpp_mcore.surfaces.registry import REGISTRY
+from megacpp_mcore.surfaces.workload import Workload
 
 if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
@@ -22,7 +25,7 @@ Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Bound:
+class BoundBackend:
     """A backend, ready to run one case.
 
     call: the case's tensors by name -> its outputs by name. parameters: tensors of the case that
@@ -33,7 +36,7 @@ class Bound:
     parameters: Mapping[str, Sequence[torch.nn.Parameter]] = field(default_factory=dict)
 
     def put(self, tensors: Tensors) -> None:
-        """Copy the drawn values of the backend's own parameters into them."""
+        """Copy the case's values of the backend's own parameters into them."""
         with torch.no_grad():
             for name, parameters in self.parameters.items():
                 slices = tensors[name].chunk(len(parameters))
@@ -44,17 +47,17 @@ class Bound:
 class Case(ABC):
     """Base of the cases; a subclass is a frozen dataclass whose fields are the sizes.
 
-    inputs: tensors with a gradient. wide: tensors, outputs among them, that are float32 in a bf16
+    inputs: tensors with a gradient. fp32_tensors: inputs and outputs that are float32 in a bf16
     model too. backward_flops: operations of a backward pass in units of a forward pass's; 0 for one
     that hands on the gradient as it is, and moves no bytes either. backward_reads_inputs: it needs
     the inputs again; not where the outputs are linear in them. variants: other forms of the same
-    problem, for `as_variant`, the first of them the one that `of` gives. yardsticks: what a bench
-    times beside the backends, and nothing else can ask for.
+    call, for `as_variant`, the first of them the one that `of` gives. yardsticks: what a bench
+    times with the backends, and nothing else can ask for.
     """
 
     surface: ClassVar[str]
     inputs: tuple[str, ...]
-    wide: ClassVar[tuple[str, ...]] = ()
+    fp32_tensors: ClassVar[tuple[str, ...]] = ()
     backward_flops: ClassVar[int] = 2
     backward_reads_inputs: ClassVar[bool] = True
     variants: ClassVar[tuple[str, ...]] = ()
@@ -83,11 +86,11 @@ class Case(ABC):
         return asdict(self)  # type: ignore[call-overload]
 
     @abstractmethod
-    def problem(self, device: str, dtype: torch.dtype) -> Problem:
+    def workload(self, device: str, dtype: torch.dtype) -> Workload:
         """What a layer of these sizes asks of dispatch."""
 
     @abstractmethod
-    def draw(self, generator: torch.Generator) -> Tensors:
+    def make_inputs(self, generator: torch.Generator) -> Tensors:
         """Random tensors such as a model would hold, on the generator's device, and integers."""
 
     @staticmethod
@@ -97,11 +100,11 @@ class Case(ABC):
         return torch.randn(shape, generator=generator, device=generator.device, dtype=dtype)
 
     @abstractmethod
-    def truth(self, **tensors: Tensor) -> Tensors:
+    def reference(self, **tensors: Tensor) -> Tensors:
         """The outputs by the definition, in the dtype of the tensors; differentiable."""
 
     @abstractmethod
-    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> Bound:
+    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
         """What `Decision.load` returned, ready to be called with this case's tensors.
 
         Needs Megatron's process groups where the backends are Megatron modules.
@@ -134,3 +137,15 @@ class Case(ABC):
         accumulator = torch.finfo(torch.promote_types(dtype, torch.float32))
         rounded = self.roundings(name) * torch.finfo(dtype).eps / 2
         return rounded + self.terms(name) * accumulator.eps
+
+
+class CaseError(MegacppError):
+    """A surface that has no case."""
+
+
+def case_class(surface: str) -> type[Case]:
+    """The surface's case class. Raises CaseError naming the surfaces that have one."""
+    known = {name: found.case for name, found in REGISTRY.items() if found.case}
+    if surface not in known:
+        raise CaseError(f"surface {surface!r} has no case; choose {', '.join(known)}")
+    return load(known[surface])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megacpp_mcore.kernels.case import Bound, Case, Tensors
+from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Truth:
 
 
 def drawn(case: Case, dtype: torch.dtype, device: str, seed: int) -> Tensors:
-    """The case's tensors on `device`, in `dtype` but for its wide ones."""
-    tensors = case.draw(torch.Generator(device).manual_seed(seed))
+    """The case's tensors on `device`, in `dtype` but for its fp32_tensors."""
+    tensors = case.make_inputs(torch.Generator(device).manual_seed(seed))
     return {
         name: tensor.to(device, dtype_of(case, name, dtype) if tensor.is_floating_point() else None)
         for name, tensor in tensors.items()
@@ -57,7 +57,7 @@ def drawn(case: Case, dtype: torch.dtype, device: str, seed: int) -> Tensors:
 
 def dtype_of(case: Case, name: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of input or output `name` in a model of `dtype`."""
-    return torch.promote_types(dtype, torch.float32) if name in case.wide else dtype
+    return torch.promote_types(dtype, torch.float32) if name in case.fp32_tensors else dtype
 
 
 def truth_of(
@@ -74,7 +74,7 @@ def truth_of(
     """
     widened = {n: t.to(wide) if t.is_floating_point() else t for n, t in tensors.items()}
     leaves = {name: widened[name].detach().requires_grad_() for name in case.inputs}
-    outputs = case.truth(**{**widened, **leaves})
+    outputs = case.reference(**{**widened, **leaves})
     if directions is None:
         directions = {n: _direction(y).to(dtype_of(case, n, dtype)) for n, y in outputs.items()}
     values = _values(outputs, {n: d.to(wide) for n, d in directions.items()}, leaves)
@@ -86,7 +86,7 @@ def _direction(y: Tensor) -> Tensor:
     return torch.randn(y.shape, generator=generator, device=y.device)
 
 
-def run(case: Case, bound: Bound, tensors: Tensors, directions: Tensors) -> Tensors:
+def run(case: Case, bound: BoundBackend, tensors: Tensors, directions: Tensors) -> Tensors:
     """A backend's outputs and, under `d<name>`, its gradients along `directions`."""
     leaves = {n: tensors[n].detach().requires_grad_() for n in case.inputs}
     bound.put(tensors)

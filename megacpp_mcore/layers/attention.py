@@ -9,9 +9,8 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.rope_qk import RopeQK
 from megacpp_mcore.layers.settings import plugin_settings
-from megacpp_mcore.surfaces import problems
-
-MEGATRON = "megatron"  # the backend that is upstream's own forward pass
+from megacpp_mcore.surfaces import rope_qk
+from megacpp_mcore.surfaces.workload import current_device
 
 
 class AttentionError(MegacppError):
@@ -34,10 +33,10 @@ class SelfAttention(upstream.SelfAttention):
         if config.qk_l2_norm or not config.qk_layernorm:
             submodules = replace(submodules, q_layernorm=None, k_layernorm=None)
         super().__init__(config, submodules, *args, **kwargs)
-        problem = problems.rope_qk(problems.current_device(), config)
-        decision = dispatch.decide("rope_qk", problem, plugin_settings(config).backends)
+        workload = rope_qk.workload(current_device(), config)
+        decision = dispatch.decide("rope_qk", workload, plugin_settings(config).backends)
         self.rope: RopeQK | None = None
-        if decision.observed != MEGATRON:
+        if decision.observed != rope_qk.MEGATRON.name:
             self.rope = decision.load()
         self._angles: Tensor | None = None
         self._offsets: Tensor | None = None
@@ -102,7 +101,7 @@ class SelfAttention(upstream.SelfAttention):
             if table[0] is not table[1]:
                 raise AttentionError(
                     "queries and keys have angles of their own; give one table for both, or name "
-                    "rope_qk = 'megatron' in [backends]"
+                    f"rope_qk = '{rope_qk.MEGATRON.name}' in [backends]"
                 )
             table = table[0]
         if table.dim() != 4 or table.shape[1:3] != (1, 1):

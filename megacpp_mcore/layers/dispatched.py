@@ -9,7 +9,9 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.layers.core_attention import CoreAttentionByLayout, window_of
 from megacpp_mcore.layers.recompute import recomputed
 from megacpp_mcore.layers.settings import plugin_settings
-from megacpp_mcore.surfaces import problems
+from megacpp_mcore.surfaces import core_attention, moe_experts
+from megacpp_mcore.surfaces import norm as norm_surface
+from megacpp_mcore.surfaces.workload import current_device
 
 
 class DispatchedCoreAttention:
@@ -27,10 +29,9 @@ class DispatchedCoreAttention:
         window = window_of(config, layer_number)
 
         def decided(layout: str) -> type:
-            device = problems.current_device()
-            problem = problems.core_attention(device, config, *dims, layout, window)
+            workload = core_attention.workload(current_device(), config, *dims, layout, window)
             requests = plugin_settings(config).backends
-            return dispatch.decide("core_attention", problem, requests).load()
+            return dispatch.decide("core_attention", workload, requests).load()
 
         def build(core: type) -> torch.nn.Module:
             return core(config=config, layer_number=layer_number, **kwargs)
@@ -49,8 +50,8 @@ class DispatchedNorm:
     """Builds the norm that dispatch chooses for the layer's config."""
 
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:
-        problem = problems.norm(problems.current_device(), config)
-        norm = dispatch.decide("norm", problem, plugin_settings(config).backends).load()()
+        workload = norm_surface.workload(current_device(), config)
+        norm = dispatch.decide("norm", workload, plugin_settings(config).backends).load()()
         return norm(config=config, hidden_size=hidden_size, eps=eps)
 
 
@@ -59,8 +60,8 @@ class DispatchedExperts:
 
     def __new__(cls, num_local_experts: int, config, pg_collection=None, name=None):
         plugin = plugin_settings(config)
-        problem = problems.moe_experts(problems.current_device(), config, plugin.optimizer)
-        build = dispatch.decide("moe_experts", problem, plugin.backends).load()()
+        workload = moe_experts.workload(current_device(), config, plugin.optimizer)
+        build = dispatch.decide("moe_experts", workload, plugin.backends).load()()
         experts = build(num_local_experts, config, pg_collection=pg_collection, name=name)
         if "experts" in plugin.recompute.moe:
             experts.forward = partial(recomputed, config, pg_collection.tp, experts.forward)

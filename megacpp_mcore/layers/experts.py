@@ -26,7 +26,7 @@ from megacpp_mcore.kernels.moe_experts import experts_grouped_mm, weighted_swigl
 from megacpp_mcore.layers.gathered import gathered
 
 # Field of Megatron's config that no recipe has -> the one value that is served. What a recipe can
-# ask for is refused by dispatch (`megacpp_mcore.surfaces.grouped_experts`).
+# ask for is refused by dispatch (`megacpp_mcore.surfaces.moe_experts`).
 _SERVED = {
     "activation_func_clamp_value": None, "glu_linear_offset": 0.0,
     "moe_mlp_glu_interleave_size": None, "moe_latent_size": None, "use_te_activation_func": False,

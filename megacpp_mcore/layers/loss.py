@@ -33,12 +33,11 @@ from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.linear_cross_entropy import Head
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.patching import applied
-from megacpp_mcore.surfaces import problems
+from megacpp_mcore.surfaces import linear_cross_entropy
+from megacpp_mcore.surfaces.linear_cross_entropy import MEGATRON
+from megacpp_mcore.surfaces.workload import current_device
 
-SURFACE = "linear_cross_entropy"
-# The backend that leaves the model's forward pass as Megatron has it, logits included.
-MEGATRON = "megatron"
-_MEGATRONS = "megacpp_mcore.kernels.linear_cross_entropy.megatron:MEGATRON"
+SURFACE = linear_cross_entropy.SURFACE.name
 
 # Field of Megatron's config -> the one value that is served, and why no other is.
 _SERVED = {
@@ -210,14 +209,20 @@ def check_asked_for(config: Any) -> None:
     if getattr(config, _CHOSEN_BY_MODEL, False):
         return
     asked = dispatch.requested(SURFACE, plugin_settings(config).backends)
-    if asked not in (dispatch.AUTO, MEGATRON):
+    if asked not in (dispatch.AUTO, MEGATRON.name):
         raise LossError(
             f'{SURFACE} = "{asked}" is asked for, and this is Megatron\'s own HybridModel, whose '
-            f'heads no stack spec can change. Name "{MEGATRON}" or nothing, or train with `megacpp '
-            "train` or `python -m megacpp_mcore.pretrain`, whose model has them"
+            f'heads no stack spec can change. Name "{MEGATRON.name}" or nothing, or train with '
+            "`megacpp train` or `python -m megacpp_mcore.pretrain`, whose model has them"
         )
     reason = "a model of Megatron's own class has its own heads"
-    dispatch.record(dispatch.Decision(SURFACE, asked, MEGATRON, reason, _MEGATRONS))
+    _record_megatrons(asked, reason)
+
+
+def _record_megatrons(asked: str, reason: str) -> None:
+    """Megatron's own heads serve, which was not ours to choose."""
+    decision = dispatch.Decision(SURFACE, asked, MEGATRON.name, reason, MEGATRON.implementation)
+    dispatch.record(decision)
 
 
 def head_losses(model: Any) -> HeadLosses | None:
@@ -232,17 +237,16 @@ def head_losses(model: Any) -> HeadLosses | None:
     _check_fusion(config, asked)
     takers = _takes_logits(model)
     if takers and asked == dispatch.AUTO:
-        reason = "; ".join(takers)
-        dispatch.record(dispatch.Decision(SURFACE, asked, MEGATRON, reason, _MEGATRONS))
+        _record_megatrons(asked, "; ".join(takers))
         return None
-    problem = problems.linear_cross_entropy(problems.current_device(), config, model.vocab_size)
-    decision = dispatch.decide(SURFACE, problem, backends)
-    if decision.observed == MEGATRON:
+    workload = linear_cross_entropy.workload(current_device(), config, model.vocab_size)
+    decision = dispatch.decide(SURFACE, workload, backends)
+    if decision.observed == MEGATRON.name:
         return None
     if takers:
         raise LossError(
             f"the losses cannot be made without logits: {'; '.join(takers)}. Change that, or name "
-            f'{SURFACE} = "{MEGATRON}" in [backends] for Megatron\'s own heads'
+            f'{SURFACE} = "{MEGATRON.name}" in [backends] for Megatron\'s own heads'
         )
     return HeadLosses(model, decision)
 
@@ -275,8 +279,8 @@ def keep_log_group() -> None:
 
 def _check_fusion(config: Any, asked: str) -> None:
     fused = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te"
-    if fused and asked != MEGATRON:
+    if fused and asked != MEGATRON.name:
         raise LossError(
             "cross_entropy_fusion_impl = 'te': its gradients are wrong at times. Take \"native\", "
-            f'or name {SURFACE} = "{MEGATRON}" in [backends] for Megatron\'s own heads as they are'
+            f'or name {SURFACE} = "{MEGATRON.name}" in [backends] for Megatron\'s own heads'
         )

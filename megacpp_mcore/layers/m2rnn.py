@@ -42,7 +42,9 @@ from megacpp_mcore.kernels.m2rnn_prep import REFERENCE, M2RNNPrep
 from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout, M2RNNMixerError
 from megacpp_mcore.layers.mixer import RecurrentMixer
 from megacpp_mcore.layers.settings import PluginSettings, plugin_settings
-from megacpp_mcore.surfaces import problems
+from megacpp_mcore.surfaces import m2rnn as m2rnn_surface
+from megacpp_mcore.surfaces import m2rnn_prep as m2rnn_prep_surface
+from megacpp_mcore.surfaces.workload import current_device
 
 _FP32_PARAMETERS = ("W", "A_log", "dt_bias", "D")
 _A_RANGE = (1.0, 16.0)  # exp(A_log) is drawn from it, as in Mamba-2
@@ -137,12 +139,12 @@ class M2RNNMixer(RecurrentMixer):
 
     def _choose_backend(self, plugin: PluginSettings) -> Callable:
         """The backend of the recurrence; called as `megacpp_mcore.kernels.m2rnn.m2rnn`."""
-        problem = problems.m2rnn(problems.current_device(), self.config, self.layout, self.settings)
-        return dispatch.decide("m2rnn", problem, plugin.backends).load()
+        workload = m2rnn_surface.workload(current_device(), self.config, self.layout, self.settings)
+        return dispatch.decide("m2rnn", workload, plugin.backends).load()
 
     def _choose_prep(self, plugin: PluginSettings) -> M2RNNPrep:
-        problem = problems.mixer_prep(problems.current_device(), self.config)
-        return dispatch.decide("m2rnn_prep", problem, plugin.backends).load()
+        workload = m2rnn_prep_surface.workload(current_device(), self.config)
+        return dispatch.decide("m2rnn_prep", workload, plugin.backends).load()
 
     def forward(
         self,

@@ -34,7 +34,9 @@ from megacpp_mcore.layers.gathered import gathered
 from megacpp_mcore.layers.mamba3_layout import IN_PROJ_PARTS, Mamba3Layout, Mamba3MixerError
 from megacpp_mcore.layers.mixer import RecurrentMixer
 from megacpp_mcore.layers.settings import PluginSettings, plugin_settings
-from megacpp_mcore.surfaces import problems
+from megacpp_mcore.surfaces import mamba3_prep as mamba3_prep_surface
+from megacpp_mcore.surfaces import mamba3_scan as mamba3_scan_surface
+from megacpp_mcore.surfaces.workload import current_device
 
 _NORM_EPS = 1e-5  # of the B and C norms, as upstream's module; no config field reaches them
 
@@ -127,14 +129,14 @@ class Mamba3Mixer(RecurrentMixer):
         return dt + torch.log(-torch.expm1(-dt))
 
     def _choose_scan(self, plugin: PluginSettings):
-        problem = problems.mamba3_scan(
-            problems.current_device(), self.config, self.layout, self.settings
+        workload = mamba3_scan_surface.workload(
+            current_device(), self.config, self.layout, self.settings
         )
-        return dispatch.decide("mamba3_scan", problem, plugin.backends).load()
+        return dispatch.decide("mamba3_scan", workload, plugin.backends).load()
 
     def _choose_prep(self, plugin: PluginSettings):
-        problem = problems.mixer_prep(problems.current_device(), self.config)
-        return dispatch.decide("mamba3_prep", problem, plugin.backends).load()
+        workload = mamba3_prep_surface.workload(current_device(), self.config)
+        return dispatch.decide("mamba3_prep", workload, plugin.backends).load()
 
     def forward(
         self,

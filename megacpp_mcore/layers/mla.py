@@ -28,7 +28,9 @@ from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.mla_rope import RotaryTable
 from megacpp_mcore.layers.gathered import gathered
 from megacpp_mcore.layers.settings import plugin_settings
-from megacpp_mcore.surfaces import problems
+from megacpp_mcore.surfaces import mla_rope
+from megacpp_mcore.surfaces.support import TE
+from megacpp_mcore.surfaces.workload import current_device
 
 
 class MLAError(MegacppError):
@@ -52,9 +54,10 @@ class _OnTheSurface(upstream.MLASelfAttention):
                 "different pairs, which is no rotation; leave it off (MLA's own interleaving of "
                 "the checkpoint is always on)"
             )
-        problem = problems.mla_rope(problems.current_device(), config)
-        decision = dispatch.decide("mla_rope", problem, plugin_settings(config).backends)
-        self._rope = None if decision.observed == "megatron" else decision.load()
+        workload = mla_rope.workload(current_device(), config)
+        decision = dispatch.decide("mla_rope", workload, plugin_settings(config).backends)
+        is_megatrons = decision.observed == mla_rope.MEGATRON.name
+        self._rope = None if is_megatrons else decision.load()
         self._table: RotaryTable | None = None
 
     def _resolve_qk_norm_config(self, submodules):
@@ -206,7 +209,7 @@ class AbsorbedMLASelfAttention(absorbed.AbsorbedMLASelfAttention):
         if submodules.linear_kv_down_proj is ColumnParallelLinear:
             raise MLAError(
                 "a DSA layer of Megatron's own linears: its indexer takes Transformer Engine's "
-                'only; train on cuda with linear = "te", or choose another attention.kind'
+                f'only; train on cuda with linear = "{TE}", or choose another attention.kind'
             )
         super().__init__(config, submodules, *args, **kwargs)
 
@@ -219,10 +222,10 @@ class AbsorbedMLASelfAttention(absorbed.AbsorbedMLASelfAttention):
 def _check_fused(backends: Mapping[str, str]) -> None:
     """The fused projection has the layer's norm inside, and both are Transformer Engine's."""
     for surface in ("linear", "norm"):
-        if (asked := dispatch.requested(surface, backends)) not in (dispatch.AUTO, "te"):
+        if (asked := dispatch.requested(surface, backends)) not in (dispatch.AUTO, TE):
             raise MLAError(
                 f'{surface} = "{asked}" is asked for, and mla_down_proj_fusion has Transformer '
-                'Engine\'s linear with the norm inside. Name "te" or nothing, or leave it off'
+                f'Engine\'s linear with the norm inside. Name "{TE}" or nothing, or leave it off'
             )
 
 

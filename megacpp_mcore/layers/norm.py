@@ -1,6 +1,6 @@
-"""Normalisation modules for Megatron's norm slots, beside Transformer Engine's.
+"""Normalisation modules for Megatron's norm slots, other than Transformer Engine's.
 
-What each can serve is in `megacpp_mcore.surfaces`.
+What each can serve is in `megacpp_mcore.surfaces.norm`.
 """
 
 import torch

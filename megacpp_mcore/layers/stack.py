@@ -26,7 +26,9 @@ from megacpp_mcore.layers.blocks import StackParts, mlp_layer
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.patching import applied
 from megacpp_mcore.stack import bridges, optimizer_bridges
-from megacpp_mcore.surfaces import problems
+from megacpp_mcore.surfaces import linear
+from megacpp_mcore.surfaces.support import TE
+from megacpp_mcore.surfaces.workload import current_device, stack_part
 
 # In the slots that no other letter is asked for: A E M R.
 _DEFAULT = "".join(entry.letter for entry in table.SHIPPED if entry.spec is None)
@@ -48,7 +50,7 @@ class MegacppStack(HybridStack):
         # Fails here, with the reason, rather than in some layer.
         requests = plugin_settings(config).backends
         loss.check_asked_for(config)
-        dispatch.decide("linear", problems.linear(problems.current_device(), config), requests)
+        dispatch.decide("linear", linear.workload(current_device(), config), requests)
         upstream_builds_it = post_layer_norm and final_norm is None
         super().__init__(config, submodules, post_layer_norm=upstream_builds_it, **kwargs)
         self.post_layer_norm = post_layer_norm
@@ -76,11 +78,11 @@ def stack_spec(backends: Mapping[str, str] | None = None, letters: str = "") -> 
             f"{one.letter} and {other.letter} both need Megatron's {symbol} slot, and one stack "
             "has one; use either"
         )
-    problem = problems.stack_part(problems.current_device())
+    workload = stack_part(current_device())
     linears, residual = (
-        dispatch.decide(surface, problem, backends).load()() for surface in ("linear", "residual")
+        dispatch.decide(surface, workload, backends).load()() for surface in ("linear", "residual")
     )
-    norms_inside = linears.is_te and dispatch.requested("norm", backends) in (dispatch.AUTO, "te")
+    norms_inside = linears.is_te and dispatch.requested("norm", backends) in (dispatch.AUTO, TE)
     parts = StackParts(linears, residual, norms_inside)
     slots = {s.symbol: s for letter in _DEFAULT + letters for s in table.get(letter).slots}
     layers = {STACK_FIELDS[symbol]: _function(slot) for symbol, slot in slots.items()}

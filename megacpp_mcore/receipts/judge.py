@@ -29,6 +29,7 @@ from megacpp_mcore.receipts.intervals import (
     time_ratio,
 )
 from megacpp_mcore.receipts.reader import Receipt, Row, by_round, warm
+from megacpp_mcore.surfaces.backend import REFERENCE
 
 MARGIN = 0.01
 RUN_RULE = (
@@ -92,7 +93,7 @@ def judge_rows(base: Row, row: Row, margin: float, *, in_turns: bool) -> Judgeme
     if row["error"] is not None and row["error"] > row["tolerance"]:
         reason = f"wrong: error {row['error']:.3g} is beyond the tolerance {row['tolerance']:.3g}"
         return Judgement("drop", (reason,), ratio)
-    if row["error"] is None and row["backend"] != "reference" and fast == "faster":
+    if row["error"] is None and row["backend"] != REFERENCE and fast == "faster":
         return Judgement("undecided", ("faster, but its error was not measured",), ratio)
     verdicts: dict[str, Verdict] = {"faster": "keep", "slower": "drop", "undecided": "undecided"}
     return Judgement(verdicts[fast], (_time_reason(fast, ratio, margin),), ratio)

@@ -7,8 +7,7 @@ run that needs one and does not have it is refused where the model is built.
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.hybrid.pattern import MOE_TRACKER_PATCH
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.surfaces.problems import mla_rope_of
-from megacpp_mcore.surfaces.registry import K_POS_PATCH
+from megacpp_mcore.surfaces import mla_rope
 
 # Megatron's fused MLA RoPE tries these block sizes and rotates wrong heads where a block is cut.
 _ROPE_BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -29,9 +28,10 @@ def needed(recipe: Recipe) -> dict[str, str]:
             f"blocks of {', '.join(map(str, cut))} heads and then rotates the wrong ones"
         )
     ranks = recipe.parallel.tensor_model_parallel_size
-    if recipe.backends.get("mla_rope") == "megatron" and mla_rope_of(recipe, "cuda") and ranks > 1:
-        needs[K_POS_PATCH] = (
-            f'backends.mla_rope = "megatron" over {ranks} tensor-parallel ranks: the gradient of '
+    megatron, named = mla_rope.MEGATRON.name, recipe.backends.get(mla_rope.SURFACE.name)
+    if named == megatron and mla_rope.of_recipe(recipe, "cuda") and ranks > 1:
+        needs[mla_rope.K_POS_PATCH] = (
+            f'backends.mla_rope = "{megatron}" over {ranks} tensor-parallel ranks: the gradient of '
             "k's rotary part leaves other ranks' heads out"
         )
     mtp_experts = any(layer.letter == "E" for layer in recipe.plan.mtp_layers)

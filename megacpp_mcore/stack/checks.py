@@ -77,7 +77,8 @@ def te_cublas(facts: Facts) -> Check:
 
 def te_attention_cudnn(facts: Facts) -> Check:
     """TE's fused attention fails in the backward pass with a cuDNN older than 9.22."""
-    from megacpp_mcore.surfaces.attention_support import TE_ATTENTION_CUDNN
+    from megacpp_mcore.surfaces.core_attention import TE_ATTENTION_CUDNN
+    from megacpp_mcore.surfaces.support import TE
 
     name = "te-attention-cudnn"
     if facts.version(_TE) is None:
@@ -88,7 +89,7 @@ def te_attention_cudnn(facts: Facts) -> Check:
     if cudnn is not None and cudnn >= TE_ATTENTION_CUDNN:
         return Check(name, OK, f"cuDNN {cudnn} at run time")
     found = f"cuDNN {cudnn} at run time; TE's fused attention needs {TE_ATTENTION_CUDNN}"
-    if _forced(facts).get("core_attention") == "te":
+    if _forced(facts).get("core_attention") == TE:
         return Check(
             name, FAIL, f"{found}, and MEGACPP_BACKENDS forces it",
             "take core_attention=te out of MEGACPP_BACKENDS, or put a newer cuDNN first on the "

@@ -1,83 +1,115 @@
-"""What a surface, a backend and a problem are, and how a backend asks for an optional package.
+"""What a surface and a backend are, and what the catalog says of each.
 
 Imports neither torch nor any optional package.
 """
 
-import functools
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from megacpp_mcore.surfaces.figures import Figure
+from megacpp_mcore.surfaces.workload import Workload
 
 if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
 
 REFERENCE = "reference"
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What a backend is asked to serve; build one with `Problem.of`.
-
-    device: "cpu" or "cuda". dtype: torch's name without the prefix ("bfloat16"), or "any" where the
-    choice is made before the dtype is known. sizes: what the surface's backends need to know (head
-    dims, heads, layout) as sorted (name, value) pairs, so that a problem can be a cache key.
-    """
-
-    device: str
-    dtype: str
-    sizes: tuple[tuple[str, Any], ...] = ()
-
-    @classmethod
-    def of(cls, device: str, dtype: str, **sizes: Any) -> "Problem":
-        return cls(device, dtype, tuple(sorted(sizes.items())))
-
-    def size(self, name: str, default: Any = None) -> Any:
-        return dict(self.sizes).get(name, default)
+Role = Literal["chosen", "fallback", "vendor", "donor", "deferred", "experimental"]
+Keep = Literal["keep", "borderline", "not carried"]
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of a surface.
+    """One implementation of a surface, and its facts in the catalog.
 
-    implementation: "module:attribute", imported when a layer takes the backend. supports: None when
-    the backend can serve the problem, else a sentence saying why not. by_name: it serves whoever
-    names it, and `auto` goes past it.
+    implementation: "module:attribute", imported when a layer takes the backend; where a layer then
+    leaves its own path for Megatron's, the class of Megatron that has it. stand_in: what a bench
+    and the admission suite call instead of such a class. supports: None when the backend can serve
+    the workload, else a sentence saying why not. opt_in: it serves where it is named, and `auto`
+    passes it over. ruled_out: as supports, but of the recipe that names the backend, and true on
+    any machine: such a recipe is refused.
+
+    role: chosen (what the pinned stack should run on an H200), fallback (plain torch), vendor
+    (another package's that we may run) or experimental (runs only when named). removes: the
+    whole-path cost that it takes away. layout, dtypes: what it takes and gives. fallback: the
+    backend that serves when it cannot; None for the reference. tests: paths in the repository.
+    receipt: a file in `figures.FOLDER`, or None and `no_receipt` says why. figures: what else was
+    measured. exit_when: the condition under which the backend is decided anew. skips: admission
+    check or dtype -> why it is not run.
     """
 
     name: str
     implementation: str
-    supports: Callable[[Problem], str | None]
-    by_name: bool = False
+    supports: Callable[[Workload], str | None]
+    opt_in: bool = False
+    stand_in: str | None = None
+    ruled_out: Callable[["Recipe", Workload], str | None] | None = None
+    role: Role = "vendor"
+    keep: Keep = "borderline"
+    removes: str = ""
+    layout: str = ""
+    dtypes: str = ""
+    fallback: str | None = None
+    tests: tuple[str, ...] = ()
+    receipt: str | None = None
+    no_receipt: str | None = None
+    figures: tuple[Figure, ...] = ()
+    exit_when: str = ""
+    skips: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def benched(self) -> str:
+        """What a bench and the admission suite call."""
+        return self.stand_in or self.implementation
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotCarried:
+    """A backend that we deliberately do not have.
+
+    role: vendor, donor (a source of ideas) or deferred (not written, and when it would be). why: it
+    is not carried. surface: where it would be one of its own. Others: as of Backend.
+    """
+
+    name: str
+    role: Role
+    removes: str
+    why: str
+    exit_when: str
+    fallback: str | None = None
+    figures: tuple[Figure, ...] = ()
+    surface: str | None = None
 
 
 @dataclass(frozen=True)
 class Surface:
     """A place in the model where more than one implementation fits.
 
-    backends: in order of preference; the last is `reference`, plain torch. problem: what a recipe
+    backends: in order of preference; the last is `reference`, plain torch. workload: what a recipe
     asks of the surface on a device, or None when the recipe's model does not have the surface.
+    blocks: letters of the block families it touches; empty: the head and the loss. case: the class
+    that a bench and the admission suite need, "module:attribute" (`megacpp_mcore.kernels.case`).
     """
 
     name: str
     backends: tuple[Backend, ...]
-    problem: Callable[["Recipe", str], Problem | None]
+    workload: Callable[["Recipe", str], Workload | None]
+    blocks: str = ""
+    case: str | None = None
+    not_carried: tuple[NotCarried, ...] = ()
 
 
-@functools.cache
-def import_reason(module: str) -> str | None:
-    """None when `module` imports here, else a sentence with the failure; tried once per process.
-
-    Any failure counts: an optional CUDA package may fail with ImportError (absent), OSError (no
-    driver), AssertionError (a version check), AttributeError (another version beside it), or leave.
-    """
-    try:
-        importlib.import_module(module)
-    except (Exception, SystemExit) as error:
-        return f"cannot import {module}: {type(error).__name__}: {error}"
-    return None
+def reference(
+    implementation: str, supports: Callable[[Workload], str | None], **facts: Any
+) -> Backend:
+    """The backend `reference`: the definition in plain torch, which every surface has."""
+    exit_when = "never: it is the definition that the others are held to"
+    common = {"role": "fallback", "keep": "keep", "exit_when": exit_when}
+    return Backend(REFERENCE, implementation, supports, **common, **facts)
 
 
-def always(problem: Problem) -> str | None:
-    """The `supports` of plain torch that serves everything."""
-    return None
+def load(implementation: str) -> Any:
+    """Import "module:attribute" and return the attribute."""
+    module, attribute = implementation.split(":")
+    return getattr(importlib.import_module(module), attribute)

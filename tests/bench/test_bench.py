@@ -13,9 +13,10 @@ from megacpp_mcore.bench import clock as clocks
 from megacpp_mcore.bench import layer, model, operator, runner, training
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.norm import rms_norm
-from megacpp_mcore.surfaces.backend import Backend, Surface, always
-from megacpp_mcore.surfaces.problems import stack_part_of
+from megacpp_mcore.surfaces.backend import Backend, Surface
 from megacpp_mcore.surfaces.registry import REGISTRY
+from megacpp_mcore.surfaces.residual import of_recipe as stack_part_of
+from megacpp_mcore.surfaces.support import always
 
 SMALL = [
     "model.hidden_size=32", "model.seq_length=32", "model.num_attention_heads=4",
@@ -396,7 +397,7 @@ class TestLayer:
         entry = Backend("wrong", "megacpp_mcore.kernels.mla_rope.unfused:wrong", always)
         monkeypatch.setattr(unfused, "wrong", wrong, raising=False)
         backends = (*surface.backends, entry)
-        monkeypatch.setitem(REGISTRY, "mla_rope", Surface("mla_rope", backends, surface.problem))
+        monkeypatch.setitem(REGISTRY, "mla_rope", Surface("mla_rope", backends, surface.workload))
         dispatch.forget()
         status, receipt = self.bench(tmp_path / "layer.json", "A", "--against", "mla_rope=wrong")
         assert status == 1 and "recipe: " in capsys.readouterr().err
@@ -451,7 +452,7 @@ class TestCommand:
         entry = Backend("changed", "megacpp_mcore.kernels.mla_rope.unfused:changed", always)
         monkeypatch.setattr(unfused, "changed", changed, raising=False)
         backends = (*surface.backends, entry)
-        monkeypatch.setitem(REGISTRY, "mla_rope", Surface("mla_rope", backends, surface.problem))
+        monkeypatch.setitem(REGISTRY, "mla_rope", Surface("mla_rope", backends, surface.workload))
         dispatch.forget()
         path, other = tmp_path / "model.json", "mla_rope=changed"
         words = [word for override in SMALL for word in ("--set", override)]

@@ -10,8 +10,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.surfaces.backend import Problem
 from megacpp_mcore.surfaces.registry import REGISTRY
+from megacpp_mcore.surfaces.workload import Workload
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +25,7 @@ BACKENDS = [backend.name for backend in REGISTRY["core_attention"].backends]
 
 
 def built(backend, heads, groups, dqk, dv):
-    problem = Problem.of(
+    problem = Workload.of(
         "cuda", "bfloat16", dqk=dqk, dv=dv, heads=heads, context_parallel_size=1, layout="thd"
     )
     if reason := dispatch.verdicts("core_attention", problem)[backend]:

@@ -60,7 +60,7 @@ def test_rows_of_any_length_are_served_by_two_graphs_a_function(build):
     """At NAM56R's widths; packed documents of R, whose number and lengths no graph knows."""
     for seed, tokens in enumerate((1024, 384, 1000, 77, 1024)):
         case, surface, functions = build(1, tokens)
-        problem = case.problem("cuda", torch.bfloat16)
+        problem = case.workload("cuda", torch.bfloat16)
         implementation = dispatch.choose(surface, problem, {surface: "inductor"}).load()
         tensors = parity.drawn(case, torch.bfloat16, "cuda", seed)
         truth = parity.truth_of(case, tensors, torch.bfloat16, torch.float64)
@@ -73,7 +73,7 @@ def test_rows_of_any_length_are_served_by_two_graphs_a_function(build):
 
 def test_what_cannot_be_compiled_is_refused_with_the_reason(monkeypatch):
     case = Mamba3PrepCase(1, 8, 4, 2, 8)
-    problem = case.problem("cuda", torch.bfloat16)
+    problem = case.workload("cuda", torch.bfloat16)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     with pytest.raises(DispatchError, match="switched off in this process; unset"):
         dispatch.choose("mamba3_prep", problem, {"mamba3_prep": "inductor"})

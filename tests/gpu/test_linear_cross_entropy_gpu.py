@@ -11,8 +11,8 @@ from loss_contract import CONTRACTS, close, per_token, weighted
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.kernels.linear_cross_entropy import REFERENCE, cublaslt, walk
-from megacpp_mcore.surfaces.backend import Problem
 from megacpp_mcore.surfaces.registry import REGISTRY
+from megacpp_mcore.surfaces.workload import Workload
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 pytestmark = [
@@ -29,7 +29,7 @@ GIB = 2**30
 def load(name, dtype=torch.bfloat16):
     """The backend's Head, where dispatch serves the dtype on one GPU."""
     words = str(dtype).removeprefix("torch.")
-    problem = Problem.of("cuda", words, tensor_model_parallel_size=1)
+    problem = Workload.of("cuda", words, tensor_model_parallel_size=1)
     if reason := dispatch.verdicts(SURFACE, problem)[name]:
         pytest.skip(reason)
     return dispatch.choose(SURFACE, problem, {SURFACE: name}).load()

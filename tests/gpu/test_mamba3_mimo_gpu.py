@@ -7,7 +7,7 @@ from mamba3_checks import check_documents, check_outputs_and_gradients
 from megacpp_mcore.kernels import parity
 from megacpp_mcore.kernels.mamba3 import mamba_ssm_mimo
 from megacpp_mcore.kernels.mamba3.case import Mamba3ScanCase
-from megacpp_mcore.surfaces.backend import import_reason
+from megacpp_mcore.surfaces.support import import_reason
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,13 +7,13 @@ import torch
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels import parity
-from megacpp_mcore.kernels.case import Bound
-from megacpp_mcore.kernels.cases import SURFACES, case_class
+from megacpp_mcore.kernels.case import BoundBackend, case_class
 from megacpp_mcore.kernels.norm.case import NormCase
 from megacpp_mcore.kernels.residual.case import ResidualCase
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.surfaces.registry import REGISTRY
 
+SURFACES = [name for name, surface in REGISTRY.items() if surface.case]
 GQA = ["attention.kind=gqa"]
 MIMO = ["mamba3.variant=mimo"]
 
@@ -28,8 +28,8 @@ def test_a_recipes_case_asks_what_its_layers_ask(surface, recipe, overrides):
     dtype = torch.bfloat16 if loaded.precision.bf16 else torch.float32
     case = case_class(surface).of(loaded)
     for device in ("cpu", "cuda"):
-        problem = case.problem(device, dtype) if case else None
-        assert problem == REGISTRY[surface].problem(loaded, device)
+        workload = case.workload(device, dtype) if case else None
+        assert workload == REGISTRY[surface].workload(loaded, device)
 
 
 def test_nam56rs_sizes():
@@ -69,7 +69,7 @@ def test_samples_are_drawn_in_the_dtypes_of_a_bf16_model(surface):
     case = case_class(surface).samples()["plain"]
     tensors = parity.drawn(case, torch.bfloat16, "cpu", seed=0)
     for name in case.inputs:
-        expected = torch.float32 if name in case.wide else torch.bfloat16
+        expected = torch.float32 if name in case.fp32_tensors else torch.bfloat16
         assert tensors[name].dtype == expected, name
     again = parity.drawn(case, torch.bfloat16, "cpu", seed=0)
     other = parity.drawn(case, torch.bfloat16, "cpu", seed=1)
@@ -86,7 +86,7 @@ class TestErrors:
     def found(self, change, dtype=torch.float32):
         tensors = parity.drawn(self.case, dtype, "cpu", seed=0)
         truth = parity.truth_of(self.case, tensors, dtype, torch.float64)
-        bound = Bound(lambda **given: change(self.case.truth(**given)))
+        bound = BoundBackend(lambda **given: change(self.case.reference(**given)))
         values = parity.run(self.case, bound, tensors, truth.directions)
         return {error.name: error for error in parity.errors(self.case, values, truth, dtype)}
 
@@ -137,7 +137,7 @@ class TestErrors:
         tensors = {name: torch.full((1, 1, 5), value).bfloat16() for name, value in tensors.items()}
         tensors["bias"] = tensors["bias"][0, 0]
         truth = parity.truth_of(case, tensors, torch.bfloat16, torch.float64)
-        bound = Bound(lambda x, residual, bias: {"y": (x + bias) + residual})
+        bound = BoundBackend(lambda x, residual, bias: {"y": (x + bias) + residual})
         values = parity.run(case, bound, tensors, truth.directions)
         found = {e.name: e for e in parity.errors(case, values, truth, torch.bfloat16)}
         assert found["y"].error > 0 and found["y"].share <= 1
@@ -147,7 +147,7 @@ class TestErrors:
     def test_parameters_of_a_backend_get_the_values_and_give_the_gradients(self):
         """As two slices of one tensor, the way experts hold their weights."""
         slices = [torch.nn.Parameter(torch.zeros(8)) for _ in range(2)]
-        bound = Bound(lambda x, weight: {"y": x * torch.cat(slices)}, {"weight": slices})
+        bound = BoundBackend(lambda x, weight: {"y": x * torch.cat(slices)}, {"weight": slices})
         tensors = parity.drawn(self.case, torch.float32, "cpu", seed=0)
         directions = {"y": torch.ones(8, 2, 16)}
         values = parity.run(self.case, bound, tensors, directions)

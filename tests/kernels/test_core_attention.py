@@ -29,8 +29,8 @@ from megacpp_mcore.layers.core_attention import (
     ReferenceCoreAttention,
     SDPACoreAttention,
 )
-from megacpp_mcore.surfaces.backend import Problem
 from megacpp_mcore.surfaces.registry import REGISTRY
+from megacpp_mcore.surfaces.workload import Workload
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 
@@ -246,11 +246,11 @@ def test_dropout_draws_from_the_ranks_own_states(monkeypatch, dropout):
 )
 def test_what_the_kernels_say_they_can_serve(problem, backend, reason):
     dims = {"dqk": 128, "dv": 64, "layout": "sbhd"}
-    asked = Problem.of("cuda", "bfloat16", **(dims | problem))
+    asked = Workload.of("cuda", "bfloat16", **(dims | problem))
     found = dispatch.verdicts("core_attention", asked)[backend]
     assert found is None if reason is None else reason in found
     if backend not in ("reference", "sdpa"):
-        fp32 = dispatch.verdicts("core_attention", Problem.of("cuda", "float32", dqk=64, dv=64))
+        fp32 = dispatch.verdicts("core_attention", Workload.of("cuda", "float32", dqk=64, dv=64))
         assert "not float32" in fp32[backend]
 
 
@@ -347,14 +347,14 @@ def test_no_tokens_are_no_work(flash_packages, cls, shape):
 @pytest.fixture
 def on_hopper(flash_packages, monkeypatch):
     """A GPU as far as the `supports` can see, with what `installed.modules` names beside torch."""
-    from megacpp_mcore.surfaces import attention_support
+    from megacpp_mcore.surfaces import core_attention as core_attention_surface
 
     installed = SimpleNamespace(modules=("flash_attn",))
     monkeypatch.setattr(
-        attention_support, "import_reason",
+        core_attention_surface, "import_reason",
         lambda name: None if name.startswith(tuple(installed.modules)) else "absent",
     )  # fmt: skip
-    monkeypatch.setattr(attention_support, "_flash_4_version", lambda: None)
+    monkeypatch.setattr(core_attention_surface, "_flash_4_version", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     yield installed
@@ -380,7 +380,7 @@ _PACKAGE_NAMES = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_i", 4: "f
 def test_auto_takes_the_fastest_that_serves(on_hopper, versions, needs, whole, packed):
     on_hopper.modules = [_PACKAGE_NAMES[version] for version in versions]
     for layout, expected in (("sbhd", whole), ("thd", packed)):
-        problem = Problem.of("cuda", "bfloat16", dqk=128, dv=64, layout=layout, needs=needs)
+        problem = Workload.of("cuda", "bfloat16", dqk=128, dv=64, layout=layout, needs=needs)
         dispatch.forget()
         assert dispatch.choose("core_attention", problem).observed == expected, layout
 
@@ -401,7 +401,7 @@ def test_the_order_is_that_of_the_receipts(name):
     (96, True), (104, False), (112, False), (128, True), (144, True), (160, True), (256, True),
 ])  # fmt: skip
 def test_version_4_is_refused_where_its_gradients_are_wrong(on_hopper, monkeypatch, dqk, right):
-    problem = Problem.of("cuda", "bfloat16", dqk=dqk, dv=8, layout="thd")
+    problem = Workload.of("cuda", "bfloat16", dqk=dqk, dv=8, layout="thd")
     reason = dispatch.verdicts("core_attention", problem)["flash_4"]
     assert reason is None if right else "no multiple of 32" in reason
     if dqk <= 128:
@@ -411,13 +411,13 @@ def test_version_4_is_refused_where_its_gradients_are_wrong(on_hopper, monkeypat
 
 
 def test_a_package_for_other_gpus_or_of_another_version_says_so(flash_packages, monkeypatch):
-    from megacpp_mcore.surfaces import attention_support
+    from megacpp_mcore.surfaces import core_attention as core_attention_surface
 
-    problem = Problem.of("cuda", "bfloat16", dqk=128, dv=64, layout="thd")
-    attention_support.import_reason.cache_clear()
-    attention_support._flash_4_version.cache_clear()
+    problem = Workload.of("cuda", "bfloat16", dqk=128, dv=64, layout="thd")
+    core_attention_surface.import_reason.cache_clear()
+    core_attention_surface._flash_4_version.cache_clear()
     try:
-        assert "none here to ask" in attention_support.flash_2(problem)
+        assert "none here to ask" in core_attention_surface.flash_2(problem)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         for capability, reasons in (
             ((7, 5), {2: "7.5", 3: "7.5", 4: "7.5"}),
@@ -426,52 +426,52 @@ def test_a_package_for_other_gpus_or_of_another_version_says_so(flash_packages, 
         ):
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
             for version, reason in reasons.items():
-                found = getattr(attention_support, f"flash_{version}")(problem)
+                found = getattr(core_attention_surface, f"flash_{version}")(problem)
                 assert found is None if reason is None else reason in found, (capability, version)
-        monkeypatch.setattr(attention_support.metadata, "version", lambda name: "4.0.0b7")
-        attention_support._flash_4_version.cache_clear()
+        monkeypatch.setattr(core_attention_surface.metadata, "version", lambda name: "4.0.0b7")
+        core_attention_surface._flash_4_version.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-        assert "4.0.0b7; 4.0.0b20 or newer" in attention_support.flash_4(problem)
+        assert "4.0.0b7; 4.0.0b20 or newer" in core_attention_surface.flash_4(problem)
     finally:
-        attention_support.import_reason.cache_clear()
-        attention_support._flash_4_version.cache_clear()
+        core_attention_surface.import_reason.cache_clear()
+        core_attention_surface._flash_4_version.cache_clear()
 
 
 def test_version_4_alone_is_no_version_2(tmp_path, monkeypatch):
     """Its folder makes `flash_attn` a package, which imports, and holds no function."""
-    from megacpp_mcore.surfaces import attention_support
+    from megacpp_mcore.surfaces import core_attention as core_attention_surface
 
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    attention_support.import_reason.cache_clear()
+    core_attention_surface.import_reason.cache_clear()
     try:
-        assert attention_support.import_reason("flash_attn.cute") is None
-        problem = Problem.of("cuda", "bfloat16", dqk=128, dv=64)
-        reason = attention_support.flash_2(problem)
+        assert core_attention_surface.import_reason("flash_attn.cute") is None
+        problem = Workload.of("cuda", "bfloat16", dqk=128, dv=64)
+        reason = core_attention_surface.flash_2(problem)
         assert "cannot import flash_attn.flash_attn_interface" in reason
     finally:
-        attention_support.import_reason.cache_clear()
+        core_attention_surface.import_reason.cache_clear()
         for name in ("flash_attn", "flash_attn.cute"):
             sys.modules.pop(name, None)
 
 
 def test_version_3s_deterministic_backward_ends_at_192(flash_packages, monkeypatch):
-    from megacpp_mcore.surfaces import attention_support
+    from megacpp_mcore.surfaces import core_attention as core_attention_surface
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    attention_support.import_reason.cache_clear()
+    core_attention_surface.import_reason.cache_clear()
     try:
         for dqk, needs, refused in (
             (192, ("deterministic_mode",), False), (256, (), False),
             (256, ("deterministic_mode",), True), (200, ("deterministic_mode",), True),
         ):  # fmt: skip
-            problem = Problem.of("cuda", "bfloat16", dqk=dqk, dv=64, needs=needs)
-            reason = attention_support.flash_3(problem)
+            problem = Workload.of("cuda", "bfloat16", dqk=dqk, dv=64, needs=needs)
+            reason = core_attention_surface.flash_3(problem)
             assert ("up to 192" in reason) if refused else reason is None, (dqk, needs)
     finally:
-        attention_support.import_reason.cache_clear()
+        core_attention_surface.import_reason.cache_clear()
 
 
 def test_version_4_pads_v_only_where_it_must():
@@ -510,17 +510,17 @@ def test_torch_compile_keeps_one_graph_around_a_package(monkeypatch, version):
 
 
 def test_flash_3_is_found_under_either_name(flash_packages, monkeypatch):
-    from megacpp_mcore.surfaces import attention_support
+    from megacpp_mcore.surfaces import core_attention as core_attention_surface
 
-    attention_support.import_reason.cache_clear()
+    core_attention_surface.import_reason.cache_clear()
     try:
         assert packages.FLASH_3.module() == "flash_attn_interface"
         for name in ("flash_attn_3", "flash_attn_3.flash_attn_interface"):
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        attention_support.import_reason.cache_clear()
+        core_attention_surface.import_reason.cache_clear()
         assert packages.FLASH_3.module() == "flash_attn_3.flash_attn_interface"
     finally:
-        attention_support.import_reason.cache_clear()
+        core_attention_surface.import_reason.cache_clear()
 
 
 def test_the_definitions_window():

@@ -26,8 +26,8 @@ from megacpp_mcore.kernels.linear_cross_entropy.cce import CCE
 from megacpp_mcore.kernels.linear_cross_entropy.chunked import CHUNKED
 from megacpp_mcore.kernels.linear_cross_entropy.megatron import MEGATRON
 from megacpp_mcore.kernels.linear_cross_entropy.weight_gradient import WeightGradient
-from megacpp_mcore.surfaces import loss_support
-from megacpp_mcore.surfaces.backend import Problem
+from megacpp_mcore.surfaces import linear_cross_entropy as loss_surface
+from megacpp_mcore.surfaces.workload import Workload
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 test_admission = admission.suite("linear_cross_entropy", beyond_dispatch=("chunked",))
@@ -336,11 +336,11 @@ class TestDispatch:
     def packages(self, monkeypatch):
         """Every package imports; Liger in the version that a test sets."""
         self.liger = "0.8.5"
-        monkeypatch.setattr(loss_support, "import_reason", lambda module: None)
+        monkeypatch.setattr(loss_surface, "import_reason", lambda module: None)
         monkeypatch.setattr(importlib.metadata, "version", lambda name: self.liger)
 
     def verdicts(self, device="cuda", dtype="bfloat16", tp=1):
-        problem = Problem.of(device, dtype, tensor_model_parallel_size=tp)
+        problem = Workload.of(device, dtype, tensor_model_parallel_size=tp)
         return dispatch.verdicts("linear_cross_entropy", problem)
 
     def test_in_order(self):

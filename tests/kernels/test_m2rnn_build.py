@@ -9,7 +9,7 @@ import pytest
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.kernels.m2rnn import build, cuda
-from megacpp_mcore.surfaces.backend import Problem
+from megacpp_mcore.surfaces.workload import Workload
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def fresh(monkeypatch, tmp_path):
 
 def problem(device="cuda", dtype="bfloat16", **changes):
     sizes = {"heads": 44, "k_head_dim": 64, "v_head_dim": 16, "chunk_size": 32} | changes
-    return Problem.of(device, dtype, **sizes)
+    return Workload.of(device, dtype, **sizes)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ NAM56R = {
     ],
 )
 def test_what_it_cannot_serve_it_says(device, dtype, sizes, why):
-    problem = dispatch.Problem.of(device, dtype, **{**NAM56R, **sizes})
+    problem = dispatch.Workload.of(device, dtype, **{**NAM56R, **sizes})
     assert why in dispatch.verdicts("mamba3_scan", problem)["mamba_ssm"]
     with pytest.raises(dispatch.DispatchError, match=why):
         dispatch.choose("mamba3_scan", problem, {"mamba3_scan": "mamba_ssm"})

@@ -11,7 +11,7 @@ from megacpp_mcore.kernels import parity
 from megacpp_mcore.kernels.mamba3 import Mamba3InputError, mamba3_scan
 from megacpp_mcore.kernels.mamba3 import mamba_ssm_mimo as backend
 from megacpp_mcore.kernels.mamba3.case import Mamba3ScanCase
-from megacpp_mcore.surfaces.backend import import_reason
+from megacpp_mcore.surfaces.support import import_reason
 
 NAM56R = {
     "variant": "mimo", "heads": 56, "groups": 8, "head_dim": 64, "state_dim": 64, "rank": 4,
@@ -96,7 +96,7 @@ def upstream(q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, a
     ],
 )
 def test_what_it_cannot_serve_it_says(device, dtype, sizes, why):
-    problem = dispatch.Problem.of(device, dtype, **{**NAM56R, **sizes})
+    problem = dispatch.Workload.of(device, dtype, **{**NAM56R, **sizes})
     assert why in dispatch.verdicts("mamba3_scan", problem)["mamba_ssm_mimo"]
     with pytest.raises(dispatch.DispatchError, match=why):
         dispatch.choose("mamba3_scan", problem, {"mamba3_scan": "mamba_ssm_mimo"})
@@ -172,7 +172,7 @@ def asked_anew():
     """Dispatch and what it imports, without what they remember."""
     import_reason.cache_clear()
     dispatch.forget()
-    yield dispatch.Problem.of("cuda", "bfloat16", **NAM56R)
+    yield dispatch.Workload.of("cuda", "bfloat16", **NAM56R)
     import_reason.cache_clear()
     dispatch.forget()
 

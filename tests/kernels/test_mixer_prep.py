@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megacpp_mcore.kernels import parity
-from megacpp_mcore.kernels.cases import case_class
+from megacpp_mcore.kernels.case import case_class
 from megacpp_mcore.kernels.m2rnn_prep.case import M2RNNPrepCase
 from megacpp_mcore.kernels.mamba3_prep.case import Mamba3PrepCase
 from megacpp_mcore.surfaces.registry import REGISTRY

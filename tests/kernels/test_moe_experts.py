@@ -14,7 +14,7 @@ from megacpp_mcore.dispatch import DispatchError
 from megacpp_mcore.kernels.moe_experts import experts, experts_grouped_mm, weighted_swiglu
 from megacpp_mcore.layers.experts import ExpertsError, GroupedMMExperts
 from megacpp_mcore.layers.parts import sequential_experts
-from megacpp_mcore.surfaces import problems
+from megacpp_mcore.surfaces import moe_experts
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 # torch has the grouped product for a CPU too, so that what surrounds it is tested here.
@@ -222,8 +222,8 @@ def test_a_matrix_optimizer_does_not_get_experts_that_are_no_matrices():
 
 
 def choose(backend, cfg, optimizer="adam"):
-    problem = problems.moe_experts("cuda", cfg, optimizer)
-    return dispatch.choose("moe_experts", problem, {"moe_experts": backend})
+    workload = moe_experts.workload("cuda", cfg, optimizer)
+    return dispatch.choose("moe_experts", workload, {"moe_experts": backend})
 
 
 def test_a_config_that_no_recipe_has_is_refused_by_the_experts_themselves():

@@ -12,7 +12,7 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.dispatch import DispatchError
 from megacpp_mcore.kernels.norm import layer_norm, rms_norm
 from megacpp_mcore.layers.norm import LigerNorm, TorchNorm
-from megacpp_mcore.surfaces import problems
+from megacpp_mcore.surfaces.norm import workload
 
 test_admission = admission.suite("norm")
 
@@ -77,9 +77,9 @@ def test_a_float32_residual_stream_is_normalised_as_it_is_and_given_on_in_the_mo
 
 
 def test_ligers_norm_would_give_a_float32_residual_stream_on():
-    problem = problems.norm("cuda", config(fp32_residual_connection=True, bf16=True))
+    asked = workload("cuda", config(fp32_residual_connection=True, bf16=True))
     with pytest.raises(DispatchError, match="fp32_residual_connection: Liger's"):
-        dispatch.choose("norm", problem, {"norm": "liger"})
+        dispatch.choose("norm", asked, {"norm": "liger"})
 
 
 @pytest.mark.parametrize("builder", [TorchNorm, LigerNorm])
@@ -108,4 +108,4 @@ def test_a_norm_that_the_config_rules_out_is_not_chosen(backend, changes, messag
     for name, value in changes.items():
         setattr(wrong, name, value)
     with pytest.raises(DispatchError, match=message):
-        dispatch.choose("norm", problems.norm("cuda", wrong), {"norm": backend})
+        dispatch.choose("norm", workload("cuda", wrong), {"norm": backend})

@@ -10,7 +10,7 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.kernels.rope_qk import REFERENCE, RopeQKInputError, megatron, triton
-from megacpp_mcore.surfaces.backend import Problem
+from megacpp_mcore.surfaces.workload import Workload
 
 test_admission = admission.suite("rope_qk", beyond_dispatch=("triton",))
 
@@ -218,8 +218,8 @@ def test_the_kernel_takes_no_float64():
     ],
 )
 def test_what_is_left_to_megatrons_own_path(sizes, reason):
-    verdicts = dispatch.verdicts("rope_qk", Problem.of("cuda", "bfloat16", **sizes))
+    verdicts = dispatch.verdicts("rope_qk", Workload.of("cuda", "bfloat16", **sizes))
     assert verdicts["megatron"] is None
     for backend in ("triton", "reference"):
         assert verdicts[backend] is None if reason is None else reason in verdicts[backend]
-    assert "on cpu" in dispatch.verdicts("rope_qk", Problem.of("cpu", "bfloat16"))["triton"]
+    assert "on cpu" in dispatch.verdicts("rope_qk", Workload.of("cpu", "bfloat16"))["triton"]

@@ -25,7 +25,7 @@ from megacpp_mcore.layers.core_attention import (
 from megacpp_mcore.layers.dispatched import DispatchedCoreAttention
 from megacpp_mcore.layers.norm import TorchNorm
 from megacpp_mcore.layers.settings import PluginSettings, attach
-from megacpp_mcore.surfaces import problems
+from megacpp_mcore.surfaces import rope_qk
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 HIDDEN, SEQ, BATCH, DIM = 24, 9, 2, 8
@@ -215,8 +215,8 @@ def test_what_upstreams_path_alone_can_do_is_left_to_it(changes, reason):
     config = make_config()
     for name, value in changes.items():
         setattr(config, name, value)
-    problem = problems.rope_qk("cuda", config)
-    decision = dispatch.choose("rope_qk", problem)
+    workload = rope_qk.workload("cuda", config)
+    decision = dispatch.choose("rope_qk", workload)
     assert decision.observed == "megatron" and reason in decision.reason
 
 
@@ -224,7 +224,8 @@ class TestDispatchedCoreAttention:
     """The choice for both layouts, as on an H200 with the pinned stack."""
 
     def build(self, monkeypatch, backends=None, **changes):
-        monkeypatch.setattr(problems, "current_device", lambda: "cuda")
+        for module in ("attention", "dispatched"):
+            monkeypatch.setattr(f"megacpp_mcore.layers.{module}.current_device", lambda: "cuda")
         monkeypatch.setattr("torch.backends.cudnn.version", lambda: 91900)
         dispatch.forget()
         config = make_config(params_dtype=torch.bfloat16, bf16=True, **changes)

@@ -20,8 +20,9 @@ from megacpp_mcore.layers.m2rnn import M2RNNMixer, M2RNNMixerSubmodules
 from megacpp_mcore.layers.mamba3 import Mamba3Mixer, Mamba3MixerSubmodules
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.stack import bridges
-from megacpp_mcore.surfaces.backend import Problem, always
 from megacpp_mcore.surfaces.registry import REGISTRY
+from megacpp_mcore.surfaces.support import always
+from megacpp_mcore.surfaces.workload import Workload
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 SEQ = 32
@@ -150,7 +151,7 @@ REFUSED = {
 def test_it_is_refused_with_the_reason_where_it_cannot_serve(surface, why):
     sizes, device, words = REFUSED[why]
     dispatch.forget()
-    problem = Problem.of(device, "bfloat16", **sizes)
+    problem = Workload.of(device, "bfloat16", **sizes)
     with pytest.raises(DispatchError, match=f"{words}.*Remove the name.*reference: can serve"):
         dispatch.choose(surface, problem, {surface: "inductor"})
 
@@ -161,10 +162,10 @@ def test_auto_waits_for_the_name(surface, monkeypatch):
     backends = [replace(b, supports=always) for b in REGISTRY[surface].backends]
     monkeypatch.setitem(REGISTRY, surface, replace(REGISTRY[surface], backends=tuple(backends)))
     dispatch.forget()
-    decision = dispatch.choose(surface, Problem.of("cuda", "bfloat16"))
+    decision = dispatch.choose(surface, Workload.of("cuda", "bfloat16"))
     assert (decision.requested, decision.observed) == ("auto", "reference")
     assert decision.reason == "inductor: serves only where it is named"
-    named = dispatch.choose(surface, Problem.of("cuda", "bfloat16"), {surface: "inductor"})
+    named = dispatch.choose(surface, Workload.of("cuda", "bfloat16"), {surface: "inductor"})
     assert (named.requested, named.observed) == ("inductor", "inductor")
     dispatch.forget()
 

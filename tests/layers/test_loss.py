@@ -28,8 +28,9 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.kernels.linear_cross_entropy import walk
 from megacpp_mcore.layers import loss
 from megacpp_mcore.layers.loss import LossError
-from megacpp_mcore.surfaces.backend import REFERENCE, always
+from megacpp_mcore.surfaces.backend import REFERENCE
 from megacpp_mcore.surfaces.registry import REGISTRY
+from megacpp_mcore.surfaces.support import always
 from megacpp_mcore.training.cpu import step
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 

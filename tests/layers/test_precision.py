@@ -120,10 +120,10 @@ def test_sizes_that_fit_are_those_of_one_rank():
 
 def test_fp8_without_transformer_engine_is_refused_before_any_layer():
     from megacpp_mcore import dispatch
-    from megacpp_mcore.surfaces import problems
+    from megacpp_mcore.surfaces import linear
 
-    problem = problems.linear("cpu", SimpleNamespace(fp8="hybrid", params_dtype=torch.bfloat16))
+    workload = linear.workload("cpu", SimpleNamespace(fp8="hybrid", params_dtype=torch.bfloat16))
     with pytest.raises(dispatch.DispatchError) as error:
-        dispatch.choose("linear", problem)
+        dispatch.choose("linear", workload)
     assert "te: Transformer Engine runs on cuda only" in str(error.value)
     assert "reference: fp8 hybrid: it multiplies in the model's dtype" in str(error.value)

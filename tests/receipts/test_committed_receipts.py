@@ -6,13 +6,13 @@ from statistics import fmean
 
 import pytest
 
-from megacpp_mcore import receipts
-from megacpp_mcore.catalog.rows import ROWS
+from megacpp_mcore import catalog, receipts
 from megacpp_mcore.hybrid import flops
 from megacpp_mcore.receipts.compare import unlike
 from megacpp_mcore.receipts.intervals import time_ratio
 from megacpp_mcore.receipts.judge import MARGIN, judge_rows, judge_runs
 from megacpp_mcore.recipe import load_recipe
+from megacpp_mcore.surfaces.registry import REGISTRY
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples/receipts/h200"
 README = FOLDER.parents[2] / "README.md"
@@ -37,35 +37,62 @@ def _rows(name):
     return rows, copy and 1e9 * float(copy[1].replace(",", ""))
 
 
+BACKENDS = [(surface, backend) for surface in REGISTRY.values() for backend in surface.backends]
+MEASURED = [(surface, backend) for surface, backend in BACKENDS if backend.receipt]
+
+
 @pytest.mark.parametrize(
-    "row", [row for row in ROWS if row.receipt], ids=lambda row: f"{row.surface}-{row.backend}"
+    ("surface", "backend"), MEASURED, ids=[f"{s.name}-{b.name}" for s, b in MEASURED]
 )
-def test_a_catalog_rows_receipt_has_its_backend(row):
+def test_a_catalog_rows_receipt_has_its_backend(surface, backend):
     """Benched on its own, or what served in a whole model."""
-    receipt = receipts.read(FOLDER.parents[2] / row.receipt)
-    if receipt.get("problem", {}).get("surface") == row.surface:
-        assert row.backend in {timed["backend"] for timed in receipt["rows"]}
-    elif row.not_carried is None:
+    receipt = receipts.read(FOLDER / backend.receipt)
+    if receipt.get("problem", {}).get("surface") == surface.name:
+        assert backend.name in {timed["backend"] for timed in receipt["rows"]}
+    else:
         served = {(entry["surface"], entry["observed"]) for entry in receipt["backends"]}
-        assert (row.surface, row.backend) in served
+        assert (surface.name, backend.name) in served
 
 
-_TIMES = re.compile(r"(\d+\.\d+) / (\d+\.\d+)")
+_FIGURE = re.compile(
+    r".+: (?:forward )?([\d.]+) ms(?:, with backward ([\d.]+) ms)?, ([\d.]+) GiB \((.+\.json)\)"
+)
+
+
+def _digits(value):
+    return f"{value:#.3g}".rstrip(".")
+
+
+_TYPED = re.compile(r"\d+\.\d+( / \d+\.\d+)? (ms|GiB)")
 
 
 @pytest.mark.parametrize(
-    "row",
-    [row for row in ROWS if row.receipt and row.not_carried is None and _TIMES.search(row.removes)],
-    ids=lambda row: f"{row.surface}-{row.backend}",
+    "row", catalog.rows(), ids=lambda row: f"{row['surface']}-{row['backend']}"
 )
-def test_the_times_that_a_catalog_row_claims_are_its_receipts(row):
-    """Forward / forward + backward, in milliseconds, of the backend itself: the first pair."""
-    receipt = receipts.read(FOLDER.parents[2] / row.receipt)
-    medians = {r["phase"]: r["median_ms"] for r in receipt["rows"] if r["backend"] == row.backend}
-    for claimed, phase in zip(
-        _TIMES.search(row.removes).groups(), ("forward", "forward_backward"), strict=True
-    ):
-        assert claimed == f"{medians[phase]:.{len(claimed.partition('.')[2])}f}"
+def test_the_figures_that_a_catalog_row_shows_are_its_receipts(row):
+    """The backend's own first: forward / forward + backward; none typed where a receipt has it."""
+    for text in row["figures"]:
+        first, second, memory, name = _FIGURE.fullmatch(text).groups()
+        rows, _ = _rows(name.removesuffix(".json"))
+        asked = {"forward": first, "forward_backward": second} if second else {"step": first}
+        found = [
+            backend
+            for backend in {backend for backend, _ in rows}
+            if all(_digits(rows[backend, p]["median_ms"]) == ms for p, ms in asked.items())
+            and _digits(rows[backend, [*asked][-1]]["peak_memory_bytes"] / 2**30) == memory
+        ]
+        assert found, text
+    if row["not_carried"] is None:
+        assert not _TYPED.search(row["removes"])
+        own = row["receipt"] and receipts.read(FOLDER.parents[2] / row["receipt"])
+        if own and own["problem"]["surface"] == row["surface"]:
+            assert row["figures"][0].startswith(f"{row['backend']}: ")
+
+
+@pytest.mark.parametrize("surface", REGISTRY.values(), ids=REGISTRY)
+def test_every_figure_that_the_catalog_names_is_in_its_receipt(surface):
+    for entry in (*surface.backends, *surface.not_carried):
+        assert all(figure.is_known() for figure in entry.figures), entry.name
 
 
 def test_without_logits_the_step_is_faster_and_ten_gib_smaller():

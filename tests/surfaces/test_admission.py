@@ -1,17 +1,18 @@
 """The admission suite finds what it is there to find: every check fails on a norm broken for it."""
 
-import admission
+from dataclasses import replace
+
 import pytest
 import torch
 from admission import CHECKS, Subject, admit
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.catalog.rows import ROWS, Row
-from megacpp_mcore.kernels.cases import SURFACES, case_class
+from megacpp_mcore.kernels.case import case_class
 from megacpp_mcore.kernels.norm import rms_norm
-from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, always
-from megacpp_mcore.surfaces.problems import stack_part_of
+from megacpp_mcore.surfaces.backend import REFERENCE, Backend
 from megacpp_mcore.surfaces.registry import REGISTRY
+from megacpp_mcore.surfaces.residual import of_recipe as stack_part_of
+from megacpp_mcore.surfaces.support import always
 
 
 class Norm(torch.nn.Module):
@@ -122,6 +123,12 @@ BROKEN = {
 
 
 _NORMS = REGISTRY["norm"].backends
+SURFACES = [name for name, surface in REGISTRY.items() if surface.case]
+
+
+def serve(monkeypatch, backends):
+    surface = replace(REGISTRY["norm"], backends=backends, workload=stack_part_of, blocks="A")
+    monkeypatch.setitem(REGISTRY, "norm", surface)
 
 
 def _loader(cls):
@@ -135,17 +142,13 @@ globals().update(
 
 @pytest.fixture
 def register(monkeypatch):
-    """A function that makes a class the norm's backend `candidate`, and gives it a row."""
+    """A function that makes a class the norm's backend `candidate`, with its facts."""
 
     def register(cls, **changes):
         dispatch.forget()  # what an earlier candidate was
-        backend = Backend("candidate", f"{__name__}:load_{cls.__name__}", always)
-        backends = (backend, *_NORMS)
-        monkeypatch.setitem(REGISTRY, "norm", Surface("norm", backends, stack_part_of))
-        row = {"fallback": REFERENCE, "blocks": "A"} | changes
-        row = Row(surface="norm", backend="candidate", role="experimental", keep="borderline",
-                  removes="nothing", exit_when="always", **row)  # fmt: skip
-        monkeypatch.setattr(admission, "ROWS", (*ROWS, row))
+        facts = {"fallback": REFERENCE} | changes
+        backend = Backend("candidate", f"{__name__}:load_{cls.__name__}", always, **facts)
+        serve(monkeypatch, (backend, *_NORMS))
         return Subject("norm", "candidate", "cpu")
 
     yield register
@@ -168,17 +171,17 @@ def test_a_fallback_that_is_wrong_fails(register, monkeypatch):
     subject = register(Norm, fallback="liger")
     liger = Backend("liger", f"{__name__}:load_HalfGradient", always)
     backends = tuple(liger if b.name == "liger" else b for b in REGISTRY["norm"].backends)
-    monkeypatch.setitem(REGISTRY, "norm", Surface("norm", backends, stack_part_of))
+    serve(monkeypatch, backends)
     with pytest.raises(AssertionError, match="dx: error"):
         admit(subject, "fallback")
 
 
-def test_a_check_that_the_row_skips_is_skipped_with_its_reason(register):
+def test_a_check_that_the_backend_skips_is_skipped_with_its_reason(register):
     with pytest.raises(pytest.skip.Exception, match="graph: it breaks"):
         admit(register(BreaksTheGraph, skips={"graph": "it breaks"}), "graph")
 
 
-def test_a_dtype_that_the_row_skips_is_not_asked_for(register):
+def test_a_dtype_that_the_backend_skips_is_not_asked_for(register):
     class OnlyBf16(Norm):
         def forward(self, x):
             assert x.dtype == torch.bfloat16
@@ -195,11 +198,11 @@ def test_what_dispatch_does_not_serve_here_is_skipped_with_its_reason():
         admit(Subject("norm", "liger", "cpu"), "parity")
 
 
-def test_rows_skip_only_what_the_suite_has():
+def test_backends_skip_only_what_the_suite_has():
     known = {*CHECKS, "all", "float32", "bfloat16"}
-    for row in ROWS:
-        if row.surface in SURFACES:
-            assert set(row.skips) <= known, (row.surface, row.backend)
+    for surface in SURFACES:
+        for backend in REGISTRY[surface].backends:
+            assert set(backend.skips) <= known, (surface, backend.name)
 
 
 @pytest.mark.parametrize("surface", SURFACES)

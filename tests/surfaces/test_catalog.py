@@ -5,17 +5,28 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 
 from megacpp_mcore import catalog, cli, dispatch
-from megacpp_mcore.catalog.rows import ROWS, Keep, Role, Row
 from megacpp_mcore.recipe import load_recipe
-from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Problem, Surface, always
+from megacpp_mcore.surfaces.backend import (
+    REFERENCE,
+    Backend,
+    Keep,
+    NotCarried,
+    Role,
+    Surface,
+    reference,
+)
 from megacpp_mcore.surfaces.registry import REGISTRY
+from megacpp_mcore.surfaces.support import always
+from megacpp_mcore.surfaces.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
+ROWS = [SimpleNamespace(**row) for row in catalog.rows()]
 CARRIED = [row for row in ROWS if row.not_carried is None]
 NOT_CARRIED = [row for row in ROWS if row.not_carried is not None]
 
@@ -87,21 +98,18 @@ class TestHereAndNow:
         surface = Surface(
             "toy",
             (
-                Backend("vendor", "json:dumps", lambda problem: f"not on {problem.device}"),
-                Backend("good", "json:loads", always),
-                Backend(REFERENCE, "json:load", always),
+                Backend("vendor", "json:dumps", lambda workload: f"not on {workload.device}"),
+                Backend("good", "json:loads", always, role="chosen"),
+                reference("json:load", always),
             ),
-            lambda recipe, device: Problem.of(device, "float32", hidden=recipe.model.hidden_size),
-        )
-        common = {"surface": "toy", "blocks": "A", "keep": "keep", "removes": "x", "exit_when": "y"}
-        rows = (
-            Row(backend="idea", role="deferred", not_carried="too dear", **common),
-            Row(backend="good", role="chosen", **common),
-            Row(backend=REFERENCE, role="fallback", **common),
-            Row(backend="vendor", role="vendor", **common),
+            lambda recipe, device: Workload.of(device, "float32", hidden=recipe.model.hidden_size),
+            not_carried=(
+                NotCarried(
+                    name="idea", role="deferred", removes="x", why="too dear", exit_when="y"
+                ),
+            ),
         )
         monkeypatch.setitem(REGISTRY, "toy", surface)
-        monkeypatch.setattr(catalog, "ROWS", (*ROWS, *rows))
 
     def ask(self, surface="toy", *overrides):
         rows = catalog.here_and_now(load_recipe("nam56r", overrides), "cpu", surface)
@@ -143,8 +151,8 @@ class TestHereAndNow:
         serving = {row["surface"]: row["backend"] for row in rows if row["serves"]}
         expected = {}
         for surface in REGISTRY.values():
-            if problem := surface.problem(loaded, "cpu"):
-                expected[surface.name] = dispatch.choose(surface.name, problem).observed
+            if workload := surface.workload(loaded, "cpu"):
+                expected[surface.name] = dispatch.choose(surface.name, workload).observed
         assert serving == expected
         assert all(row["reason"] for row in rows)
 
@@ -157,7 +165,7 @@ class TestHereAndNow:
 class TestCommand:
     @pytest.fixture(autouse=True)
     def on_a_cpu(self, monkeypatch):
-        monkeypatch.setattr("megacpp_mcore.surfaces.problems.current_device", lambda: "cpu")
+        monkeypatch.setattr("megacpp_mcore.surfaces.workload.current_device", lambda: "cpu")
 
     def test_json_rows(self, capsys):
         assert cli.main(["catalog", "--problem", "nam56r", "--json"]) == 0
@@ -175,7 +183,7 @@ class TestCommand:
         for surface in catalog.surfaces():
             assert f"\n{surface}\n" in out
         recipe = load_recipe("nam56r-tiny")
-        in_recipe = [surface for surface in REGISTRY.values() if surface.problem(recipe, "cpu")]
+        in_recipe = [surface for surface in REGISTRY.values() if surface.workload(recipe, "cpu")]
         assert out.count("  serves  ") == len(in_recipe)
 
     def test_one_surface_in_full(self, capsys):

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from megacpp_mcore.hybrid.letters.letter import BlockLetter, Cost, Slot, norm_parameters
+from megacpp_mcore.surfaces.backend import REFERENCE
 
 if TYPE_CHECKING:
     from megacpp_mcore.hybrid.plan import Layer
@@ -44,7 +45,7 @@ def _rules(r: "Rules") -> None:
     backend = r.recipe.backends.get("mamba3_scan", "auto")
     for size in ("mamba3.mamba_head_dim", "mamba3.mamba_state_dim"):
         r.refuse(
-            backend != "reference" and r[size] & (r[size] - 1),
+            backend != REFERENCE and r[size] & (r[size] - 1),
             size,
             "must be a power of two, as the fused scans need; only backends.mamba3_scan = "
             '"reference" takes others',

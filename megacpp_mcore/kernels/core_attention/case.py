@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megacpp_mcore.kernels.case import Bound, Case, Tensors
+from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
 from megacpp_mcore.kernels.core_attention.reference import attention
 from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.surfaces import problems
-from megacpp_mcore.surfaces.backend import Problem
+from megacpp_mcore.surfaces import core_attention
+from megacpp_mcore.surfaces.workload import Workload
 
-_SCORES = 2**27  # that the truth holds at a time: 512 MiB in float32
+_SCORES = 2**27  # that the reference holds at a time: 512 MiB in float32
 _LARGEST_SCORE = 6  # of a few million standard normal ones
 
 
@@ -40,13 +40,13 @@ class CoreAttentionCase(Case):
 
     @classmethod
     def of(cls, recipe: Recipe) -> Self | None:
-        problem = problems.core_attention_of(recipe, "cpu")
-        if problem is None:
+        workload = core_attention.of_recipe(recipe, "cpu")
+        if workload is None:
             return None
-        heads, dqk, dv = (problem.size(name) for name in ("heads", "dqk", "dv"))
+        heads, dqk, dv = (workload.size(name) for name in ("heads", "dqk", "dv"))
         grouped = recipe.attention.kind == "gqa" and recipe.attention.num_query_groups
         batch, seq = recipe.schedule.micro_batch_size, recipe.model.seq_length
-        documents = BENCHED_DOCUMENTS if problem.size("layout") == "thd" else 0
+        documents = BENCHED_DOCUMENTS if workload.size("layout") == "thd" else 0
         return cls(batch, seq, heads, grouped or heads, dqk, dv, documents)
 
     @classmethod
@@ -62,12 +62,12 @@ class CoreAttentionCase(Case):
             "empty": cls(0, 8, 2, 2, 16, 8),
         }
 
-    def problem(self, device: str, dtype: torch.dtype) -> Problem:
+    def workload(self, device: str, dtype: torch.dtype) -> Workload:
         layout = "thd" if self.documents else "sbhd"
         config = self._config(device, dtype)
-        return problems.core_attention(device, config, self.dqk, self.dv, layout)
+        return core_attention.workload(device, config, self.dqk, self.dv, layout)
 
-    def draw(self, generator: torch.Generator) -> Tensors:
+    def make_inputs(self, generator: torch.Generator) -> Tensors:
         tokens = (self.seq * self.batch,) if self.documents else (self.seq, self.batch)
         return {
             "q": self.normal(generator, *tokens, self.heads, self.dqk),
@@ -75,7 +75,7 @@ class CoreAttentionCase(Case):
             "v": self.normal(generator, *tokens, self.groups, self.dv),
         }
 
-    def truth(self, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
+    def reference(self, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
         if not self.documents:
             # [s, b, h, d] -> [b, h, s, d]
             y = self._exact(*(x.permute(1, 2, 0, 3) for x in (q, k, v)))
@@ -101,7 +101,7 @@ class CoreAttentionCase(Case):
         ]  # fmt: skip
         return torch.cat(parts, dim=1)
 
-    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> Bound:
+    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.transformer.enums import AttnMaskType
 
@@ -116,7 +116,9 @@ class CoreAttentionCase(Case):
         ).to(device)
         packed = self._packed(device) if self.documents else None
         mask = AttnMaskType.causal
-        return Bound(lambda q, k, v: {"y": module(q, k, v, None, mask, packed_seq_params=packed)})
+        return BoundBackend(
+            lambda q, k, v: {"y": module(q, k, v, None, mask, packed_seq_params=packed)}
+        )
 
     def _bounds(self) -> list[int]:
         if not self.documents:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megacpp_mcore.kernels.core_attention.varlen import padded_v, readable
-from megacpp_mcore.surfaces.attention_support import FLASH_2_MODULE, FLASH_4_MODULE, flash_3_module
+from megacpp_mcore.surfaces.core_attention import FLASH_2_MODULE, FLASH_4_MODULE, flash_3_module
 
 
 @dataclass(frozen=True)

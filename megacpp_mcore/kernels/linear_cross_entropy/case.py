@@ -7,16 +7,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megacpp_mcore.kernels.case import Bound, Case, Tensors
+from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
 from megacpp_mcore.kernels.linear_cross_entropy import REFERENCE
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.surfaces import problems
-from megacpp_mcore.surfaces.backend import Backend, Problem
-from megacpp_mcore.surfaces.loss_support import liger_loss
+from megacpp_mcore.surfaces import linear_cross_entropy
+from megacpp_mcore.surfaces.backend import Backend
+from megacpp_mcore.surfaces.workload import Workload
 
-LIGERS_MEAN = Backend(
-    "liger_mean", "megacpp_mcore.kernels.linear_cross_entropy.liger:MEAN", liger_loss
-)
 _LARGEST_LOGIT = 6  # of a billion standard normal ones
 
 
@@ -38,21 +35,21 @@ class LinearCrossEntropyCase(Case):
 
     surface = "linear_cross_entropy"
     inputs = ("hidden", "weight")
-    wide = ("losses", "total", "loss_weights")
+    fp32_tensors = ("losses", "total", "loss_weights")
     variants = ("weighted", "per_token", "mean")
 
     @classmethod
     def of(cls, recipe: Recipe) -> Self | None:
-        problem = problems.linear_cross_entropy_of(recipe, "cpu")
+        workload = linear_cross_entropy.of_recipe(recipe, "cpu")
         batch, seq = recipe.schedule.micro_batch_size, recipe.model.seq_length
-        return cls(batch, seq, problem.size("hidden_size"), problem.size("vocab_size"), True)
+        return cls(batch, seq, workload.size("hidden_size"), workload.size("vocab_size"), True)
 
     def as_variant(self, name: str) -> Self:
         return replace(self, weighted=name != "per_token", even=name == "mean")
 
     @property
     def yardsticks(self) -> tuple[Backend, ...]:
-        return (LIGERS_MEAN,) if self.even else ()
+        return (linear_cross_entropy.LIGERS_MEAN,) if self.even else ()
 
     @classmethod
     def samples(cls) -> dict[str, Self]:
@@ -67,13 +64,13 @@ class LinearCrossEntropyCase(Case):
             "empty-weighted": cls(2, 0, 16, 24, True),
         }
 
-    def problem(self, device: str, dtype: torch.dtype) -> Problem:
+    def workload(self, device: str, dtype: torch.dtype) -> Workload:
         config = SimpleNamespace(
             params_dtype=dtype, hidden_size=self.hidden_size, tensor_model_parallel_size=1
         )
-        return problems.linear_cross_entropy(device, config, self.vocab_size)
+        return linear_cross_entropy.workload(device, config, self.vocab_size)
 
-    def draw(self, generator: torch.Generator) -> Tensors:
+    def make_inputs(self, generator: torch.Generator) -> Tensors:
         """Logits are standard normal, so that no label has all of the probability. A token in four
         has weight 0."""
         tokens = (self.seq, self.batch)
@@ -93,11 +90,11 @@ class LinearCrossEntropyCase(Case):
             tensors["loss_weights"] = (drawn - 0.25).clamp(min=0) / max(1, drawn.numel())
         return tensors
 
-    def truth(self, **tensors: Tensor) -> Tensors:
+    def reference(self, **tensors: Tensor) -> Tensors:
         return self._outputs(REFERENCE, tensors)
 
-    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> Bound:
-        return Bound(lambda **tensors: self._outputs(implementation, tensors))
+    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
+        return BoundBackend(lambda **tensors: self._outputs(implementation, tensors))
 
     def _outputs(self, head: Any, tensors: Tensors) -> Tensors:
         if self.weighted:

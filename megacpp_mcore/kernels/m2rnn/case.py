@@ -8,11 +8,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megacpp_mcore.kernels.case import Bound, Case, Tensors
+from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
 from megacpp_mcore.kernels.m2rnn.reference import m2rnn_chunked, m2rnn_sequential
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.surfaces import problems
-from megacpp_mcore.surfaces.backend import Problem
+from megacpp_mcore.surfaces import m2rnn
+from megacpp_mcore.surfaces.workload import Workload
 
 _SEQUENTIAL = 512  # tokens: step by step keeps every state alive; chunked is the same, as tested
 
@@ -31,16 +31,16 @@ class M2RNNCase(Case):
 
     surface = "m2rnn"
     inputs = ("q", "k", "v", "W", "f")
-    wide = ("W", "f", "state")
+    fp32_tensors = ("W", "f", "state")
 
     @classmethod
     def of(cls, recipe: Recipe) -> Self | None:
-        problem = problems.m2rnn_of(recipe, "cpu")
-        if problem is None:
+        workload = m2rnn.of_recipe(recipe, "cpu")
+        if workload is None:
             return None
         names = ("heads", "k_head_dim", "v_head_dim", "chunk_size")
         batch, seq = recipe.schedule.micro_batch_size, recipe.model.seq_length
-        sizes = (problem.size(name) for name in names)
+        sizes = (workload.size(name) for name in names)
         return cls(batch, seq, *sizes, recipe.m2rnn.tanh)
 
     @classmethod
@@ -54,14 +54,14 @@ class M2RNNCase(Case):
             "empty": cls(2, 0, 2, 4, 4, 8),
         }
 
-    def problem(self, device: str, dtype: torch.dtype) -> Problem:
+    def workload(self, device: str, dtype: torch.dtype) -> Workload:
         layout = SimpleNamespace(
             local_heads=self.heads, k_dim=self.k_head_dim, v_dim=self.v_head_dim
         )
         settings = SimpleNamespace(chunk_size=self.chunk_size)
-        return problems.m2rnn(device, SimpleNamespace(params_dtype=dtype), layout, settings)
+        return m2rnn.workload(device, SimpleNamespace(params_dtype=dtype), layout, settings)
 
-    def draw(self, generator: torch.Generator) -> Tensors:
+    def make_inputs(self, generator: torch.Generator) -> Tensors:
         normal = functools.partial(self.normal, generator)
         b, s, h, k, v = self.batch, self.seq, self.heads, self.k_head_dim, self.v_head_dim
         return {
@@ -72,16 +72,16 @@ class M2RNNCase(Case):
             "f": normal(b, s, h).sigmoid(),
         }
 
-    def truth(self, **tensors: Tensor) -> Tensors:
+    def reference(self, **tensors: Tensor) -> Tensors:
         function = m2rnn_sequential if self.seq <= _SEQUENTIAL else m2rnn_chunked
         return dict(zip(("y", "state"), function(**tensors), strict=True))
 
-    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> Bound:
+    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
         def call(**tensors: Tensor) -> Tensors:
             y, state = implementation(**tensors, chunk_size=self.chunk_size, tanh=self.tanh)
             return {"y": y, "state": state}
 
-        return Bound(call)
+        return BoundBackend(call)
 
     def roundings(self, name: str) -> float:
         """The operands of the state's and the output's product, and the result; a gradient passes

@@ -7,12 +7,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megacpp_mcore.kernels.case import Bound, Tensors
+from megacpp_mcore.kernels.case import BoundBackend, Tensors
 from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds
 from megacpp_mcore.kernels.m2rnn_prep import REFERENCE, M2RNNPrep
 from megacpp_mcore.kernels.prep_case import PrepCase
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.surfaces import problems
+from megacpp_mcore.surfaces import m2rnn
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class M2RNNPrepCase(PrepCase):
         "q", "k", "v", "decay", "weight", "bias", "A_log", "dt_bias",
         "y", "values", "gate", "D", "norm_weight",
     )  # fmt: skip
-    wide = ("A_log", "dt_bias", "D", "f")
+    fp32_tensors = ("A_log", "dt_bias", "D", "f")
 
     @classmethod
     def of(cls, recipe: Recipe) -> Self | None:
-        problem = problems.m2rnn_of(recipe, "cpu")
-        if problem is None:
+        workload = m2rnn.of_recipe(recipe, "cpu")
+        if workload is None:
             return None
-        sizes = (problem.size(name) for name in ("heads", "k_head_dim", "v_head_dim"))
+        sizes = (workload.size(name) for name in ("heads", "k_head_dim", "v_head_dim"))
         documents = BENCHED_DOCUMENTS if recipe.data.dataloader_inter_document_masking else 0
         return cls(
             recipe.schedule.micro_batch_size, recipe.model.seq_length, *sizes,
@@ -63,7 +63,7 @@ class M2RNNPrepCase(PrepCase):
             "empty": cls(2, 0, 4, 8, 4),
         }
 
-    def draw(self, generator: torch.Generator) -> Tensors:
+    def make_inputs(self, generator: torch.Generator) -> Tensors:
         normal = functools.partial(self.normal, generator)
         b, s = self.batch, self.seq
         rows, columns = ((s * b, 1), (1, s * b)) if self.documents else ((s, b), (b, s))
@@ -94,11 +94,11 @@ class M2RNNPrepCase(PrepCase):
         starts = bounds[:-1].repeat_interleave(bounds.diff())
         return (torch.arange(self.batch * self.seq, device=device) - starts).view(-1, 1, 1)
 
-    def truth(self, **tensors: Tensor) -> Tensors:
+    def reference(self, **tensors: Tensor) -> Tensors:
         return self._call(REFERENCE, **tensors)
 
-    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> Bound:
-        return Bound(lambda **tensors: self._call(implementation, **tensors))
+    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
+        return BoundBackend(lambda **tensors: self._call(implementation, **tensors))
 
     def _call(
         self, prep: M2RNNPrep, y: Tensor, values: Tensor, gate: Tensor, D: Tensor,

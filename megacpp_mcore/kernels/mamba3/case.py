@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from megacpp_mcore.hybrid.block_settings import Mamba3Settings
-from megacpp_mcore.kernels.case import Bound, Case, Tensors
+from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
 from megacpp_mcore.kernels.mamba3.inputs import prepare
 from megacpp_mcore.kernels.mamba3.reference import mamba3_chunked, mamba3_sequential
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.surfaces import problems
-from megacpp_mcore.surfaces.backend import Problem
+from megacpp_mcore.surfaces import mamba3_scan
+from megacpp_mcore.surfaces.workload import Workload
 
 _SEQUENTIAL = 512  # tokens: step by step keeps every state alive; chunked is the same, as tested
 
@@ -39,7 +39,7 @@ class Mamba3ScanCase(Case):
     chunk_size: int
 
     surface = "mamba3_scan"
-    wide = ("adt", "dt", "D", "q_bias", "k_bias", "mimo_v", "mimo_z", "mimo_out")
+    fp32_tensors = ("adt", "dt", "D", "q_bias", "k_bias", "mimo_v", "mimo_z", "mimo_out")
 
     @property
     def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -48,12 +48,12 @@ class Mamba3ScanCase(Case):
 
     @classmethod
     def of(cls, recipe: Recipe) -> Self | None:
-        problem = problems.mamba3_scan_of(recipe, "cpu")
-        if problem is None:
+        workload = mamba3_scan.of_recipe(recipe, "cpu")
+        if workload is None:
             return None
         names = ("heads", "groups", "head_dim", "state_dim", "angles", "chunk_size")
-        sizes = {name: problem.size(name) for name in names}
-        rank = problem.size("rank") if problem.size("variant") == "mimo" else 0
+        sizes = {name: workload.size(name) for name in names}
+        rank = workload.size("rank") if workload.size("variant") == "mimo" else 0
         batch, seq = recipe.schedule.micro_batch_size, recipe.model.seq_length
         return cls(batch, seq, rank=rank, **sizes)
 
@@ -73,7 +73,7 @@ class Mamba3ScanCase(Case):
             "empty": cls(2, 0, 2, 1, 4, 4, 1, 0, 8),
         }
 
-    def problem(self, device: str, dtype: torch.dtype) -> Problem:
+    def workload(self, device: str, dtype: torch.dtype) -> Workload:
         layout = SimpleNamespace(
             local_heads=self.heads,
             scan_groups=self.groups,
@@ -84,9 +84,9 @@ class Mamba3ScanCase(Case):
         )
         variant = "mimo" if self.rank else "siso"
         settings = Mamba3Settings(variant=variant, chunk_size=self.chunk_size)
-        return problems.mamba3_scan(device, SimpleNamespace(params_dtype=dtype), layout, settings)
+        return mamba3_scan.workload(device, SimpleNamespace(params_dtype=dtype), layout, settings)
 
-    def draw(self, generator: torch.Generator) -> Tensors:
+    def make_inputs(self, generator: torch.Generator) -> Tensors:
         normal = functools.partial(self.normal, generator)
         b, s, h, g, n, p = (self.batch, self.seq, self.heads, self.groups, self.state_dim,
                             self.head_dim)  # fmt: skip
@@ -110,14 +110,16 @@ class Mamba3ScanCase(Case):
             tensors |= {name: tensor / self.rank for name, tensor in mimo.items()}
         return tensors
 
-    def truth(self, **tensors: Tensor) -> Tensors:
+    def reference(self, **tensors: Tensor) -> Tensors:
         inputs = prepare(**tensors)
         if self.seq > _SEQUENTIAL:
             return {"y": mamba3_chunked(inputs, self.chunk_size, None)[0]}
         return {"y": mamba3_sequential(inputs)[0]}
 
-    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> Bound:
-        return Bound(lambda **tensors: {"y": implementation(**tensors, chunk_size=self.chunk_size)})
+    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
+        return BoundBackend(
+            lambda **tensors: {"y": implementation(**tensors, chunk_size=self.chunk_size)}
+        )
 
     def roundings(self, name: str) -> float:
         """The operands of three products (scores, state, output) and the result; a gradient

@@ -7,11 +7,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megacpp_mcore.kernels.case import Bound, Tensors
+from megacpp_mcore.kernels.case import BoundBackend, Tensors
 from megacpp_mcore.kernels.mamba3_prep.reference import mamba3_prep
 from megacpp_mcore.kernels.prep_case import PrepCase
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.surfaces import problems
+from megacpp_mcore.surfaces import mamba3_scan
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class Mamba3PrepCase(PrepCase):
 
     surface = "mamba3_prep"
     inputs = ("B", "C", "dt", "A", "dt_bias", "B_weight", "C_weight")
-    wide = ("dt_bias", "q", "k", "adt", "step")
+    fp32_tensors = ("dt_bias", "q", "k", "adt", "step")
 
     @classmethod
     def of(cls, recipe: Recipe) -> Self | None:
-        problem = problems.mamba3_scan_of(recipe, "cpu")
-        if problem is None:
+        workload = mamba3_scan.of_recipe(recipe, "cpu")
+        if workload is None:
             return None
         settings = recipe.mamba3
         return cls(
-            recipe.schedule.micro_batch_size, recipe.model.seq_length, problem.size("heads"),
-            problem.size("groups"), problem.size("state_dim"), settings.variant,
-            problem.size("rank"), settings.decay, settings.decay_floor,
+            recipe.schedule.micro_batch_size, recipe.model.seq_length, workload.size("heads"),
+            workload.size("groups"), workload.size("state_dim"), settings.variant,
+            workload.size("rank"), settings.decay, settings.decay_floor,
         )  # fmt: skip
 
     @classmethod
@@ -61,7 +61,7 @@ class Mamba3PrepCase(PrepCase):
             "empty": cls(2, 0, 4, 2, 16),
         }
 
-    def draw(self, generator: torch.Generator) -> Tensors:
+    def make_inputs(self, generator: torch.Generator) -> Tensors:
         normal = functools.partial(self.normal, generator)
         columns = (self.batch, self.seq, self.groups * self.rank * self.state_dim)
         heads = (self.batch, self.seq, self.heads)
@@ -75,11 +75,11 @@ class Mamba3PrepCase(PrepCase):
             "C_weight": 1 + normal(self.state_dim) / 4,
         }
 
-    def truth(self, **tensors: Tensor) -> Tensors:
+    def reference(self, **tensors: Tensor) -> Tensors:
         return self._call(mamba3_prep, **tensors)
 
-    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> Bound:
-        return Bound(lambda **tensors: self._call(implementation, **tensors))
+    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
+        return BoundBackend(lambda **tensors: self._call(implementation, **tensors))
 
     def _call(self, function: Any, **tensors: Tensor) -> Tensors:
         groups = None

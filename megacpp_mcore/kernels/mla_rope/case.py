@@ -6,13 +6,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megacpp_mcore.kernels.case import Bound, Case, Tensors
+from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
 from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds
 from megacpp_mcore.kernels.mla_rope.inputs import RotaryTable
 from megacpp_mcore.kernels.mla_rope.reference import mla_rope
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.surfaces import problems
-from megacpp_mcore.surfaces.backend import Problem
+from megacpp_mcore.surfaces.mla_rope import of_recipe
+from megacpp_mcore.surfaces.workload import Workload
 
 _BASE = 10_000.0
 
@@ -38,19 +38,19 @@ class MLARopeCase(Case):
 
     surface = "mla_rope"
     inputs = ("q", "kv", "k_pos")
-    wide = ("cos", "sin")
+    fp32_tensors = ("cos", "sin")
     backward_flops = 1
     backward_reads_inputs = False
 
     @classmethod
     def of(cls, recipe: Recipe) -> Self | None:
-        problem = problems.mla_rope_of(recipe, "cpu")
-        if problem is None:
+        workload = of_recipe(recipe, "cpu")
+        if workload is None:
             return None
-        sizes = (problem.size(n) for n in ("heads", "qk_head_dim", "pos_dim", "v_head_dim"))
+        sizes = (workload.size(n) for n in ("heads", "qk_head_dim", "pos_dim", "v_head_dim"))
         batch, seq = recipe.schedule.micro_batch_size, recipe.model.seq_length
         documents = BENCHED_DOCUMENTS if recipe.data.dataloader_inter_document_masking else 0
-        return cls(batch, seq, *sizes, problem.size("rotary_dim"), documents)
+        return cls(batch, seq, *sizes, workload.size("rotary_dim"), documents)
 
     @classmethod
     def samples(cls) -> dict[str, Self]:
@@ -67,15 +67,15 @@ class MLARopeCase(Case):
             "empty": cls(2, 0, 4, 16, 16, 16, 16),
         }
 
-    def problem(self, device: str, dtype: torch.dtype) -> Problem:
+    def workload(self, device: str, dtype: torch.dtype) -> Workload:
         sizes = {
             "heads": self.heads, "qk_head_dim": self.plain, "pos_dim": self.pos,
             "v_head_dim": self.v, "rotary_dim": self.rotary, "context_parallel_size": 1,
             "tensor_model_parallel_size": 1,
         }  # fmt: skip
-        return Problem.of(device, str(dtype).removeprefix("torch."), **sizes)
+        return Workload.of(device, str(dtype).removeprefix("torch."), **sizes)
 
-    def draw(self, generator: torch.Generator) -> Tensors:
+    def make_inputs(self, generator: torch.Generator) -> Tensors:
         packed = bool(self.documents)
         row = self.seq * self.batch if packed else self.seq
         rows = (row,) if packed else (row, self.batch)
@@ -93,11 +93,11 @@ class MLARopeCase(Case):
             tensors["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=generator.device)
         return tensors
 
-    def truth(self, **tensors: Tensor) -> Tensors:
+    def reference(self, **tensors: Tensor) -> Tensors:
         return self._call(mla_rope, **tensors)
 
-    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> Bound:
-        return Bound(lambda **tensors: self._call(implementation, **tensors))
+    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
+        return BoundBackend(lambda **tensors: self._call(implementation, **tensors))
 
     def _call(self, function: Any, cos: Tensor, sin: Tensor, **tensors: Tensor) -> Tensors:
         options = {"qk_head_dim": self.plain, "interleaved": self.interleaved}

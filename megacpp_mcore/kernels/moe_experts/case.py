@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megacpp_mcore.kernels.case import Bound, Case, Tensors
+from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
 from megacpp_mcore.kernels.moe_experts.reference import experts
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.surfaces import problems
-from megacpp_mcore.surfaces.backend import Problem
+from megacpp_mcore.surfaces import moe_experts
+from megacpp_mcore.surfaces.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class MoeExpertsCase(Case):
 
     surface = "moe_experts"
     inputs = ("x", "w1", "w2", "probs")
-    wide = ("probs",)
+    fp32_tensors = ("probs",)
 
     @classmethod
     def of(cls, recipe: Recipe) -> Self | None:
@@ -51,10 +51,10 @@ class MoeExpertsCase(Case):
             "empty": cls(0, 3, 16, 24),
         }
 
-    def problem(self, device: str, dtype: torch.dtype) -> Problem:
-        return problems.moe_experts(device, self._config(device, dtype), "adam")
+    def workload(self, device: str, dtype: torch.dtype) -> Workload:
+        return moe_experts.workload(device, self._config(device, dtype), "adam")
 
-    def draw(self, generator: torch.Generator) -> Tensors:
+    def make_inputs(self, generator: torch.Generator) -> Tensors:
         h, f = self.hidden_size, self.ffn_hidden_size
         busy = self.experts - self.idle
         chosen = torch.randint(busy, (self.tokens,), generator=generator, device=generator.device)
@@ -66,10 +66,12 @@ class MoeExpertsCase(Case):
             "counts": torch.bincount(chosen, minlength=self.experts),
         }
 
-    def truth(self, x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, probs: Tensor) -> Tensors:
+    def reference(
+        self, x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, probs: Tensor
+    ) -> Tensors:
         return {"y": experts(x, counts, w1, w2, probs)}
 
-    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> Bound:
+    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
         from megatron.core.process_groups_config import ProcessGroupCollection
 
         module = implementation()(
@@ -78,7 +80,7 @@ class MoeExpertsCase(Case):
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         ).to(device)
         named = list(module.named_parameters())
-        return Bound(
+        return BoundBackend(
             lambda x, counts, probs, w1, w2: {"y": module(x, counts, probs)[0]},
             {
                 "w1": [parameter for name, parameter in named if "linear_fc1" in name],

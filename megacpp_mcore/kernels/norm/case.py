@@ -6,11 +6,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megacpp_mcore.kernels.case import Bound, Case, Tensors
+from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
 from megacpp_mcore.kernels.norm.reference import rms_norm
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.surfaces import problems
-from megacpp_mcore.surfaces.backend import Problem
+from megacpp_mcore.surfaces import norm
+from megacpp_mcore.surfaces.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,21 @@ class NormCase(Case):
             "empty": cls(2, 0, 64),
         }
 
-    def problem(self, device: str, dtype: torch.dtype) -> Problem:
-        return problems.norm(device, self._config(device, dtype))
+    def workload(self, device: str, dtype: torch.dtype) -> Workload:
+        return norm.workload(device, self._config(device, dtype))
 
-    def draw(self, generator: torch.Generator) -> Tensors:
+    def make_inputs(self, generator: torch.Generator) -> Tensors:
         x = self.normal(generator, self.seq, self.batch, self.hidden_size)
         return {"x": x, "weight": 1 + self.normal(generator, self.hidden_size) / 4}
 
-    def truth(self, x: Tensor, weight: Tensor) -> Tensors:
+    def reference(self, x: Tensor, weight: Tensor) -> Tensors:
         return {"y": rms_norm(x, weight, self.eps)}
 
-    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> Bound:
+    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
         config = self._config(device, dtype)
-        norm = implementation()(config=config, hidden_size=self.hidden_size, eps=self.eps)
-        norm = norm.to(device, dtype)
-        return Bound(lambda x, weight: {"y": norm(x)}, {"weight": [norm.weight]})
+        module = implementation()(config=config, hidden_size=self.hidden_size, eps=self.eps)
+        module = module.to(device, dtype)
+        return BoundBackend(lambda x, weight: {"y": module(x)}, {"weight": [module.weight]})
 
     def _config(self, device: str, dtype: torch.dtype) -> Any:
         from megatron.core.transformer import TransformerConfig

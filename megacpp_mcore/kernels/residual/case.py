@@ -9,11 +9,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megacpp_mcore.kernels.case import Bound, Case, Tensors
+from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
 from megacpp_mcore.kernels.residual.reference import bias_dropout_add
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.surfaces import problems
-from megacpp_mcore.surfaces.backend import Problem
+from megacpp_mcore.surfaces.workload import Workload, stack_part
 
 
 @dataclass(frozen=True)
@@ -47,20 +46,20 @@ class ResidualCase(Case):
             "empty": cls(2, 0, 64, True),
         }
 
-    def problem(self, device: str, dtype: torch.dtype) -> Problem:
-        return problems.stack_part(device)
+    def workload(self, device: str, dtype: torch.dtype) -> Workload:
+        return stack_part(device)
 
-    def draw(self, generator: torch.Generator) -> Tensors:
+    def make_inputs(self, generator: torch.Generator) -> Tensors:
         shape = (self.seq, self.batch, self.hidden_size)
         shapes = {"x": shape, "residual": shape, "bias": shape[-1:]}
         return {name: self.normal(generator, *shapes[name]) for name in self.inputs}
 
-    def truth(self, x: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensors:
+    def reference(self, x: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensors:
         return {"y": bias_dropout_add(x, bias, residual, dropout=0.0, training=True)}
 
-    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> Bound:
+    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
         add = implementation()(training=True, fused=True)
-        return Bound(
+        return BoundBackend(
             lambda x, residual, bias=None: {"y": add((x, bias), residual, 0.0)},
         )
 

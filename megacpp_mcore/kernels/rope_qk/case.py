@@ -7,13 +7,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megacpp_mcore.kernels.case import Bound, Case, Tensors
+from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
 from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds
 from megacpp_mcore.kernels.rope_qk.inputs import RopeQK
 from megacpp_mcore.kernels.rope_qk.reference import REFERENCE
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.surfaces import problems
-from megacpp_mcore.surfaces.backend import Problem
+from megacpp_mcore.surfaces import rope_qk
+from megacpp_mcore.surfaces.workload import Workload
 
 _BASE = 10_000.0
 
@@ -38,7 +38,7 @@ class RopeQKCase(Case):
     apart: bool = False
 
     surface = "rope_qk"
-    wide = ("angles",)
+    fp32_tensors = ("angles",)
     backward_flops = 1
     backward_reads_inputs = False
 
@@ -48,16 +48,16 @@ class RopeQKCase(Case):
 
     @classmethod
     def of(cls, recipe: Recipe) -> Self | None:
-        problem = problems.rope_qk_of(recipe, "cpu")
-        if problem is None:
+        workload = rope_qk.of_recipe(recipe, "cpu")
+        if workload is None:
             return None
-        model, dim = recipe.model, problem.size("dim")
+        model, dim = recipe.model, workload.size("dim")
         rotary = 2 * math.ceil(int(dim * model.rotary_percent) / 2)  # as Megatron's table has it
         documents = BENCHED_DOCUMENTS if recipe.data.dataloader_inter_document_masking else 0
         batch, heads, groups = (
             recipe.schedule.micro_batch_size,
-            problem.size("heads"),
-            problem.size("groups"),
+            workload.size("heads"),
+            workload.size("groups"),
         )
         return cls(batch, model.seq_length, heads, groups, dim, rotary, documents)
 
@@ -75,13 +75,13 @@ class RopeQKCase(Case):
             "empty": cls(2, 0, 8, 2, 16, 16),
         }
 
-    def problem(self, device: str, dtype: torch.dtype) -> Problem:
-        return Problem.of(
+    def workload(self, device: str, dtype: torch.dtype) -> Workload:
+        return Workload.of(
             device, str(dtype).removeprefix("torch."), heads=self.heads, groups=self.groups,
             dim=self.dim, context_parallel_size=1, needs=(),
         )  # fmt: skip
 
-    def draw(self, generator: torch.Generator) -> Tensors:
+    def make_inputs(self, generator: torch.Generator) -> Tensors:
         row = self.seq * self.batch if self.documents else self.seq
         rows = (row,) if self.documents else (row, self.batch)
         ratio = self.heads // self.groups
@@ -98,11 +98,11 @@ class RopeQKCase(Case):
             tensors["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32).to(generator.device)
         return tensors
 
-    def truth(self, **tensors: Tensor) -> Tensors:
+    def reference(self, **tensors: Tensor) -> Tensors:
         return self._call(REFERENCE, **tensors)
 
-    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> Bound:
-        return Bound(lambda **tensors: self._call(implementation, **tensors))
+    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
+        return BoundBackend(lambda **tensors: self._call(implementation, **tensors))
 
     def _call(self, rope: RopeQK, **tensors: Tensor) -> Tensors:
         options = {"interleaved": self.interleaved, "mscale": self.mscale}

@@ -1,6 +1,8 @@
 """Rules about attention: GQA, MLA and DSA."""
 
 from megacpp_mcore.recipe.refusal import Rules
+from megacpp_mcore.surfaces.backend import REFERENCE
+from megacpp_mcore.surfaces.support import TE
 
 
 def check(r: Rules) -> None:
@@ -41,10 +43,10 @@ def _backend(r: Rules) -> None:
     """Megatron sets environment variables by it, which nobody but Transformer Engine reads."""
     core = r["backends.core_attention"]
     r.refuse(
-        r["attention.attention_backend"] != "auto" and r.has("+*") and core != "te",
+        r["attention.attention_backend"] != "auto" and r.has("+*") and core != TE,
         "attention.attention_backend",
         f'must be "auto" with backends.core_attention = "{core or "auto"}": it chooses within '
-        'Transformer Engine\'s attention only; name backends.core_attention, or "te" there',
+        f'Transformer Engine\'s attention only; name backends.core_attention, or "{TE}" there',
     )
 
 
@@ -106,7 +108,7 @@ def _mla(r: Rules) -> None:
     )
     for key in ("backends.linear", "backends.norm"):
         r.refuse(
-            r["attention.mla_down_proj_fusion"] and r[key] not in (None, "auto", "te"),
+            r["attention.mla_down_proj_fusion"] and r[key] not in (None, "auto", TE),
             "attention.mla_down_proj_fusion",
             f"must be false with {r.told(key)}: Transformer Engine has the fused projection, with "
             "the norm inside",
@@ -145,7 +147,7 @@ def _dsa(r: Rules) -> None:
         "attention.dsa_indexer_topk",
         f"must be at most {r.told('model.seq_length')}",
     )
-    for key, value in (("launch.device", "cpu"), ("backends.linear", "reference")):
+    for key, value in (("launch.device", "cpu"), ("backends.linear", REFERENCE)):
         r.refuse(
             r[key] == value,
             key,

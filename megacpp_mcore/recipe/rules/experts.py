@@ -1,6 +1,7 @@
 """Rules about the mixture of experts."""
 
 from megacpp_mcore.recipe.refusal import Rules
+from megacpp_mcore.surfaces.backend import REFERENCE
 
 
 def check(r: Rules) -> None:
@@ -24,7 +25,7 @@ def _experts(r: Rules) -> None:
         r.refuse(r[key] is None, key, "is needed: the pattern has an E")
     named = r["backends.moe_experts"]
     r.refuse(
-        not r["moe.moe_grouped_gemm"] and r["launch.device"] == "cuda" and named != "reference",
+        not r["moe.moe_grouped_gemm"] and r["launch.device"] == "cuda" and named != REFERENCE,
         "moe.moe_grouped_gemm",
         f'must be true with backends.moe_experts = "{named or "auto"}", whose experts are grouped; '
         'backends.moe_experts = "reference" has one after another',

@@ -23,12 +23,6 @@ def _precision(r: Rules) -> None:
     if r["precision.deterministic_mode"]:
         for key in ("precision.cross_entropy_loss_fusion", "parallel.tp_comm_overlap"):
             r.refuse(r[key], key, "must be false with precision.deterministic_mode = true")
-        r.refuse(
-            r["backends.linear_cross_entropy"] == "cce",
-            "backends.linear_cross_entropy",
-            "must be left out, or name another, with precision.deterministic_mode = true: its sums "
-            "are made in the order in which locks are taken",
-        )
     bf16 = r["precision.bf16"]
     for key in ("model.fp32_residual_connection", "precision.grad_reduce_in_bf16"):
         r.refuse(r[key] and not bf16, key, "needs precision.bf16 = true")

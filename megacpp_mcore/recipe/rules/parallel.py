@@ -2,6 +2,7 @@
 
 from megacpp_mcore.hybrid import letters
 from megacpp_mcore.recipe.refusal import Rules
+from megacpp_mcore.surfaces.support import TE
 
 _TP, _PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 _CP, _EP = "parallel.context_parallel_size", "parallel.expert_model_parallel_size"
@@ -89,10 +90,10 @@ def _context(r: Rules) -> None:
         )
     attention = r.recipe.backends.get("core_attention", "auto")
     r.refuse(
-        r.has("+*") and attention not in ("auto", "te"),
+        r.has("+*") and attention not in ("auto", TE),
         _CP,
         f"must be 1 with backends.core_attention = {attention!r}, which sees the tokens of one "
-        f'rank only; "te" attends over the ranks. Or {instead}',
+        f'rank only; "{TE}" attends over the ranks. Or {instead}',
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.hybrid import letters
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.surfaces.backend import REFERENCE
 
 
 class MissingPackageError(MegacppError):
@@ -46,7 +47,7 @@ _NEEDS = (
     _Need("fused_weight_gradient_mlp_cuda", "apex (built with its CUDA extensions)",
           'precision.gradient_accumulation_fusion with backends.linear = "reference"',
           lambda r: r.precision.gradient_accumulation_fusion
-          and r.backends.get("linear") == "reference"),
+          and r.backends.get("linear") == REFERENCE),
     _Need("emerging_optimizers", "emerging-optimizers", "optimizer.optimizer",
           lambda r: r.optimizer.optimizer not in ("adam", "sgd")),
     _Need("deep_ep", "deep-ep (built from its tag v1.2.1)", "moe.moe_flex_dispatcher_backend",
@@ -112,6 +113,6 @@ def check_backends(recipe: Recipe) -> None:
     from megacpp_mcore.surfaces.registry import REGISTRY
 
     for name, surface in REGISTRY.items():
-        problem = surface.problem(recipe, recipe.launch.device)
-        if problem is not None:
-            dispatch.choose(name, problem, recipe.backends)
+        workload = surface.workload(recipe, recipe.launch.device)
+        if workload is not None:
+            dispatch.choose(name, workload, recipe.backends)

@@ -1,4 +1,4 @@
-"""The Problem that the catalog asks about is the one that the layers ask about."""
+"""The workload that the catalog asks about is the one that the layers ask about."""
 
 import json
 import subprocess
@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from megacpp_mcore.recipe import load_recipe
-from megacpp_mcore.surfaces import problems
 from megacpp_mcore.surfaces.registry import REGISTRY
+from megacpp_mcore.surfaces.workload import current_device
 
-# Builds a recipe's model as `megacpp train` does, and prints every problem that dispatch is asked.
+# Builds a recipe's model as `megacpp train` does, and prints every workload that dispatch is asked.
 _BUILD = """
 import json, os, sys
 from megacpp_mcore import dispatch
@@ -20,9 +20,10 @@ from megacpp_mcore.training.cpu.megatron_setup import build_model, megatron_args
 
 asked, decide = {}, dispatch.decide
 
-def spy(surface, problem, requests=None):
-    asked.setdefault(surface, []).append([problem.device, problem.dtype, dict(problem.sizes)])
-    return decide(surface, problem, requests)
+def spy(surface, workload, requests=None):
+    sizes = dict(workload.sizes)
+    asked.setdefault(surface, []).append([workload.device, workload.dtype, sizes])
+    return decide(surface, workload, requests)
 
 dispatch.decide = spy
 lowered = lower(load_recipe("nam56r-tiny", sys.argv[1:]))
@@ -45,8 +46,8 @@ def test_a_models_layers_ask_what_its_recipe_answers():
     recipe = load_recipe("nam56r-tiny", overrides)
     assert asked.keys() >= {"linear", "norm", "core_attention", "mamba3_scan", "m2rnn"}
     for name, layers in asked.items():
-        problem = REGISTRY[name].problem(recipe, problems.current_device())
-        expected = json.loads(json.dumps([problem.device, problem.dtype, dict(problem.sizes)]))
+        workload = REGISTRY[name].workload(recipe, current_device())
+        expected = json.loads(json.dumps([workload.device, workload.dtype, dict(workload.sizes)]))
         assert expected in layers, name
         if name != "core_attention":  # which is asked about packed documents, too
             assert layers[-1] == expected, name
@@ -54,7 +55,7 @@ def test_a_models_layers_ask_what_its_recipe_answers():
 
 def test_nam56r_at_full_size():
     recipe = load_recipe("nam56r")
-    asked = {name: surface.problem(recipe, "cuda") for name, surface in REGISTRY.items()}
+    asked = {name: surface.workload(recipe, "cuda") for name, surface in REGISTRY.items()}
     attention, scan, m2rnn = (dict(asked[n].sizes) for n in ("core_attention", "mamba3_scan",
                                                               "m2rnn"))  # fmt: skip
     assert attention == {
@@ -71,9 +72,9 @@ def test_tensor_parallel_ranks_ask_for_their_own_heads():
     sizes = ["tensor_model_parallel_size=4", "expert_tensor_parallel_size=1"]
     changes = [f"parallel.{size}" for size in [*sizes, "sequence_parallel=true"]]
     recipe = load_recipe("nam56r", changes)
-    assert REGISTRY["mamba3_scan"].problem(recipe, "cuda").size("heads") == 14
-    assert REGISTRY["m2rnn"].problem(recipe, "cuda").size("heads") == 11
-    mla = REGISTRY["mla_rope"].problem(recipe, "cuda")
+    assert REGISTRY["mamba3_scan"].workload(recipe, "cuda").size("heads") == 14
+    assert REGISTRY["m2rnn"].workload(recipe, "cuda").size("heads") == 11
+    mla = REGISTRY["mla_rope"].workload(recipe, "cuda")
     assert mla.size("heads") == 14
     verdicts = {b.name: b.supports(mla) for b in REGISTRY["mla_rope"].backends}
     assert "tensor_model_parallel_size 4: Megatron" in verdicts["megatron"]
@@ -83,7 +84,9 @@ def test_tensor_parallel_ranks_ask_for_their_own_heads():
 def test_the_dims_that_mla_turns():
     def rotary(*overrides):
         return (
-            REGISTRY["mla_rope"].problem(load_recipe("nam56r", overrides), "cpu").size("rotary_dim")
+            REGISTRY["mla_rope"]
+            .workload(load_recipe("nam56r", overrides), "cpu")
+            .size("rotary_dim")
         )
 
     assert rotary() == 64
@@ -94,13 +97,13 @@ def test_the_dims_that_mla_turns():
 
 def test_grouped_queries_take_the_models_head_dim():
     recipe = load_recipe("nam56r", ["attention.kind=gqa"])
-    sizes = dict(REGISTRY["core_attention"].problem(recipe, "cpu").sizes)
+    sizes = dict(REGISTRY["core_attention"].workload(recipe, "cpu").sizes)
     assert (sizes["dqk"], sizes["dv"]) == (64, 64)
     recipe = load_recipe("nam56r", ["attention.kind=gqa", "attention.kv_channels=80"])
-    assert REGISTRY["core_attention"].problem(recipe, "cpu").size("dqk") == 80
+    assert REGISTRY["core_attention"].workload(recipe, "cpu").size("dqk") == 80
 
 
-def test_a_surface_that_the_pattern_does_not_have_has_no_problem():
+def test_a_surface_that_the_pattern_does_not_have_has_no_workload():
     recipe = load_recipe("nam56r", ["model.pattern=AE", "model.depth=2"])
-    absent = {n for n, s in REGISTRY.items() if s.problem(recipe, "cpu") is None}
+    absent = {n for n, s in REGISTRY.items() if s.workload(recipe, "cpu") is None}
     assert {"mamba3_scan", "m2rnn"} <= absent and "core_attention" not in absent

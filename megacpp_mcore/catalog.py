@@ -1,0 +1,132 @@
+"""The kernel catalog: what each backend is for, and which one would serve here and now.
+
+The facts stand in the surfaces' modules; what can serve is asked of dispatch, with the workloads
+that a recipe's layers would ask about. No torch at import.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megacpp_mcore import dispatch
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.surfaces.backend import Backend, NotCarried, Surface
+from megacpp_mcore.surfaces.figures import FOLDER, Figure
+from megacpp_mcore.surfaces.registry import REGISTRY
+from megacpp_mcore.surfaces.workload import Workload
+
+_FACTS = ("role", "keep", "removes", "layout", "dtypes", "fallback", "tests", "no_receipt",
+          "exit_when", "skips")  # fmt: skip
+
+
+class CatalogError(MegacppError):
+    """A surface that neither dispatch nor the catalog knows."""
+
+
+def rows() -> list[dict[str, Any]]:
+    """Every backend, and every one that is not carried, as facts ready for JSON.
+
+    Keys: surface, blocks, backend; what `Backend` says, `receipt` as a path in the repository;
+    figures (texts, none where the receipts are not at hand); not_carried (why, or None).
+    """
+    carried = [_carried(s, backend) for s in REGISTRY.values() for backend in s.backends]
+    return carried + [_not_carried(s, idea) for s in REGISTRY.values() for idea in s.not_carried]
+
+
+def _carried(surface: Surface, backend: Backend) -> dict[str, Any]:
+    figures = [*backend.figures]
+    if backend.receipt and (own := Figure(backend.receipt, backend.name)).is_known():
+        figures.insert(0, own)
+    return {
+        "surface": surface.name, "blocks": surface.blocks, "backend": backend.name,
+        **{fact: getattr(backend, fact) for fact in _FACTS},
+        "receipt": backend.receipt and f"{FOLDER}/{backend.receipt}",
+        "figures": _texts(figures), "not_carried": None,
+    }  # fmt: skip
+
+
+def _not_carried(surface: Surface, idea: NotCarried) -> dict[str, Any]:
+    unset = {"layout": "", "dtypes": "", "tests": (), "no_receipt": None, "skips": {}}
+    return {
+        "surface": idea.surface or surface.name, "blocks": surface.blocks, "backend": idea.name,
+        **unset, "role": idea.role, "keep": "not carried", "removes": idea.removes,
+        "fallback": idea.fallback, "exit_when": idea.exit_when, "receipt": None,
+        "figures": _texts(idea.figures), "not_carried": idea.why,
+    }  # fmt: skip
+
+
+def _texts(figures: list[Figure] | tuple[Figure, ...]) -> list[str]:
+    return [text for figure in figures if (text := figure.text())]
+
+
+def surfaces() -> tuple[str, ...]:
+    """Every surface with a backend, or with one that is not carried."""
+    return tuple(dict.fromkeys([*REGISTRY, *(row["surface"] for row in rows())]))
+
+
+def here_and_now(recipe: Recipe, device: str, surface: str | None = None) -> list[dict[str, Any]]:
+    """What would serve each surface of `recipe` on `device`: one dict a backend, ready for JSON.
+
+    Keys are those of `rows`, and: serves (it is the one that would), usable (it could; None when
+    the recipe's model does not have the surface), requested, reason (why it serves, or why not),
+    recipe, problem (the workload's device, dtype, sizes; None as for usable). Raises CatalogError
+    for an unknown surface, DispatchError for a MEGACPP_BACKENDS that cannot be read.
+    """
+    known = surfaces()
+    if surface is not None and surface not in known:
+        raise CatalogError(f"unknown surface {surface!r}; the surfaces are {', '.join(known)}")
+    every, answers = rows(), []
+    for name in [surface] if surface else known:
+        requested, workload = dispatch.AUTO, None
+        if name in REGISTRY:
+            requested = dispatch.requested(name, recipe.backends)
+            workload = REGISTRY[name].workload(recipe, device)
+        verdicts = dict(_verdicts(name, recipe, workload, requested))
+        common = {"requested": requested, "recipe": recipe.name, "problem": _shown(workload)}
+        for row in every:
+            if row["surface"] == name:
+                verdict = verdicts.get(row["backend"]) or _verdict(False, False, row["not_carried"])
+                answers.append({**row, **verdict, **common})
+    return answers
+
+
+def _verdicts(
+    surface: str, recipe: Recipe, workload: Workload | None, requested: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    if surface not in REGISTRY:
+        return
+    if workload is None:
+        for backend in REGISTRY[surface].backends:
+            reason = f"recipe {recipe.name} has no layer with this surface"
+            yield backend.name, _verdict(False, None, reason)
+        return
+    try:
+        decision = dispatch.choose(surface, workload, recipe.backends)
+    except dispatch.DispatchError:
+        decision = None
+    verdicts = dispatch.verdicts(surface, workload)
+    for backend in REGISTRY[surface].backends:
+        why_not = verdicts[backend.name]
+        serves = decision is not None and backend.name == decision.observed
+        reason = decision.reason if serves else why_not or _unneeded(backend, decision, requested)
+        yield backend.name, _verdict(serves, why_not is None, reason)
+
+
+def _unneeded(backend: Backend, decision: dispatch.Decision | None, requested: str) -> str:
+    if decision is None:
+        return f"can serve, but {requested} is named, which cannot"
+    if requested == dispatch.AUTO and backend.opt_in:
+        return "can serve where it is named"
+    if requested == dispatch.AUTO:
+        return f"can serve; {decision.observed} comes first"
+    return f"can serve; {requested} is named"
+
+
+def _verdict(serves: bool, usable: bool | None, reason: str | None) -> dict[str, Any]:
+    return {"serves": serves, "usable": usable, "reason": reason}
+
+
+def _shown(workload: Workload | None) -> dict[str, Any] | None:
+    if workload is None:
+        return None
+    return {"device": workload.device, "dtype": workload.dtype, **dict(workload.sizes)}

@@ -1,0 +1,58 @@
+"""Measured times and memory for the catalog, read from the receipts that the repository carries."""
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = "examples/receipts/h200"
+_CHECKOUT = Path(__file__).resolve().parents[2]
+_FORWARD_AND_BOTH = ("forward", "forward_backward")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """The median times of one row of a bench receipt, and its peak memory.
+
+    receipt: file name in FOLDER. row: the row's `backend`. label: what was timed; "" for the
+    backend itself. phases: those shown, in order; the memory is the last one's.
+    """
+
+    receipt: str
+    row: str
+    label: str = ""
+    phases: tuple[str, ...] = _FORWARD_AND_BOTH
+
+    def text(self) -> str | None:
+        """ "label: 1.32 / 5.92 ms, 1.10 GiB (receipt)"; None without a checkout's receipts.
+
+        Raises KeyError where the receipt has no such row.
+        """
+        rows = _rows(self.receipt)
+        if not rows:
+            return None
+        found = [rows[self.row, phase] for phase in self.phases]
+        times = " / ".join(f"{row['median_ms']:.3g}" for row in found)
+        memory = found[-1]["peak_memory_bytes"] / 2**30
+        label = self.label or self.row
+        return f"{label}: {times} ms, {memory:.3g} GiB ({self.receipt})"
+
+    def is_known(self) -> bool:
+        """Whether the receipt is here and has the row."""
+        return all((self.row, phase) in _rows(self.receipt) for phase in self.phases)
+
+
+def step(receipt: str, row: str, label: str) -> Figure:
+    """A training step of a whole model."""
+    return Figure(receipt, row, label, ("step",))
+
+
+@functools.cache
+def _rows(receipt: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """(backend, phase) -> row; empty in an installed package, which carries no receipts."""
+    path = _CHECKOUT / FOLDER / receipt
+    if not path.is_file():
+        return {}
+    rows = json.loads(path.read_text()).get("rows", ())
+    return {(row["backend"], row["phase"]): row for row in rows}

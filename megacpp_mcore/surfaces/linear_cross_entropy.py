@@ -1,0 +1,214 @@
+"""Surface `linear_cross_entropy`: output layer and loss of every token, main head and MTP.
+
+Hidden [s, b, h], weight [V, h], labels [s, b] -> losses [s, b], or their weighted sum.
+"""
+
+import importlib.metadata
+import math
+from typing import TYPE_CHECKING
+
+from megacpp_mcore.stack import release
+from megacpp_mcore.surfaces.backend import REFERENCE, Backend, NotCarried, Surface, reference
+from megacpp_mcore.surfaces.figures import Figure, step
+from megacpp_mcore.surfaces.support import KERNEL_TESTS, always, cuda_only, import_reason
+from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
+
+if TYPE_CHECKING:
+    from megacpp_mcore.recipe import Recipe
+
+_LIGER_NONE_IS_RIGHT = "0.8.2"  # before: the gradients of all tokens times that of the first
+
+
+def workload(device: str, config, vocab_size: int) -> Workload:
+    """vocab_size: padded, of all tensor-parallel ranks."""
+    return Workload.of(
+        device,
+        dtype_of(config),
+        hidden_size=config.hidden_size,
+        vocab_size=vocab_size,
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+    )
+
+
+def of_recipe(recipe: "Recipe", device: str) -> Workload:
+    model, tp = recipe.model, recipe.parallel.tensor_model_parallel_size
+    multiple = model.make_vocab_size_divisible_by * tp
+    padded = math.ceil(model.vocab_size / multiple) * multiple
+    return workload(device, config_of(recipe), padded)
+
+
+def _chunked(workload: Workload) -> str | None:
+    """Our chunks of logits with a Triton kernel."""
+    if reason := cuda_only("a Triton kernel runs", workload):
+        return reason
+    if workload.dtype not in ("bfloat16", "float32"):
+        return (
+            f"it takes bfloat16 and float32, not {workload.dtype}: in float16 the gradients of "
+            "unlikely classes would be rounded to 0"
+        )
+    return import_reason("triton")
+
+
+def _megatron(workload: Workload) -> str | None:
+    if workload.device == "cuda":
+        return None
+    return f"on {workload.device} the reference computes the same logits"
+
+
+def _liger(workload: Workload) -> str | None:
+    """Liger's fused linear cross entropy, losses of single tokens."""
+    if reason := _one_gpu("Liger's kernels", workload):
+        return reason
+    if reason := import_reason("liger_kernel.ops.fused_linear_cross_entropy"):
+        return reason
+    version = importlib.metadata.version("liger-kernel")
+    if release(version) < release(_LIGER_NONE_IS_RIGHT):
+        return (
+            f"liger-kernel {version} multiplies the gradients of all tokens by the first one's; "
+            f"{_LIGER_NONE_IS_RIGHT} is the first that is right"
+        )
+    return None
+
+
+def _cce(workload: Workload) -> str | None:
+    """Cut Cross Entropy, without its filter."""
+    if reason := _one_gpu("Cut Cross Entropy's kernels", workload):
+        return reason
+    if workload.dtype not in ("bfloat16", "float16"):
+        return f"Cut Cross Entropy takes bfloat16 and float16, not {workload.dtype}"
+    return import_reason("cut_cross_entropy")
+
+
+def _one_gpu(name: str, workload: Workload) -> str | None:
+    if reason := cuda_only(f"{name} run", workload):
+        return reason
+    ranks = workload.size("tensor_model_parallel_size", 1)
+    return f"tensor_model_parallel_size {ranks}: it sees one rank's part" if ranks > 1 else None
+
+
+def _cce_ruled_out(recipe: "Recipe", workload: Workload) -> str | None:
+    if not recipe.precision.deterministic_mode:
+        return None
+    return (
+        "precision.deterministic_mode = true, and its sums are made in the order in which locks "
+        "are taken"
+    )
+
+
+_KERNELS = "megacpp_mcore.kernels.linear_cross_entropy"
+_RECEIPT, _STEPS = "linear_cross_entropy-mean.json", "model-nam56r-quarter-mtp2.json"
+_LAYOUT = "hidden [s, b, h], weight [V, h], labels [s, b] -> losses [s, b]"
+_TESTS = (
+    "tests/kernels/test_linear_cross_entropy.py", "tests/gpu/test_linear_cross_entropy_gpu.py",
+    *KERNEL_TESTS,
+)  # fmt: skip
+_SPLIT_TESTS = (*_TESTS, "tests/kernels/test_linear_cross_entropy_parallel.py")
+
+# The model's forward pass stays as Megatron has it, logits included.
+MEGATRON = Backend(
+    "megatron", "megatron.core.models.hybrid.hybrid_model:HybridModel", _megatron,
+    stand_in=f"{_KERNELS}.megatron:MEGATRON",
+    keep="keep",
+    removes="nothing: Megatron's own heads, with logits and a float32 softmax of every token and "
+    "MTP depth in memory. They serve where chunked cannot (fp16), and models of Megatron's own "
+    "class have no others",
+    layout=_LAYOUT,
+    dtypes="bf16, fp16, fp32; the sum and the losses in fp32",
+    fallback=REFERENCE,
+    tests=_TESTS,
+    receipt=_RECEIPT,
+    exit_when="Megatron's model takes its heads from a spec",
+)  # fmt: skip
+# Liger's own function for weights that are all the same; a bench's yardstick.
+LIGERS_MEAN = Backend("liger_mean", f"{_KERNELS}.liger:MEAN", _liger)
+
+SURFACE = Surface(
+    "linear_cross_entropy",
+    (
+        Backend(
+            "chunked", f"{_KERNELS}.chunked:CHUNKED", _chunked,
+            role="chosen",
+            keep="keep",
+            removes="the logits, but for a buffer of 256 MiB; with weights known beforehand they "
+            "are computed once, 6 T h V operations",
+            layout="hidden [..., h], weight [V / tp, h], labels [...] -> losses [...], or their "
+            "weighted sum; a vocabulary over tensor-parallel ranks",
+            dtypes="bf16, fp32; softmax, losses and the sum of the weight's gradient in fp32",
+            fallback="megatron",
+            tests=_SPLIT_TESTS,
+            receipt=_RECEIPT,
+            figures=(
+                step(_STEPS, "model", "a step of nam56r-quarter with two MTP depths"),
+                step(_STEPS, "linear_cross_entropy=megatron", "with Megatron's heads"),
+            ),
+            exit_when="a package on the pinned stack takes a weight a token and a split "
+            "vocabulary, and is as fast",
+        ),
+        MEGATRON,
+        # Behind one that takes all that they take: they serve whoever names them.
+        Backend(
+            "liger", f"{_KERNELS}.liger:LIGER", _liger,
+            removes="the logits, but for a chunk; with weights known beforehand it computes them "
+            "twice, its own mean once",
+            layout="hidden [..., h], weight [V, h], labels [...] -> losses [...]; no logit scale",
+            dtypes="bf16, fp16, fp32; the sum of the weight's gradient in fp32, gradients of "
+            "losses rounded to the dtype",
+            fallback="chunked",
+            tests=_TESTS,
+            receipt=_RECEIPT,
+            figures=(Figure(_RECEIPT, LIGERS_MEAN.name, "its own mean"),),
+            exit_when="its next release is no faster than chunked, either",
+            skips={"graph": "Liger counts the labels on the host, which cuts the graph"},
+        ),
+        Backend(
+            "cce", f"{_KERNELS}.cce:CCE", _cce,
+            ruled_out=_cce_ruled_out,
+            removes="the logits, all of them: computed tile by tile in registers, twice, without "
+            "its filter",
+            layout="hidden [..., h], weight [V, h], labels [...] -> losses [...]; no option but "
+            "ignore_index: its softcap counts columns past the vocabulary's end",
+            dtypes="bf16, fp16; the sums of both gradients in the same",
+            fallback="chunked",
+            tests=_TESTS,
+            receipt=_RECEIPT,
+            exit_when="the few hundred MiB of chunked's buffer are never what is missing",
+            skips={
+                "graph": "Cut Cross Entropy looks for the labels that count on the host",
+                "determinism": "its sums are made in the order in which the locks are taken",
+            },
+        ),
+        reference(
+            f"{_KERNELS}:REFERENCE", always,
+            removes="nothing: logits of every token, then their cross entropy",
+            layout=_LAYOUT,
+            dtypes="bf16, fp16, fp32, fp64; the sum and the losses in fp32 or wider",
+            tests=_SPLIT_TESTS,
+            receipt=_RECEIPT,
+        ),
+    ),
+    of_recipe,
+    case="megacpp_mcore.kernels.linear_cross_entropy.case:LinearCrossEntropyCase",
+    not_carried=(
+        NotCarried(
+            name="own_mega_kernel",
+            role="deferred",
+            removes="the logits",
+            fallback=REFERENCE,
+            why="it is made of 23 TFLOP of GEMM, and cuBLAS runs those; chunked logits with one "
+            "small kernel over each chunk save the same memory",
+            figures=(Figure(_RECEIPT, REFERENCE, "plain linear and cross entropy"),
+                     Figure(_RECEIPT, "chunked")),
+            exit_when="a chunked path cannot come within reach of the floor on an H200",
+        ),
+        NotCarried(
+            name="megatron_te",
+            role="vendor",
+            removes="a pass over the logits",
+            fallback=REFERENCE,
+            why="refused by recipes and by the loss layer: Megatron's cross_entropy_fusion_impl "
+            "'te' is reported to give grad norm 0 or divergence (Megatron-LM #1627 and #1750, "
+            "TransformerEngine #3193)",
+            exit_when="both reports are closed by a fix and our gradient test passes on it",
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,147 @@
+"""Surface `mamba3_scan`: Mamba-3's scan, SISO or MIMO, of an M block."""
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from megacpp_mcore.surfaces.backend import REFERENCE, Backend, NotCarried, Surface, reference
+from megacpp_mcore.surfaces.figures import Figure
+from megacpp_mcore.surfaces.support import SCAN_TESTS, always, cuda_only, import_reason
+from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of, has_letter
+
+if TYPE_CHECKING:
+    from megacpp_mcore.hybrid.block_settings import Mamba3Settings
+    from megacpp_mcore.layers.mamba3_layout import Mamba3Layout
+    from megacpp_mcore.recipe import Recipe
+
+
+def workload(device: str, config, layout: "Mamba3Layout", settings: "Mamba3Settings") -> Workload:
+    """heads, groups: of one tensor-parallel rank. rank: of MIMO, else 1."""
+    return Workload.of(
+        device,
+        dtype_of(config),
+        variant=settings.variant,
+        heads=layout.local_heads,
+        groups=layout.scan_groups,
+        head_dim=layout.head_dim,
+        state_dim=layout.state_dim,
+        rank=layout.rank,
+        angles=layout.angles,
+        chunk_size=settings.chunk_size,
+    )
+
+
+def of_recipe(recipe: "Recipe", device: str) -> Workload | None:
+    if not has_letter(recipe, "M"):
+        return None
+    from megacpp_mcore.layers.mamba3_layout import Mamba3Layout
+
+    config, tp = config_of(recipe), recipe.parallel.tensor_model_parallel_size
+    group = SimpleNamespace(size=lambda: tp, rank=lambda: 0)
+    layout = Mamba3Layout.of(config, recipe.mamba3, SimpleNamespace(tp=group))
+    return workload(device, config, layout, recipe.mamba3)
+
+
+def _mamba_ssm(workload: Workload, variant: str) -> str | None:
+    if reason := cuda_only("mamba-ssm's kernels run", workload):
+        return reason
+    if workload.dtype != "bfloat16":
+        return f"mamba-ssm's kernels compute in bfloat16, not {workload.dtype}"
+    if (asked := workload.size("variant")) != variant:
+        return f"variant {asked}: these are the {variant.upper()} kernels"
+    if (chunk_size := workload.size("chunk_size")) != 64:
+        return f"chunk_size {chunk_size}: mamba-ssm's kernels are tested with 64"
+    return None
+
+
+def _siso(workload: Workload) -> str | None:
+    """mamba-ssm's Mamba-3 SISO kernels, as far as they are tested."""
+    if reason := _mamba_ssm(workload, "siso"):
+        return reason
+    for name in ("state_dim", "head_dim"):
+        if (size := workload.size(name)) not in (32, 64, 128):
+            return f"{name} {size}: mamba-ssm's kernels take powers of two, here 32, 64 or 128"
+    if (angles := workload.size("angles")) % 2:
+        return f"{angles} angles: mamba-ssm's kernels take an even number"
+    return import_reason("mamba_ssm.ops.triton.mamba3.mamba3_siso_combined")
+
+
+def _mimo(workload: Workload) -> str | None:
+    """mamba-ssm's Mamba-3 MIMO kernels, as far as they are tested."""
+    if reason := _mamba_ssm(workload, "mimo"):
+        return reason
+    for name, tested in (("state_dim", (64,)), ("head_dim", (64,)), ("rank", (4,))):
+        if (size := workload.size(name)) not in tested:
+            return f"{name} {size}: the kernels are tested with {', '.join(map(str, tested))}"
+    if workload.size("state_dim") != 4 * (angles := workload.size("angles")):
+        return f"{angles} angles: the kernels are tested with a quarter of state_dim"
+    return import_reason("mamba_ssm.ops.tilelang.mamba3.mamba3_mimo")
+
+
+_KERNELS = "megacpp_mcore.kernels.mamba3"
+_SISO, _MIMO = "mamba3_scan.json", "mamba3_scan-mimo.json"
+
+SURFACE = Surface(
+    "mamba3_scan",
+    (
+        Backend(
+            "mamba_ssm", f"{_KERNELS}.mamba_ssm:mamba3_scan", _siso,
+            role="chosen",
+            keep="keep",
+            removes="the float32 intermediates and launches of the plain scan, for 56 heads, N = P "
+            "= 64",
+            layout="q, k (B, S, G, N), v, z (B, S, H, P) -> (B, S, H, P); SISO, N and P 32, 64 or "
+            "128",
+            dtypes="bf16; dt, decay and state in fp32, angles and their sums in bf16",
+            fallback=REFERENCE,
+            tests=("tests/gpu/test_mamba3_gpu.py", "tests/kernels/test_mamba_ssm.py"),
+            receipt=_SISO,
+            exit_when="a scan of our own beats it over a whole step: it moves ten times the bytes "
+            "of the input and output",
+        ),
+        Backend(
+            "mamba_ssm_mimo", f"{_KERNELS}.mamba_ssm_mimo:mamba3_scan", _mimo,
+            keep="keep",
+            removes="scores and chunk states of MIMO's plain scan, at 56 heads. Upstream's own "
+            "launchers trace each kernel anew in every call, 0.19 / 1.5 s of the host: we cache "
+            "the traces",
+            layout="q, k (B, S, 4, G, 64), v, z (B, S, H, 64) -> (B, S, H, 64); MIMO of rank 4 "
+            "with skip and gate, in chunks of 16 whatever the recipe says",
+            dtypes="bf16; dt, decay and state in fp32, angles in fp32",
+            fallback=REFERENCE,
+            tests=("tests/gpu/test_mamba3_mimo_gpu.py", "tests/kernels/test_mamba_ssm_mimo.py"),
+            receipt=_MIMO,
+            figures=(Figure(_MIMO, REFERENCE, "plain torch"),),
+            exit_when="upstream's release after 2.3.2.post1 serves groups of any size, or a scan "
+            "of our own beats it over a whole step",
+            skips={
+                "graph": "a TileLang launch is Python: torch.compile breaks before and after it",
+            },
+        ),
+        reference(
+            f"{_KERNELS}:mamba3_scan", always,
+            removes="nothing: the chunked scan in plain torch",
+            layout="q, k (B, S, G, N), v, z (B, S, H, P) -> (B, S, H, P); MIMO adds a rank dim",
+            dtypes="bf16, fp16, fp32, fp64; dt, decay and state in fp32 or wider",
+            tests=(
+                "tests/kernels/test_mamba3_kernel.py", "tests/layers/test_mamba3_layer.py",
+                *SCAN_TESTS,
+            ),
+            receipt=_SISO,
+        ),
+    ),
+    of_recipe,
+    blocks="M",
+    case="megacpp_mcore.kernels.mamba3.case:Mamba3ScanCase",
+    not_carried=(
+        NotCarried(
+            name="own_scan",
+            role="deferred",
+            removes="rotated Q, scaled K, expanded angles and chunk states in memory",
+            fallback=REFERENCE,
+            why="upstream's kernel is the one to beat, and no H200 receipt shows a scan of our own "
+            "that beats it over a whole step",
+            figures=(Figure(_SISO, "mamba_ssm", "upstream's SISO kernel"),),
+            exit_when="such a receipt exists",
+        ),
+    ),
+)  # fmt: skip

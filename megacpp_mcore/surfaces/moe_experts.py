@@ -1,0 +1,132 @@
+"""Surface `moe_experts`: the routed experts of a rank, tokens [t, h] sorted by expert."""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from megacpp_mcore.surfaces.backend import REFERENCE, Backend, NotCarried, Surface, reference
+from megacpp_mcore.surfaces.support import (
+    KERNEL_TESTS,
+    STACK_TESTS,
+    TE,
+    TE_GRAPH,
+    in_the_models_dtype,
+    transformer_engine,
+    whatever_the_machine,
+)
+from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of, has_letter
+
+if TYPE_CHECKING:
+    from megacpp_mcore.recipe import Recipe
+
+# Optimizers that treat a weight as a matrix; Megatron gives them those with two dimensions only.
+_MATRIX_OPTIMIZERS = ("muon", "adaptive_muon", "soap")
+
+
+def workload(device: str, config, optimizer: str) -> Workload:
+    """optimizer: the recipe's, which may want every weight to be a matrix."""
+    recomputed = config.recompute_modules if config.recompute_granularity == "selective" else ()
+    return Workload.of(
+        device,
+        dtype_of(config),
+        swiglu=config.gated_linear_unit and config.activation_func.__name__ == "silu",
+        bias=config.add_bias_linear,
+        probs_on_input=config.moe_apply_probs_on_input,
+        fp8=config.fp8,
+        recomputed_activation="moe_act" in recomputed,
+        optimizer=optimizer,
+    )
+
+
+def of_recipe(recipe: "Recipe", device: str) -> Workload | None:
+    if not has_letter(recipe, "E"):
+        return None
+    return workload(device, config_of(recipe), recipe.optimizer.optimizer)
+
+
+def _plain(workload: Workload) -> str | None:
+    """The `supports` of experts that are not Transformer Engine's."""
+    if workload.size("recomputed_activation"):
+        return 'recompute.moe "act": only Transformer Engine\'s experts compute it again'
+    return in_the_models_dtype(workload)
+
+
+def _grouped(workload: Workload) -> str | None:
+    """Why GroupedMMExperts are not the experts that are asked for."""
+    if not workload.size("swiglu"):
+        return "the activation is not SwiGLU, the only one that it has"
+    for name in ("bias", "probs_on_input"):
+        if workload.size(name):
+            return f"{name}: it has none"
+    if (optimizer := workload.size("optimizer")) in _MATRIX_OPTIMIZERS:
+        return (
+            f"optimizer {optimizer}: the weights are one 3-d tensor, no matrices, so that Megatron "
+            "would train them with Adam"
+        )
+    return _plain(workload)
+
+
+def _grouped_mm(workload: Workload) -> str | None:
+    """torch's grouped matrix product, which a CPU has too, without any gain."""
+    if workload.device != "cuda":
+        return f"on {workload.device} it is a loop over the experts, as the reference is"
+    return _grouped(workload)
+
+
+_TESTS = ("tests/kernels/test_moe_experts.py", *KERNEL_TESTS)
+_LAYOUT = "tokens [t, h] sorted by expert, counts [experts] on the host"
+_backend = partial(Backend, tests=_TESTS, receipt="moe_experts.json")
+
+SURFACE = Surface(
+    "moe_experts",
+    (
+        _backend(
+            TE, "megacpp_mcore.layers.parts:te_experts", transformer_engine,
+            role="chosen",
+            keep="keep",
+            removes="one GEMM launch an expert, in fc1, SwiGLU and fc2",
+            layout=_LAYOUT,
+            dtypes="bf16, fp16, fp32; fp8 inside",
+            fallback="grouped_mm",
+            exit_when="a path that never writes the permuted copies wins a whole run",
+            skips={
+                **TE_GRAPH, "float32": "TE multiplies float32 in TF32; the model runs it in bf16",
+            },
+        ),
+        _backend(
+            "grouped_mm", "megacpp_mcore.layers.parts:grouped_mm_experts", _grouped_mm,
+            ruled_out=whatever_the_machine(_grouped),
+            removes="one GEMM launch an expert, and the wait for the counts on the host. SwiGLU "
+            "without bias, not in FP8, and not under Muon, which would leave its weights, one 3-d "
+            "tensor, to Adam: the recipe and dispatch refuse those",
+            layout="tokens [t, h] sorted by expert, counts [experts] anywhere; h and f multiples "
+            "of 8",
+            dtypes="bf16; fp16 and fp32 outside torch.compile",
+            fallback=REFERENCE,
+            exit_when="te is as fast in the bench of the surface, or torch drops F.grouped_mm",
+        ),
+        reference(
+            "megacpp_mcore.layers.parts:sequential_experts", _plain,
+            ruled_out=whatever_the_machine(_plain),
+            removes="nothing: Megatron's SequentialMLP, one expert after another",
+            layout=_LAYOUT,
+            dtypes="bf16, fp16, fp32",
+            tests=(*_TESTS, *STACK_TESTS),
+            receipt="moe_experts.json",
+        ),
+    ),
+    of_recipe,
+    blocks="E",
+    case="megacpp_mcore.kernels.moe_experts.case:MoeExpertsCase",
+    not_carried=(
+        NotCarried(
+            name="sonicmoe",
+            role="donor",
+            removes="the stored expert output: router gradients come from dA' . A, so that only X "
+            "and the pre-activation are kept",
+            fallback=TE,
+            why="0.1.2.post1 needs torch <= 2.9.1 and cutlass-dsl 4.4.2; its algorithm carries "
+            "over, its package does not",
+            exit_when="a release serves the pinned torch: then it is benched as a vendor",
+        ),
+    ),
+)  # fmt: skip

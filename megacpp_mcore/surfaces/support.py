@@ -1,0 +1,88 @@
+"""Reasons that the `supports` of several surfaces give, and words that their catalog shares.
+
+No torch at import; an optional package is imported when a backend that needs it is asked.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megacpp_mcore.surfaces.workload import Workload
+
+if TYPE_CHECKING:
+    from megacpp_mcore.recipe import Recipe
+
+TE = "te"  # the backend of every surface that Transformer Engine serves
+TE_GRAPH = {
+    "graph": "TE keeps torch.compile out of its modules: a break before and after each, by design"
+}
+KERNEL_TESTS = ("tests/gpu/test_kernels_gpu.py",)
+DISPATCH_TESTS = ("tests/test_dispatch.py",)
+STACK_TESTS = (*DISPATCH_TESTS, "tests/layers/test_stack.py")
+SCAN_TESTS = ("tests/kernels/test_scan_admission.py",)
+
+
+@functools.cache
+def import_reason(module: str) -> str | None:
+    """None when `module` imports here, else a sentence with the failure; tried once per process.
+
+    Any failure counts: an optional CUDA package may fail with ImportError (absent), OSError (no
+    driver), AssertionError (a version check), AttributeError (two versions that do not fit), or
+    exit.
+    """
+    try:
+        importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        return f"cannot import {module}: {type(error).__name__}: {error}"
+    return None
+
+
+def always(workload: Workload) -> str | None:
+    """The `supports` of plain torch that serves everything."""
+    return None
+
+
+def cuda_only(what: str, workload: Workload) -> str | None:
+    """what: subject and verb ("Liger's kernels run")."""
+    return None if workload.device == "cuda" else f"{what} on cuda only, not on {workload.device}"
+
+
+def transformer_engine(workload: Workload) -> str | None:
+    """The `supports` of Transformer Engine's modules."""
+    reason = cuda_only("Transformer Engine runs", workload)
+    return reason or import_reason("transformer_engine.pytorch")
+
+
+def triton(workload: Workload) -> str | None:
+    """Why no Triton kernel of ours runs."""
+    return cuda_only("a Triton kernel runs", workload) or import_reason("triton")
+
+
+def in_the_models_dtype(workload: Workload) -> str | None:
+    """The `supports` of matrix products that are not Transformer Engine's."""
+    if (fp8 := workload.size("fp8")) is None:
+        return None
+    return f"fp8 {fp8}: it multiplies in the model's dtype, Transformer Engine in FP8"
+
+
+def one_context_rank(workload: Workload) -> str | None:
+    """The `supports` of a RoPE that takes a row's first token to be the first of a document."""
+    ranks = workload.size("context_parallel_size", 1)
+    if ranks == 1:
+        return None
+    return f"context_parallel_size {ranks}: it counts positions in the rows of one rank"
+
+
+def compiled(workload: Workload) -> str | None:
+    """The `supports` of what Megatron compiles with torch.compile as it is imported."""
+    if workload.device == "cuda":
+        return None
+    return f"nothing is compiled on {workload.device}: it takes longer than the CPU lane's runs"
+
+
+def whatever_the_machine(
+    reason: Callable[[Workload], str | None],
+) -> Callable[["Recipe", Workload], str | None]:
+    """`reason`, which depends on the workload alone, as a `ruled_out`."""
+    return lambda recipe, workload: reason(workload)
