@@ -4,6 +4,7 @@ import itertools
 import json
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from megacpp_mcore.bench import clock as clocks
 from megacpp_mcore.bench import layer, model, operator, runner, training
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.norm import rms_norm
-from megacpp_mcore.surfaces.backend import Backend, Surface
+from megacpp_mcore.surfaces.backend import Backend
 from megacpp_mcore.surfaces.registry import REGISTRY
 from megacpp_mcore.surfaces.residual import of_recipe as stack_part_of
 from megacpp_mcore.surfaces.support import always
@@ -276,7 +277,8 @@ class TestFailures:
         def add(name):
             backend = Backend(name, f"{__name__}:load_{name}", always)
             backends = (backend, *REGISTRY["norm"].backends)
-            monkeypatch.setitem(REGISTRY, "norm", Surface("norm", backends, stack_part_of))
+            norms = replace(REGISTRY["norm"], backends=backends, workload=stack_part_of)
+            monkeypatch.setitem(REGISTRY, "norm", norms)
 
         return add
 
@@ -320,7 +322,8 @@ class TestFailures:
 
     def test_nothing_that_could_be_timed(self, add, monkeypatch):
         add("raises")
-        only = Surface("norm", REGISTRY["norm"].backends[:1], stack_part_of)
+        norms = REGISTRY["norm"]
+        only = replace(norms, backends=norms.backends[:1], workload=stack_part_of)
         monkeypatch.setitem(REGISTRY, "norm", only)
         recipe = bench.load_for_bench("nam56r-tiny", SMALL)
         with pytest.raises(bench.BenchFailure, match=r"no backend of norm could be timed: raises"):
@@ -397,7 +400,7 @@ class TestLayer:
         entry = Backend("wrong", "megacpp_mcore.kernels.mla_rope.unfused:wrong", always)
         monkeypatch.setattr(unfused, "wrong", wrong, raising=False)
         backends = (*surface.backends, entry)
-        monkeypatch.setitem(REGISTRY, "mla_rope", Surface("mla_rope", backends, surface.workload))
+        monkeypatch.setitem(REGISTRY, "mla_rope", replace(surface, backends=backends))
         dispatch.forget()
         status, receipt = self.bench(tmp_path / "layer.json", "A", "--against", "mla_rope=wrong")
         assert status == 1 and "recipe: " in capsys.readouterr().err
@@ -452,7 +455,7 @@ class TestCommand:
         entry = Backend("changed", "megacpp_mcore.kernels.mla_rope.unfused:changed", always)
         monkeypatch.setattr(unfused, "changed", changed, raising=False)
         backends = (*surface.backends, entry)
-        monkeypatch.setitem(REGISTRY, "mla_rope", Surface("mla_rope", backends, surface.workload))
+        monkeypatch.setitem(REGISTRY, "mla_rope", replace(surface, backends=backends))
         dispatch.forget()
         path, other = tmp_path / "model.json", "mla_rope=changed"
         words = [word for override in SMALL for word in ("--set", override)]
