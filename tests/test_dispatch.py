@@ -15,7 +15,7 @@ import torch
 from megacpp_mcore import dispatch, patching
 from megacpp_mcore.dispatch import DispatchError
 from megacpp_mcore.stack import bridges
-from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface
+from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, load
 from megacpp_mcore.surfaces.core_attention import te_attention
 from megacpp_mcore.surfaces.registry import REGISTRY
 from megacpp_mcore.surfaces.support import always, import_reason
@@ -308,6 +308,31 @@ class TestRegistry:
                 surface.name, Workload.of(device, "float16"), {surface.name: REFERENCE}
             )
             assert decision.load() is not None
+
+    def test_what_a_layer_leaves_to_megatron_names_megatrons_class(self):
+        """The class that the layer's own inherits from; a bench calls the stand-in."""
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        from megacpp_mcore.layers.attention import SelfAttention
+        from megacpp_mcore.layers.mla import MLASelfAttention
+
+        bases = {
+            backend.implementation: load(backend.implementation)
+            for surface in REGISTRY.values()
+            for backend in surface.backends
+            if backend.stand_in
+        }
+        ours = {"mla_rope": MLASelfAttention, "rope_qk": SelfAttention}
+        assert len(bases) == 3
+        for name, layer in ours.items():
+            (backend,) = [b for b in REGISTRY[name].backends if b.stand_in]
+            assert (
+                issubclass(layer, bases[backend.implementation])
+                and layer is not bases[backend.implementation]
+            )
+        (heads,) = [b for b in REGISTRY["linear_cross_entropy"].backends if b.stand_in]
+        assert bases[heads.implementation] is HybridModel
+        assert all(load(b.benched) for s in REGISTRY.values() for b in s.backends if b.stand_in)
 
     def test_the_fallback_forced_by_environment_gives_the_same_attention(self, monkeypatch):
         """The output and the gradients of q, k, v, with grouped queries and dqk != dv."""

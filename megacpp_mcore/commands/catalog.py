@@ -83,7 +83,7 @@ def _print_details(row: dict[str, Any]) -> None:
     for key, title in _DETAILS:
         value = row[key]
         if isinstance(value, tuple | list):
-            value = ", ".join(value)
+            value = ("; " if key == "figures" else ", ").join(value)
         if isinstance(value, dict):
             value = "; ".join(f"{name}: {why}" for name, why in value.items())
         if value:

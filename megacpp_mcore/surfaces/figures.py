@@ -25,7 +25,8 @@ class Figure:
     phases: tuple[str, ...] = _FORWARD_AND_BOTH
 
     def text(self) -> str | None:
-        """ "label: 1.32 / 5.92 ms, 1.10 GiB (receipt)"; None without a checkout's receipts.
+        """ "label: forward 1.32 ms, with backward 5.92 ms, 1.10 GiB (receipt)"; None where the
+        receipt is not at hand.
 
         Raises KeyError where the receipt has no such row.
         """
@@ -33,10 +34,12 @@ class Figure:
         if not rows:
             return None
         found = [rows[self.row, phase] for phase in self.phases]
-        times = " / ".join(f"{row['median_ms']:.3g}" for row in found)
-        memory = found[-1]["peak_memory_bytes"] / 2**30
+        times = [f"{_digits(row['median_ms'])} ms" for row in found]
+        if self.phases == _FORWARD_AND_BOTH:
+            times = [f"forward {times[0]}", f"with backward {times[1]}"]
+        memory = _digits(found[-1]["peak_memory_bytes"] / 2**30)
         label = self.label or self.row
-        return f"{label}: {times} ms, {memory:.3g} GiB ({self.receipt})"
+        return f"{label}: {', '.join(times)}, {memory} GiB ({self.receipt})"
 
     def is_known(self) -> bool:
         """Whether the receipt is here and has the row."""
@@ -46,6 +49,11 @@ class Figure:
 def step(receipt: str, row: str, label: str) -> Figure:
     """A training step of a whole model."""
     return Figure(receipt, row, label, ("step",))
+
+
+def _digits(value: float) -> str:
+    """Three of them."""
+    return f"{value:#.3g}".rstrip(".")
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import pytest
 
 from megacpp_mcore import catalog, cli, dispatch
 from megacpp_mcore.recipe import load_recipe
+from megacpp_mcore.surfaces import figures
 from megacpp_mcore.surfaces.backend import (
     REFERENCE,
     Backend,
@@ -250,3 +251,17 @@ def test_help_is_quick():
     rounds = [(once("-m", "megacpp_mcore.cli", "--help"), once("-c", library)) for _ in range(4)]
     ours, pythons = (min(column) for column in zip(*rounds, strict=True))
     assert ours < 4 * pythons, rounds
+
+
+def test_without_a_checkout_there_are_no_figures_and_the_rest_reads_on(monkeypatch, tmp_path):
+    """A wheel carries no receipts."""
+    monkeypatch.setattr(figures, "_CHECKOUT", tmp_path)
+    figures._rows.cache_clear()
+    try:
+        rows = catalog.rows()
+    finally:
+        figures._rows.cache_clear()
+    assert not any(row["figures"] for row in rows)
+    words = ("backend", "removes", "exit_when", "receipt")
+    with_receipts = [[row[word] for word in words] for row in catalog.rows()]
+    assert [[row[word] for word in words] for row in rows] == with_receipts
