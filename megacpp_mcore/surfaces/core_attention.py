@@ -261,8 +261,7 @@ SURFACE = Surface(
             removes="the [s, s] scores, as SDPA does; and it alone serves context parallelism, "
             "attention sinks, maximal logits and FP8 attention",
             layout=_BOTH,
-            dtypes=_HALF_WORDS,
-            fallback="sdpa_cudnn",
+            dtypes=_HALF_WORDS, fallback="sdpa_cudnn",
             no_receipt="cannot run a backward pass on the pinned stack: it needs cuDNN >= 9.22, "
             "torch 2.11 brings 9.19",
             exit_when="SDPA is as fast on the same cuDNN and serves context parallelism",
@@ -277,9 +276,7 @@ SURFACE = Surface(
             "multiples of 64, and is refused where its gradients are wrong (4.0.0b36). Of "
             f"flash-attn-4, {_NOT_PINNED}",
             layout=_BOTH,
-            dtypes=_HALF_WORDS,
-            fallback="sdpa_flash",
-            receipt=_ROWS,
+            dtypes=_HALF_WORDS, fallback="sdpa_flash", receipt=_ROWS,
             figures=(
                 Figure(_PACKED, "flash_4", "8 documents"),
                 Figure("layer-mla-core.json", "recipe", "an MLA layer"),
@@ -296,15 +293,12 @@ SURFACE = Surface(
         ),
         Backend(
             "sdpa_cudnn", f"{_CLASSES}:CudnnCoreAttention", _sdpa_cudnn,
-            role="chosen",
-            keep="keep",
+            role="chosen", keep="keep",
             removes="the [s, s] scores of every head; dqk 128 and dv 64, and grouped queries, as "
             "they are. Whole rows only: in a probe cuDNN 9.19's gradients for packed documents "
             "were wrong, and took 90 ms",
             layout=_WHOLE,
-            dtypes=_HALF_WORDS,
-            fallback="sdpa_flash",
-            receipt=_ROWS,
+            dtypes=_HALF_WORDS, fallback="sdpa_flash", receipt=_ROWS,
             exit_when="another backend is faster over a whole step with the same dims",
             **_TESTS,
         ),
@@ -313,9 +307,7 @@ SURFACE = Surface(
             removes="what sdpa_flash does, with Hopper's asynchronous matrix products; v is padded "
             f"to dqk. Version 3.0.0, built from its source tree, {_NOT_PINNED}",
             layout=_BOTH,
-            dtypes=_HALF_WORDS,
-            fallback="sdpa_flash",
-            receipt=_PACKED,
+            dtypes=_HALF_WORDS, fallback="sdpa_flash", receipt=_PACKED,
             figures=(Figure(_ROWS, "flash_3", "whole rows"),),
             exit_when="flash_4 serves whatever it does",
             **_TESTS,
@@ -326,9 +318,7 @@ SURFACE = Surface(
             "in packed documents, and a deterministic backward pass. Version 2.8.4, built from its "
             f"source tree, {_NOT_PINNED}",
             layout=_BOTH,
-            dtypes=_HALF_WORDS,
-            fallback="sdpa_flash",
-            receipt=_PACKED,
+            dtypes=_HALF_WORDS, fallback="sdpa_flash", receipt=_PACKED,
             figures=(Figure(_ROWS, "flash_2", "whole rows"),),
             exit_when="torch's own varlen attention has dropout",
             **_TESTS,
@@ -340,9 +330,7 @@ SURFACE = Surface(
             "above all, which torch's own choice takes one by one. In whole rows v is padded to "
             "dqk",
             layout=_BOTH,
-            dtypes=_HALF_WORDS,
-            fallback="sdpa",
-            receipt=_PACKED,
+            dtypes=_HALF_WORDS, fallback="sdpa", receipt=_PACKED,
             figures=(
                 Figure(_PACKED, "sdpa", "torch's own choice"),
                 Figure(_ROWS, "sdpa_flash", "whole rows"),
@@ -356,9 +344,7 @@ SURFACE = Surface(
             keep="keep",
             removes="the [s, s] scores of every head, on a CPU and in fp32 too",
             layout=_ONE_BY_ONE,
-            dtypes="bf16, fp16, fp32, fp64",
-            fallback=REFERENCE,
-            receipt=_ROWS,
+            dtypes="bf16, fp16, fp32, fp64", fallback=REFERENCE, receipt=_ROWS,
             exit_when="the CPU lane has another attention",
             **_TESTS,
         ),
@@ -366,8 +352,7 @@ SURFACE = Surface(
             f"{_CLASSES}:ReferenceCoreAttention", _definition,
             removes="nothing: softmax(q k^T) v with the scores in memory",
             layout=_ONE_BY_ONE,
-            dtypes="bf16, fp16, fp32, fp64; softmax in fp32 or wider",
-            receipt=_ROWS,
+            dtypes="bf16, fp16, fp32, fp64; softmax in fp32 or wider", receipt=_ROWS,
             **_TESTS,
         ),
     ),

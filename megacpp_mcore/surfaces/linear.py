@@ -35,15 +35,12 @@ SURFACE = Surface(
     (
         Backend(
             TE, "megacpp_mcore.layers.parts:te_linears", transformer_engine,
-            role="chosen",
-            keep="keep",
+            role="chosen", keep="keep",
             removes="FP8 casts outside the GEMM, and tensor-parallel communication that does not "
             "overlap it; in bf16 on one GPU nothing, both call cuBLAS. With precision.fp8 "
             "(tensorwise) M's and R's in_proj stay in bf16, as their rows are no multiple of 16",
-            dtypes="bf16, fp16, fp32; fp8 inside",
-            fallback="reference",
-            tests=(*DISPATCH_TESTS, "tests/layers/test_precision.py"),
-            receipt=_PRECISION,
+            dtypes="bf16, fp16, fp32; fp8 inside", fallback="reference",
+            tests=(*DISPATCH_TESTS, "tests/layers/test_precision.py"), receipt=_PRECISION,
             figures=(
                 step(_PRECISION, "model", "a step of nam56r-quarter in FP8, micro batch 8"),
                 step(_PRECISION, "precision.fp8=null", "the same in bf16, in turns"),
@@ -55,8 +52,7 @@ SURFACE = Surface(
             "megacpp_mcore.layers.parts:megatron_linears", in_the_models_dtype,
             ruled_out=whatever_the_machine(in_the_models_dtype),
             removes="nothing: Megatron's own linears in plain torch",
-            dtypes="bf16, fp16, fp32",
-            tests=STACK_TESTS,
+            dtypes="bf16, fp16, fp32", tests=STACK_TESTS,
             no_receipt="benched only inside the whole model so far",
             **_facts,
         ),

@@ -127,16 +127,13 @@ SURFACE = Surface(
     (
         Backend(
             "chunked", f"{_KERNELS}.chunked:CHUNKED", _chunked,
-            role="chosen",
-            keep="keep",
+            role="chosen", keep="keep",
             removes="the logits, but for a buffer of 256 MiB; with weights known beforehand they "
             "are computed once, 6 T h V operations",
             layout="hidden [..., h], weight [V / tp, h], labels [...] -> losses [...], or their "
             "weighted sum; a vocabulary over tensor-parallel ranks",
             dtypes="bf16, fp32; softmax, losses and the sum of the weight's gradient in fp32",
-            fallback="megatron",
-            tests=_SPLIT_TESTS,
-            receipt=_RECEIPT,
+            fallback="megatron", tests=_SPLIT_TESTS, receipt=_RECEIPT,
             figures=(
                 step(_STEPS, "model", "a step of nam56r-quarter with two MTP depths"),
                 step(_STEPS, "linear_cross_entropy=megatron", "with Megatron's heads"),
@@ -153,9 +150,7 @@ SURFACE = Surface(
             layout="hidden [..., h], weight [V, h], labels [...] -> losses [...]; no logit scale",
             dtypes="bf16, fp16, fp32; the sum of the weight's gradient in fp32, gradients of "
             "losses rounded to the dtype",
-            fallback="chunked",
-            tests=_TESTS,
-            receipt=_RECEIPT,
+            fallback="chunked", tests=_TESTS, receipt=_RECEIPT,
             figures=(Figure(_RECEIPT, LIGERS_MEAN.name, "its own mean"),),
             exit_when="its next release is no faster than chunked, either",
             skips={"graph": "Liger counts the labels on the host, which cuts the graph"},
@@ -167,10 +162,8 @@ SURFACE = Surface(
             "its filter",
             layout="hidden [..., h], weight [V, h], labels [...] -> losses [...]; no option but "
             "ignore_index: its softcap counts columns past the vocabulary's end",
-            dtypes="bf16, fp16; the sums of both gradients in the same",
-            fallback="chunked",
-            tests=_TESTS,
-            receipt=_RECEIPT,
+            dtypes="bf16, fp16; the sums of both gradients in the same", fallback="chunked",
+            tests=_TESTS, receipt=_RECEIPT,
             exit_when="the few hundred MiB of chunked's buffer are never what is missing",
             skips={
                 "graph": "Cut Cross Entropy looks for the labels that count on the host",
@@ -182,16 +175,14 @@ SURFACE = Surface(
             removes="nothing: logits of every token, then their cross entropy",
             layout=_LAYOUT,
             dtypes="bf16, fp16, fp32, fp64; the sum and the losses in fp32 or wider",
-            tests=_SPLIT_TESTS,
-            receipt=_RECEIPT,
+            tests=_SPLIT_TESTS, receipt=_RECEIPT,
         ),
     ),
     of_recipe,
     case="megacpp_mcore.kernels.linear_cross_entropy.case:LinearCrossEntropyCase",
     not_carried=(
         NotCarried(
-            name="own_mega_kernel",
-            role="deferred",
+            name="own_mega_kernel", role="deferred",
             removes="the logits",
             fallback=REFERENCE,
             why="it is made of 23 TFLOP of GEMM, and cuBLAS runs those; chunked logits with one "
@@ -201,8 +192,7 @@ SURFACE = Surface(
             exit_when="a chunked path cannot come within reach of the floor on an H200",
         ),
         NotCarried(
-            name="megatron_te",
-            role="vendor",
+            name="megatron_te", role="vendor",
             removes="a pass over the logits",
             fallback=REFERENCE,
             why="refused by recipes and by the loss layer: Megatron's cross_entropy_fusion_impl "

@@ -52,8 +52,7 @@ SURFACE = Surface(
     (
         Backend(
             "cuda", "megacpp_mcore.kernels.m2rnn.cuda:m2rnn", _cuda,
-            role="chosen",
-            keep="keep",
+            role="chosen", keep="keep",
             removes="the launches of 4096 dependent steps: one forward, two backward, the state in "
             "registers, the backward pass's states and sums at the same time as its recurrence; at "
             "44 heads",
@@ -89,8 +88,7 @@ SURFACE = Surface(
     case="megacpp_mcore.kernels.m2rnn.case:M2RNNCase",
     not_carried=(
         NotCarried(
-            name="xma",
-            role="donor",
+            name="xma", role="donor",
             removes="the launches of 4096 dependent steps: 3.31 / 14.28 ms and 1.70 GiB at 44 "
             "heads in a probe",
             fallback=REFERENCE,

@@ -29,9 +29,7 @@ SURFACE = Surface(
     (
         Backend(
             "inductor", f"{_KERNELS}.inductor:INDUCTOR", mixer_prep.inductor,
-            opt_in=True,
-            ruled_out=mixer_prep.ruled_out,
-            role="experimental",
+            opt_in=True, ruled_out=mixer_prep.ruled_out, role="experimental",
             removes="reads and writes in the convolution, the decay and the gated norm, two graphs "
             "of torch.compile each way, three with tensor parallelism",
             fallback=REFERENCE,

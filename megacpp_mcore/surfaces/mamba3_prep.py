@@ -28,9 +28,7 @@ SURFACE = Surface(
     (
         Backend(
             "inductor", f"{_KERNELS}.inductor:mamba3_prep", mixer_prep.inductor,
-            opt_in=True,
-            ruled_out=mixer_prep.ruled_out,
-            role="experimental",
+            opt_in=True, ruled_out=mixer_prep.ruled_out, role="experimental",
             removes="reads and writes between the norms of B and C, the steps and the decays, one "
             "graph of torch.compile each way",
             fallback=REFERENCE,

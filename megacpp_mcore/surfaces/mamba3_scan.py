@@ -85,8 +85,7 @@ SURFACE = Surface(
     (
         Backend(
             "mamba_ssm", f"{_KERNELS}.mamba_ssm:mamba3_scan", _siso,
-            role="chosen",
-            keep="keep",
+            role="chosen", keep="keep",
             removes="the float32 intermediates and launches of the plain scan, for 56 heads, N = P "
             "= 64",
             layout="q, k (B, S, G, N), v, z (B, S, H, P) -> (B, S, H, P); SISO, N and P 32, 64 or "
@@ -106,8 +105,7 @@ SURFACE = Surface(
             "the traces",
             layout="q, k (B, S, 4, G, 64), v, z (B, S, H, 64) -> (B, S, H, 64); MIMO of rank 4 "
             "with skip and gate, in chunks of 16 whatever the recipe says",
-            dtypes="bf16; dt, decay and state in fp32, angles in fp32",
-            fallback=REFERENCE,
+            dtypes="bf16; dt, decay and state in fp32, angles in fp32", fallback=REFERENCE,
             tests=("tests/gpu/test_mamba3_mimo_gpu.py", "tests/kernels/test_mamba_ssm_mimo.py"),
             receipt=_MIMO,
             figures=(Figure(_MIMO, REFERENCE, "plain torch"),),
@@ -134,8 +132,7 @@ SURFACE = Surface(
     case="megacpp_mcore.kernels.mamba3.case:Mamba3ScanCase",
     not_carried=(
         NotCarried(
-            name="own_scan",
-            role="deferred",
+            name="own_scan", role="deferred",
             removes="rotated Q, scaled K, expanded angles and chunk states in memory",
             fallback=REFERENCE,
             why="upstream's kernel is the one to beat, and no H200 receipt shows a scan of our own "

@@ -88,8 +88,7 @@ SURFACE = Surface(
     (
         Backend(
             "triton", f"{_KERNELS}.triton:mla_rope", _triton,
-            role="chosen",
-            keep="keep",
+            role="chosen", keep="keep",
             removes="every copy around RoPE: q, kv and k_pos are read once and q, k and v written "
             "once, and the same with their gradients, at more than four fifths of a copy's rate",
             dtypes="bf16, fp16, fp32; rotated and summed over heads in fp32, rounded once",
@@ -116,8 +115,7 @@ SURFACE = Surface(
     case="megacpp_mcore.kernels.mla_rope.case:MLARopeCase",
     not_carried=(
         NotCarried(
-            name="megatron_fused",
-            role="vendor",
+            name="megatron_fused", role="vendor",
             removes="concatenations and copies around RoPE, as triton does",
             fallback=REFERENCE,
             why="megatron-core 0.19.2's kernel serves YaRN only, and its head mask forgets the "
@@ -126,9 +124,7 @@ SURFACE = Surface(
             "benched",
         ),
         NotCarried(
-            name="own_fused",
-            surface="mla_projection",
-            role="deferred",
+            name="own_fused", surface="mla_projection", role="deferred",
             removes="q and kv in memory between up projection and RoPE, and their gradients: of "
             "the layer at most 0.5 ms, were its kernels as fast as a copy of what they must move",
             why="measured in the layer: up projections 0.15 ms forward and 0.24 backward, RoPE "

@@ -81,12 +81,10 @@ SURFACE = Surface(
     (
         _backend(
             TE, "megacpp_mcore.layers.parts:te_experts", transformer_engine,
-            role="chosen",
-            keep="keep",
+            role="chosen", keep="keep",
             removes="one GEMM launch an expert, in fc1, SwiGLU and fc2",
             layout=_LAYOUT,
-            dtypes="bf16, fp16, fp32; fp8 inside",
-            fallback="grouped_mm",
+            dtypes="bf16, fp16, fp32; fp8 inside", fallback="grouped_mm",
             exit_when="a path that never writes the permuted copies wins a whole run",
             skips={
                 **TE_GRAPH, "float32": "TE multiplies float32 in TF32; the model runs it in bf16",
@@ -100,8 +98,7 @@ SURFACE = Surface(
             "tensor, to Adam: the recipe and dispatch refuse those",
             layout="tokens [t, h] sorted by expert, counts [experts] anywhere; h and f multiples "
             "of 8",
-            dtypes="bf16; fp16 and fp32 outside torch.compile",
-            fallback=REFERENCE,
+            dtypes="bf16; fp16 and fp32 outside torch.compile", fallback=REFERENCE,
             exit_when="te is as fast in the bench of the surface, or torch drops F.grouped_mm",
         ),
         reference(
@@ -109,9 +106,7 @@ SURFACE = Surface(
             ruled_out=whatever_the_machine(_plain),
             removes="nothing: Megatron's SequentialMLP, one expert after another",
             layout=_LAYOUT,
-            dtypes="bf16, fp16, fp32",
-            tests=(*_TESTS, *STACK_TESTS),
-            receipt="moe_experts.json",
+            dtypes="bf16, fp16, fp32", tests=(*_TESTS, *STACK_TESTS), receipt="moe_experts.json",
         ),
     ),
     of_recipe,
@@ -119,8 +114,7 @@ SURFACE = Surface(
     case="megacpp_mcore.kernels.moe_experts.case:MoeExpertsCase",
     not_carried=(
         NotCarried(
-            name="sonicmoe",
-            role="donor",
+            name="sonicmoe", role="donor",
             removes="the stored expert output: router gradients come from dA' . A, so that only X "
             "and the pre-activation are kept",
             fallback=TE,

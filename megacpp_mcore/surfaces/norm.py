@@ -70,11 +70,9 @@ SURFACE = Surface(
     (
         _backend(
             TE, "megacpp_mcore.layers.parts:te_norm", transformer_engine,
-            role="chosen",
-            keep="keep",
+            role="chosen", keep="keep",
             removes="a read and a write of the activations between the square sum and the scaling",
-            dtypes="bf16, fp16, fp32; sums in fp32",
-            fallback="liger",
+            dtypes="bf16, fp16, fp32; sums in fp32", fallback="liger",
             exit_when="torch's RMSNorm is within the noise of it over a whole step",
             skips={
                 **TE_GRAPH, "zero_size": "TE 2.17.1 asserts that a norm's output holds data",
@@ -84,17 +82,14 @@ SURFACE = Surface(
             "liger", "megacpp_mcore.layers.parts:liger_norm", _liger,
             ruled_out=_liger_ruled_out,
             removes="the same round trip as te, without te; RMSNorm only",
-            dtypes="bf16, fp16, fp32; computed in fp32",
-            fallback=REFERENCE,
+            dtypes="bf16, fp16, fp32; computed in fp32", fallback=REFERENCE,
             exit_when="te or torch is as fast in the bench of the surface",
         ),
         reference(
             "megacpp_mcore.layers.parts:torch_norm", _torch,
             removes="nothing: torch.nn.RMSNorm and LayerNorm, sequence parallelism added",
             layout="[..., h], normalised over h",
-            dtypes="bf16, fp16, fp32",
-            receipt="norm.json",
-            tests=(*_TESTS, *STACK_TESTS),
+            dtypes="bf16, fp16, fp32", receipt="norm.json", tests=(*_TESTS, *STACK_TESTS),
         ),
     ),
     of_recipe,
@@ -102,8 +97,7 @@ SURFACE = Surface(
     case="megacpp_mcore.kernels.norm.case:NormCase",
     not_carried=(
         NotCarried(
-            name="own_triton",
-            role="deferred",
+            name="own_triton", role="deferred",
             removes="the same round trip that te and Liger remove already",
             fallback=TE,
             why="TE, Liger and torch each have one that a far larger user base tests; one of our "

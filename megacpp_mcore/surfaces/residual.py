@@ -28,12 +28,10 @@ SURFACE = Surface(
     (
         Backend(
             "megatron", "megacpp_mcore.layers.parts:megatron_residual", compiled,
-            role="chosen",
-            keep="keep",
+            role="chosen", keep="keep",
             removes="two of three elementwise launches and their traffic: bias, dropout and "
             "addition are one kernel of torch.compile, where the recipe has bias_dropout_fusion",
-            dtypes="bf16, fp16, fp32; the residual's",
-            fallback=REFERENCE,
+            dtypes="bf16, fp16, fp32; the residual's", fallback=REFERENCE,
             exit_when="it is no faster than the eager operations over a whole step",
             **_facts,
         ),
@@ -49,8 +47,7 @@ SURFACE = Surface(
     case="megacpp_mcore.kernels.residual.case:ResidualCase",
     not_carried=(
         NotCarried(
-            name="own_triton",
-            role="deferred",
+            name="own_triton", role="deferred",
             removes="elementwise launches between a block's output and the next block's input",
             fallback="megatron",
             why="bias, dropout and addition are one kernel of torch.compile already; a Triton "

@@ -91,8 +91,7 @@ SURFACE = Surface(
     (
         Backend(
             "triton", f"{_KERNELS}.triton:ROPE_QK", _triton,
-            role="chosen",
-            keep="keep",
+            role="chosen", keep="keep",
             removes="all but one read and one write of the projection each way: the queries' copy, "
             "two launches for RoPE, and the concatenation of three gradients",
             dtypes="bf16, fp16, fp32; angles, sine and rotations in fp32, rounded once",
@@ -120,8 +119,7 @@ SURFACE = Surface(
     case="megacpp_mcore.kernels.rope_qk.case:RopeQKCase",
     not_carried=(
         NotCarried(
-            name="te_fused_qkv",
-            role="vendor",
+            name="te_fused_qkv", role="vendor",
             removes="the queries' copy and one of two launches: TE's kernel on the whole "
             "projection, which Megatron's fused_single_qkv_rope calls",
             fallback="triton",
