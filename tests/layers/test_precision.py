@@ -75,13 +75,14 @@ def in_the_models_dtype(linear: torch.nn.Module) -> bool:
     return recipe.fp8_quantization_recipe is None and recipe.fp4_quantization_recipe is None
 
 
-# Rows of in_proj with H heads: M 35 H + 40, R 33 H + 32. An out_proj has 16 columns a head.
+# Rows of in_proj with H heads: M 35 H + 40, R 33 H + 32 and its padding, which always fits. An
+# out_proj has 16 columns a head.
 @pytest.mark.parametrize(
     ("fp8", "heads", "kept"),
     [
-        ("hybrid", 6, [True, True]),  # 250 and 230 rows
-        ("hybrid", 8, [False, True]),  # 320 and 296
-        ("hybrid", 16, [True, False]),  # 600 and 560
+        ("hybrid", 6, [True, False]),  # 250 rows, and 230 padded to 240
+        ("hybrid", 8, [False, False]),  # 320, and 296 padded to 304
+        ("hybrid", 16, [True, False]),  # 600, and 560
         (None, 6, [False, False]),
     ],
 )
@@ -97,12 +98,12 @@ def test_a_product_that_is_not_made_in_fp8_is_told_and_in_the_receipt(monkeypatc
     monkeypatch.setenv("RANK", "0")
     dispatch.forget()
     for _ in range(2):  # layers of the same sizes: once
-        list(mixers("hybrid", 8))
+        list(mixers("hybrid", 6))
     said = "megacpp: backend of linear: the model's dtype (requested fp8 hybrid; "
     assert capfd.readouterr().err.count(said) == 1
     (told,) = (d for d in dispatch.decisions() if d.surface == "linear")
     assert (told.requested, told.observed) == ("fp8 hybrid", "the model's dtype")
-    assert "32 x 296 on a rank" in told.reason and "multiples of 16" in told.reason
+    assert "32 x 250 on a rank" in told.reason and "multiples of 16" in told.reason
     dispatch.forget()
     list(mixers(None, 8))
     assert not [d for d in dispatch.decisions() if d.surface == "linear"]
