@@ -23,7 +23,8 @@ pytestmark = [
 NAMES = ("q", "k", "v", "W", "f", "initial_state")
 V = 16
 TANH = {"approximate": 2**-16, "exact": 2**-20}  # how far from tanh, with 16-bit inputs
-# What a step is off by, relative to the largest state or gradient: see the top of cuda.py. With
+# What a step is off by, relative to the largest state or gradient: see
+# docs/m2rnn-kernels.md. With
 # 16-bit inputs h goes to 11 bits for h (W - 1), at most 3/2 of |h| here; backwards the gradient of
 # the state, 1 - f, 1 - z^2, both their products and W go to 11 bits, and z, off by 2^-16 and kept
 # to 2^-12, makes 1 - z^2 off by twice that.
@@ -102,21 +103,21 @@ def test_matches_float64(dtype, seq):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_chains_that_are_cut(dtype, monkeypatch):
     """The few heads of other tests have multiprocessors of their own."""
-    from megacpp_mcore.kernels.m2rnn import cuda
+    from megacpp_mcore.kernels.m2rnn import schedule
 
-    monkeypatch.setattr(cuda, "_processors", lambda device: 1)
+    monkeypatch.setattr(schedule, "multiprocessors", lambda device: 1)
     inputs = draw(2, 200, 3, dtype=dtype)
     assert_close(run(kernel(), inputs), run(reference, inputs, wide=True), dtype)
 
 
 @pytest.mark.parametrize("chunk_size", [16, 32])
 def test_same_bits_however_chains_are_cut_and_bundled(monkeypatch, chunk_size):
-    from megacpp_mcore.kernels.m2rnn import cuda
+    from megacpp_mcore.kernels.m2rnn import schedule
 
     inputs = draw(1, 1000, 140, dtype=torch.bfloat16)
     results = []
     for at_once in ((140, 1), (132, 1), (99, 1), (3, 1), (47, 3), (33, 3), (1, 3)):
-        monkeypatch.setattr(cuda, "_at_once", lambda sizes, processors, at_once=at_once: at_once)
+        monkeypatch.setattr(schedule, "forward_schedule", lambda *args, at_once=at_once: at_once)
         results.append(run(kernel(), inputs, chunk_size=chunk_size))
     for other in results[1:]:
         assert all(torch.equal(x, other[name]) for name, x in results[0].items())
@@ -213,7 +214,7 @@ def test_a_loss_on_one_output_only(dtype, use):
 
 
 def test_65536_steps_do_not_drift():
-    """By the formula at the top of cuda.py the steps do not count; a column of |W| is 1/2 here."""
+    """The number of steps is not in the bound (docs/m2rnn-kernels.md); W's columns sum to 1/2."""
     for dtype, tanh, step in (
         (torch.bfloat16, "approximate", 1.5 * 2**-12 + TANH["approximate"]),
         (torch.bfloat16, "exact", 1.5 * 2**-12 + TANH["exact"]),

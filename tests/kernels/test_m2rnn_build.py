@@ -1,5 +1,6 @@
 """Building M2RNN's kernels: nvcc missing, failing, raced for, and what dispatch then says."""
 
+import ctypes
 import shutil
 import stat
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import pytest
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.kernels.m2rnn import build, cuda
+from megacpp_mcore.kernels.m2rnn import build, launch
 from megacpp_mcore.surfaces.workload import Workload
 
 
@@ -150,5 +151,5 @@ def test_the_sources_compile(tmp_path):
     if compiler is None:
         pytest.skip("no nvcc here")
     kernels = build.library("sm_90")
-    kernels.m2rnn_problem_size.restype = cuda.ctypes.c_int64
-    assert kernels.m2rnn_problem_size() == cuda.ctypes.sizeof(cuda._Problem)
+    kernels.m2rnn_params_size.restype = ctypes.c_int64
+    assert kernels.m2rnn_params_size() == ctypes.sizeof(launch.Params)

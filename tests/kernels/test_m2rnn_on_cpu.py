@@ -14,7 +14,7 @@ import cuda_on_cpu
 import pytest
 import torch
 
-from megacpp_mcore.kernels.m2rnn import build, cuda
+from megacpp_mcore.kernels.m2rnn import build, cuda, launch, schedule
 from megacpp_mcore.kernels.m2rnn import m2rnn as reference
 
 pytestmark = pytest.mark.skipif(
@@ -35,8 +35,8 @@ def kernels(tmp_path_factory):
     source = Path(build.__file__).parent / "csrc" / "m2rnn.cu"
     library = cuda_on_cpu.library(source, tmp_path_factory.mktemp("m2rnn"))
     library.m2rnn_error.restype = ctypes.c_char_p
-    library.m2rnn_problem_size.restype = ctypes.c_int64
-    assert library.m2rnn_problem_size() == ctypes.sizeof(cuda._Problem)
+    library.m2rnn_params_size.restype = ctypes.c_int64
+    assert library.m2rnn_params_size() == ctypes.sizeof(launch.Params)
     for entry in (library.m2rnn_forward, library.m2rnn_backward):
         entry.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
     return library
@@ -48,10 +48,10 @@ def on_cpu(kernels, monkeypatch, request):
 
     On one multiprocessor chains take turns, and backward has them in segments.
     """
-    monkeypatch.setattr(cuda, "_kernels", lambda device: kernels)
+    monkeypatch.setattr(launch, "kernels", lambda device: kernels)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     stream = SimpleNamespace(cuda_stream=None)
-    monkeypatch.setattr(cuda, "_processors", lambda device: request.param)
+    monkeypatch.setattr(schedule, "multiprocessors", lambda device: request.param)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *args: stream)
     empty = torch.Tensor.new_empty
 
@@ -132,7 +132,7 @@ def test_matches_float64(on_cpu, dtype, seq):
 @pytest.mark.parametrize("tanh", TANH)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_forward_stays_within_its_derived_bound(on_cpu, dtype, tanh):
-    """Element by element, by the formula at the top of cuda.py; the steps do not count in it."""
+    """Element by element, by docs/m2rnn-kernels.md; the number of steps is not in the bound."""
     inputs = draw(1, 65, 2, dtype=dtype)
     y, state, *_ = run(inputs, exact_tanh=tanh == "exact")
     y64, state64, *_ = expected(inputs)
@@ -208,7 +208,7 @@ def test_same_bits_however_chains_are_cut_and_bundled(on_cpu, monkeypatch, chunk
     inputs = draw(1, 200, 5, k_dim=32 if chunk_size == 16 else 64)
     results = []
     for at_once in ((5, 1), (4, 1), (3, 1), (1, 1), (2, 3), (1, 3)):
-        monkeypatch.setattr(cuda, "_at_once", lambda sizes, processors, at_once=at_once: at_once)
+        monkeypatch.setattr(schedule, "forward_schedule", lambda *args, at_once=at_once: at_once)
         results.append(forward(inputs, chunk_size=chunk_size))
     for other in results[1:]:
         assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
@@ -218,7 +218,7 @@ def test_same_bits_however_chains_are_cut_and_bundled(on_cpu, monkeypatch, chunk
 @pytest.mark.parametrize("k_dim", [32, 128])
 def test_bundles_that_are_not_full(on_cpu, monkeypatch, heads, k_dim):
     """Documents of no, one, 31, 33 and 135 steps, in bundles of three heads."""
-    monkeypatch.setattr(cuda, "_at_once", lambda sizes, processors: (sizes.bundles(3), 3))
+    monkeypatch.setattr(schedule, "forward_schedule", lambda sizes, _: (sizes.bundles(3), 3))
     bounds = torch.tensor([0, 0, 1, 32, 65, 200], dtype=torch.int32)
     inputs = draw(1, 200, heads, k_dim=k_dim, states=5)
     y, state, _ = forward(inputs, bounds)
@@ -232,7 +232,7 @@ def test_so_many_chains_at_a_time_fill_the_multiprocessors_evenly():
     def at_once(batch, heads, k_dim=64, processors=132, q_heads=1):
         v = torch.empty(batch, 9, heads, V, device="meta")
         q = torch.empty(batch, 9, q_heads, k_dim, device="meta")
-        return cuda._at_once(cuda._Sizes(q, q, v, None, 32), processors)
+        return schedule.forward_schedule(schedule.Sizes(q, q, v, None, 32), processors)
 
     assert at_once(1, 44) == (44, 1) and at_once(1, 51) == (51, 1)
     assert at_once(4, 44) == (60, 3)  # 120 blocks
@@ -246,8 +246,8 @@ def test_so_many_chains_at_a_time_fill_the_multiprocessors_evenly():
 @pytest.mark.parametrize("segments", [2, 5])
 def test_backward_in_segments(on_cpu, monkeypatch, segments, seq):
     """Each is a block's of its own, that goes on where another has ended."""
-    monkeypatch.setattr(cuda, "_processors", lambda device: 1)
-    monkeypatch.setattr(cuda, "SEGMENTS", segments)
+    monkeypatch.setattr(schedule, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(schedule, "SEGMENTS", segments)
     inputs = draw(2, seq, 2)
     for clamp in (None, 0.05):
         actual = run(inputs, chunk_size=16, grad_clamp=clamp)

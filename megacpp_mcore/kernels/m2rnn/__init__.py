@@ -1,4 +1,4 @@
-"""M2RNN: a recurrent network with a matrix for a state.
+"""M2RNN: a recurrent network whose state is a matrix.
 
 `m2rnn` runs over whole sequences and is differentiable in every tensor; `m2rnn_step` takes one
 token. The math is in `reference.py`.
@@ -7,7 +7,8 @@ token. The math is in `reference.py`.
 from torch import Tensor
 
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.kernels.m2rnn.reference import m2rnn_chunked, m2rnn_step
+from megacpp_mcore.kernels.m2rnn.chunked import m2rnn_chunked
+from megacpp_mcore.kernels.m2rnn.reference import m2rnn_step
 
 __all__ = ["M2RNNInputError", "check_inputs", "m2rnn", "m2rnn_step"]
 
@@ -36,17 +37,17 @@ def m2rnn(
     B batch, S tokens, H heads, K rows and V columns of a head's state.
 
     q: (B, S, Hq, K) and k: (B, S, Hk, K), Hq and Hk each 1 (one head shared by all) or H.
-    v: (B, S, H, V). W: (H, V, V). f: (B, S, H), the share of the old state that is kept, in [0, 1].
+    v: (B, S, H, V). W: (H, V, V). f: (B, S, H), the forget gate, in [0, 1].
     initial_state: (B, H, K, V), the state before the first token; None is zeros.
-    cu_seqlens: (D + 1,) integers from 0 to S that never fall, the bounds of D documents packed into
+    cu_seqlens: (D + 1,) non-decreasing integers from 0 to S, the bounds of D documents packed into
     one row (B = 1), each with a state of its own: initial and final state are (D, H, K, V).
-    chunk_size: steps between the states kept for the backward pass; changes memory and time only
-    (and who serves: the CUDA kernels take 16 or 32, with float32 48 and 64, too).
+    chunk_size: steps between the states saved for the backward pass. It changes memory and time,
+    and which backends serve: the CUDA kernels take 16 and 32, with float32 also 48 and 64.
     grad_clamp: limit on every element of the state's gradient at every step of the backward pass,
     as in XMA (where it is 1 by default); None, the default here, is the true gradient.
-    tanh: "approximate" lets a backend take, for 16-bit q, k and v, the GPU's own instruction in the
-    forward pass, which is within 2^-16 of the value on Hopper (tested; PTX promises 2^-11); "exact"
-    does not. This function's own is exact either way.
+    tanh: "approximate" allows a backend to use the GPU's tanh instruction in the forward pass for
+    16-bit q, k and v. Its error on Hopper is 2^-16 (tested; PTX promises 2^-11). "exact" does not
+    allow it. This function's tanh is always exact.
 
     Returns y (B, S, H, V) in v's dtype and the final state (B, H, K, V). The computation and the
     states are in float32, or float64 when v is float64; gradients have the dtypes of their tensors.

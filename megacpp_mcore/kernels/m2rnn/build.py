@@ -1,7 +1,7 @@
 """Compile the CUDA C++ of a kernel with nvcc on first use, and keep the library.
 
-The library has a plain C interface and is called through ctypes, so that building it takes seconds,
-and neither Python's headers nor torch's. Importing this module imports neither torch nor CUDA.
+The library has a plain C interface and is called through ctypes: building it takes seconds, and
+needs neither Python's headers nor torch's. Importing this module imports neither torch nor CUDA.
 """
 
 import ctypes
@@ -21,11 +21,11 @@ _SOURCES = Path(__file__).parent / "csrc"
 
 
 class KernelBuildError(MegacppError):
-    """nvcc is missing or refuses the source, or its output cannot be kept or loaded."""
+    """nvcc is missing or refuses the source, or its output cannot be stored or loaded."""
 
 
 def find_nvcc() -> str | None:
-    """nvcc of CUDA_HOME, else of PATH, else of /usr/local/cuda; None when there is none."""
+    """The nvcc of CUDA_HOME, else of PATH, else of /usr/local/cuda, or None."""
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     candidates = [*(f"{home}/bin/nvcc" for home in homes), "nvcc", "/usr/local/cuda/bin/nvcc"]
     return next(filter(None, map(shutil.which, candidates)), None)
@@ -33,7 +33,7 @@ def find_nvcc() -> str | None:
 
 @functools.cache
 def reason() -> str | None:
-    """Why the kernels cannot be built for this process's GPU, or None; nothing is built to know."""
+    """Why the kernels cannot be built for this process's GPU, or None. Nothing is built."""
     import torch
 
     if not torch.cuda.is_available():
@@ -51,11 +51,11 @@ def reason() -> str | None:
 
 @functools.cache
 def library(architecture: str) -> ctypes.CDLL:
-    """The kernels for `architecture` ("sm_90"), compiled now unless they were before.
+    """The kernels for `architecture` ("sm_90"), compiled on the first call.
 
-    The file lies under XDG_CACHE_HOME (~/.cache) and its name has a hash of the sources, the flags
-    and nvcc's version. Processes that need it at once wait for the one that builds it. Raises
-    KernelBuildError with what nvcc said, or why the file cannot be written or loaded.
+    The file is under XDG_CACHE_HOME (~/.cache); its name has a hash of the sources, the flags and
+    nvcc's version. Other processes that need it meanwhile wait for the one that builds it. Raises
+    KernelBuildError with nvcc's message, or with why the file cannot be written or loaded.
     """
     nvcc = find_nvcc()
     if nvcc is None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
-from megacpp_mcore.kernels.m2rnn.reference import m2rnn_chunked, m2rnn_sequential
+from megacpp_mcore.kernels.m2rnn.chunked import m2rnn_chunked
+from megacpp_mcore.kernels.m2rnn.reference import m2rnn_sequential
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces import m2rnn
 from megacpp_mcore.surfaces.workload import Workload

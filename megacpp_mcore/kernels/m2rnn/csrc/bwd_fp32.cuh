@@ -1,39 +1,39 @@
-// Backward for float32 inputs: from the last chunk to the first; of each chunk, its stages are made
-// again from its checkpoint, then every stage, last to first, is made once more with its states
-// kept, and undone.
+// Backward for float32 inputs, from the last chunk to the first. The state before each stage of a
+// chunk is recomputed from the chunk's checkpoint. Then, from the last stage to the first, a stage
+// is recomputed with the states of all its steps, and its gradients are computed.
 #pragma once
 
-#include "common.cuh"
+#include "common_fp32.cuh"
 
 namespace m2rnn {
 
-struct BackwardShared {
+struct BackwardFp32Shared {
   Inputs in;
   float h[kSteps][kRows * kColumns];  // the state before each step
-  float a[kSteps][kRows * kColumns];  // r of each step, then the gradient of tanh's argument
+  float a[kSteps][kRows * kColumns];  // r of `step`, then the gradient of tanh's argument
   float df[kSteps][kThreads / 32];
 };
 
-// Which stage of which chunk comes next, and whether to run it forward only.
-struct Job {
+// The stage to run next; replay: forward only, for the state at its end.
+struct StageJob {
   int chunk, stage;
   bool replay;
 
-  __device__ int first_token(const Problem& p) const {
+  __device__ int first_token(const Params& p) const {
     return (chunk * p.stages + stage) * kSteps;
   }
-  __device__ static int stages_of(const Problem& p, const Place& at, int chunk) {
+  __device__ static int stages_of(const Params& p, const Place& at, int chunk) {
     const int left = Place::ceil_div(at.length, kSteps) - chunk * p.stages;
     return left < p.stages ? left : p.stages;
   }
-  __device__ void enter(const Problem& p, const Place& at, int new_chunk) {
+  __device__ void enter(const Params& p, const Place& at, int new_chunk) {
     chunk = new_chunk;
     if (chunk < 0) return;
     const int stages = stages_of(p, at, chunk);
     replay = stages > 1;
     stage = 0;
   }
-  __device__ void advance(const Problem& p, const Place& at) {
+  __device__ void advance(const Params& p, const Place& at) {
     if (replay) {
       ++stage;
       replay = stage < stages_of(p, at, chunk) - 1;
@@ -45,7 +45,7 @@ struct Job {
   }
 };
 
-// x[j] of four steps, each the sum over the four lanes of a row: lane t returns the sum of x[t].
+// Sums of x[j] (step j of four) over the four lanes of a row; lane t returns that of x[t].
 __device__ inline float sum_of_own_step(const float (&x)[4]) {
   const bool odd = threadIdx.x & 1, upper_pair = threadIdx.x & 2;
   const float low = (odd ? x[1] : x[0]) + __shfl_xor_sync(0xffffffffu, odd ? x[0] : x[1], 1);
@@ -53,12 +53,12 @@ __device__ inline float sum_of_own_step(const float (&x)[4]) {
   return (upper_pair ? high : low) + __shfl_xor_sync(0xffffffffu, upper_pair ? low : high, 2);
 }
 
-// dW += h^T a over the warp's 8 rows of every step. The sum's index is a row; dW's rows and columns
-// are numbered so that two neighbouring columns of h or a are one operand each.
-__device__ inline void add_weight_gradient(float (&dW)[2][4], const BackwardShared& shared) {
+// dW += h^T a, summed over the warp's 8 rows of every step. dW's rows and columns are numbered so
+// that two neighbouring columns of h or a are one operand each.
+__device__ inline void add_weight_gradient(float (&dW)[2][4], const BackwardFp32Shared& shared) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, warp_row = threadIdx.x / 32 * 8;
   const int first = slot_of(warp_row + t, g / 2) + g % 2 * 2;
-  float sum[2][4] = {};  // a tensor core cuts its sums, too: few terms, then a rounded addition
+  float sum[2][4] = {};  // a tensor core truncates its sums: few terms, then a rounded addition
 #pragma unroll 4
   for (int s = 0; s < kSteps; ++s) {
     const float2 h0 = *reinterpret_cast<const float2*>(&shared.h[s][first]);
@@ -85,9 +85,9 @@ __device__ inline void add_weight_gradient(float (&dW)[2][4], const BackwardShar
     for (int e = 0; e < 4; ++e) dW[n][e] += sum[n][e];
 }
 
-// One stage backwards. dh: the gradient of the state, h: the state after the last step.
+// One stage backwards, last step first. dh: gradient of the state; h: state after the last step.
 template <bool kClamp>
-__device__ void undo_stage(BackwardShared& shared, const Problem& p, const Place& at,
+__device__ void backward_stage(BackwardFp32Shared& shared, const Params& p, const Place& at,
                            const Weight& transposed, int t0, float (&h)[4], float (&dh)[4]) {
   const int row = threadIdx.x / 4, place = row_place(row), column = threadIdx.x % 4 * 4;
 #pragma unroll 1
@@ -107,7 +107,7 @@ __device__ void undo_stage(BackwardShared& shared, const Problem& p, const Place
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         if constexpr (kClamp) {
-          // A NaN stays one: it compares false with either limit.
+          // NaN stays NaN: it compares false with either limit.
           dh[e] = dh[e] > p.clamp ? p.clamp : dh[e] < -p.clamp ? -p.clamp : dh[e];
         }
         g[e] = fmaf(q, dy[e], dh[e]);
@@ -141,10 +141,10 @@ __device__ void undo_stage(BackwardShared& shared, const Problem& p, const Place
   }
 }
 
-// After a barrier: what sums over rows, of the stage just undone.
-__device__ inline void write_sums(const BackwardShared& shared, const Problem& p, const Place& at,
-                                  int t0) {
-  const int64_t parts = at.group * (static_cast<int64_t>(p.batch) * p.tokens);
+// Partial dv and df of the stage, summed over the block's rows; call it after a barrier.
+__device__ inline void write_sums(const BackwardFp32Shared& shared, const Params& p,
+                                  const Place& at, int t0) {
+  const int64_t parts = at.row_block * (static_cast<int64_t>(p.batch) * p.tokens);
   float4 dv = rows_sum(shared.a, shared.in.k);
   if (holds_sum() && t0 + summed_step() < at.length) {
     const int64_t out = (parts + at.token(p, t0 + summed_step())) * p.heads + at.head;
@@ -160,8 +160,8 @@ __device__ inline void write_sums(const BackwardShared& shared, const Problem& p
   }
 }
 
-// The block's dW: the sum of its warps', through 1024 floats that nobody reads any more.
-__device__ inline void write_weight_gradient(float* free, const Problem& p, const Place& at,
+// The block's dW, summed over its warps in `free`, 1024 floats that are no longer read.
+__device__ inline void write_weight_gradient(float* free, const Params& p, const Place& at,
                                              const float (&dW)[2][4]) {
   constexpr int kSize = kColumns * kColumns;
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -172,17 +172,17 @@ __device__ inline void write_weight_gradient(float* free, const Problem& p, cons
     store4(own + (2 * g + i) * kColumns + 4 * t, values);
   }
   __syncthreads();
-  // Blocks of a head: its chains', in order, each with its groups of rows.
-  const int64_t block = static_cast<int64_t>(at.chain) * at.groups + at.group;
+  // dW_parts of a head: by chain, then by row block.
+  const int64_t block = static_cast<int64_t>(at.chain) * at.row_blocks + at.row_block;
   float* out = p.dW_parts + (block * p.heads + at.head) * kSize;
   for (int i = threadIdx.x; i < kSize; i += kThreads)
     out[i] = (free[i] + free[kSize + i]) + (free[2 * kSize + i] + free[3 * kSize + i]);
 }
 
 template <bool kClamp>
-__global__ void __launch_bounds__(kThreads, 3) backward(const __grid_constant__ Problem p) {
+__global__ void __launch_bounds__(kThreads, 3) backward_fp32(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) char memory[];
-  BackwardShared& shared = *reinterpret_cast<BackwardShared*>(memory);
+  BackwardFp32Shared& shared = *reinterpret_cast<BackwardFp32Shared*>(memory);
   const Place at(p, kRows);
   const int row = row_place(threadIdx.x / 4), column = threadIdx.x % 4 * 4;
   Weight w, transposed;
@@ -195,17 +195,17 @@ __global__ void __launch_bounds__(kThreads, 3) backward(const __grid_constant__ 
   const float* checkpoint =
       static_cast<const float*>(p.checkpoints) + at.first_chunk * state_size(p) + at.state;
   Stage next;
-  Job job{};
+  StageJob job{};
   job.enter(p, at, Place::ceil_div(at.length, kSteps * p.stages) - 1);
   if (job.chunk >= 0) {
     next.load(p, at, job.first_token(p));
     load4(starts[0], checkpoint + job.chunk * state_size(p));
   }
   while (job.chunk >= 0) {
-    __syncthreads();  // the sums of the job before are made
+    __syncthreads();  // the sums of the previous stage are done
     next.store(shared.in);
     __syncthreads();
-    const Job now = job;
+    const StageJob now = job;
     job.advance(p, at);
     if (job.chunk >= 0) next.load(p, at, job.first_token(p));
 #pragma unroll
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kThreads, 3) backward(const __grid_constant__ 
       continue;
     }
     const int t0 = now.first_token(p);
-    undo_stage<kClamp>(shared, p, at, transposed, t0, h, dh);
+    backward_stage<kClamp>(shared, p, at, transposed, t0, h, dh);
     __syncthreads();
     add_weight_gradient(dW, shared);
     write_sums(shared, p, at, t0);

@@ -1,22 +1,22 @@
-// Forward for float32 inputs: y in one part for every 32 rows, the final state, a checkpoint before
-// every chunk.
+// Forward for float32 inputs: a partial y for every 32 rows, the final state, and a checkpoint of
+// the state before every chunk.
 #pragma once
 
-#include "common.cuh"
+#include "common_fp32.cuh"
 
 namespace m2rnn {
 
-struct ForwardShared {
+struct ForwardFp32Shared {
   Inputs in;
   float h[kSteps][kRows * kColumns];
 };
 
-__global__ void __launch_bounds__(kThreads, 4) forward(const __grid_constant__ Problem p) {
+__global__ void __launch_bounds__(kThreads, 4) forward_fp32(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) char memory[];
-  ForwardShared& shared = *reinterpret_cast<ForwardShared*>(memory);
+  ForwardFp32Shared& shared = *reinterpret_cast<ForwardFp32Shared*>(memory);
   const Place at(p, kRows);
   const int row = row_place(threadIdx.x / 4), column = threadIdx.x % 4 * 4;
-  const int64_t parts = at.group * (static_cast<int64_t>(p.batch) * p.tokens);
+  const int64_t parts = at.row_block * (static_cast<int64_t>(p.batch) * p.tokens);
   float* const y_at = p.y_parts ? p.y_parts : static_cast<float*>(p.y);
   float* checkpoints =
       static_cast<float*>(p.checkpoints) + at.first_chunk * state_size(p) + at.state;
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads, 4) forward(const __grid_constant__ P
   Stage next;
   next.load(p, at, 0);
   for (int t0 = 0; t0 < at.length; t0 += kSteps) {
-    __syncthreads();  // the sums of the stage before are made
+    __syncthreads();  // the sums of the previous stage are done
     next.store(shared.in);
     __syncthreads();
     if (t0 + kSteps < at.length) next.load(p, at, t0 + kSteps);

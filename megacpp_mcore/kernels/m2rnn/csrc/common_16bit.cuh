@@ -1,18 +1,18 @@
-// The kernels for 16-bit inputs: what forward and backward share.
+// Shared by the forward and backward kernels for 16-bit inputs.
 //
-// Thread 4 g + t of a warp is lane (g, t): so mma's operands and results name what a thread has.
-// The state, its gradient and all that is carried on are fp32; h and W go to 11 bits for h W.
+// Thread 4 g + t of a warp is lane (g, t), as in PTX's tables of mma's operands. State and gradient
+// of the state are fp32; the factors of products are 16-bit. Steps are processed in units of 8.
 #pragma once
 
 #include "common.cuh"
 
 namespace m2rnn {
 
-constexpr int kUnit = 8;  // steps whose inputs are read at once
+constexpr int kUnit = 8;  // steps of a unit, whose inputs are loaded at once
 constexpr int kTileRows = 16;
-constexpr unsigned kAll = 0xffffffffu;
-// Of 16 rows and all columns, a lane's: [n][2 r + i] is column 4 t + 2 n + i of row g + 8 r. So
-// numbered it is what m16n8k16 returns and, two columns a word, its left operand.
+constexpr unsigned kFullMask = 0xffffffffu;
+// A lane's elements of 16 rows and all columns: [n][2 r + i] is column 4 t + 2 n + i of row
+// g + 8 r. So numbered it is the result of m16n8k16 and, two columns a word, its left operand.
 using Tile = float[2][4];
 using Packed = uint32_t[4];  // [2 n + r]
 
@@ -52,7 +52,7 @@ template <>
 __device__ inline float2 unpacked<__nv_bfloat16>(uint32_t x) {
   return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
 }
-// Two elements in a word: x y, x - y and x y + z.
+// Arithmetic on two elements in a word: x y, x - y and x y + z.
 template <typename T>
 using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
 template <typename T>
@@ -102,43 +102,43 @@ __device__ void mma8(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
         : "r"(a0), "r"(a1), "r"(b));
 }
 
-// Thread 4 g + t has elements 2 t, 2 t + 1 of row g of an 8 x 8 matrix; of its transpose, then.
+// Transposes an 8 x 8 matrix of which thread 4 g + t has elements 2 t, 2 t + 1 of row g.
 __device__ inline uint32_t transposed(uint32_t x) {
   uint32_t y;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
 }
 
-// x, of which the compiler does not know that it can be made again or is the same in all lanes.
-__device__ inline uint32_t kept(uint32_t x) {
+// x, hidden from the compiler, which would otherwise recompute it at each use.
+__device__ inline uint32_t opaque(uint32_t x) {
   const int lane = threadIdx.x % 32;
-  return __float_as_uint(__shfl_sync(kAll, __uint_as_float(x), lane));
+  return __float_as_uint(__shfl_sync(kFullMask, __uint_as_float(x), lane));
 }
-// All ones in the lanes of one g or t, else zeros.
+// Masks that select one step of a unit: all ones in the lanes of one g or t, else zeros.
 struct StepMasks {
   uint32_t g[kUnit], t[4];
 
   __device__ StepMasks() {
 #pragma unroll
-    for (int i = 0; i < kUnit; ++i) g[i] = kept(lane_g() == i ? ~0u : 0u);
+    for (int i = 0; i < kUnit; ++i) g[i] = opaque(lane_g() == i ? ~0u : 0u);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) t[i] = kept(lane_t() == i ? ~0u : 0u);
+    for (int i = 0; i < 4; ++i) t[i] = opaque(lane_t() == i ? ~0u : 0u);
   }
-  // Ones where a pair of steps' elements in lane t have step i, which is known when compiled.
+  // For words of two neighbouring steps' elements: ones at step i, a compile-time constant.
   __device__ uint32_t pair(int i) const { return t[i / 2] & (i % 2 ? 0xffff0000u : 0xffffu); }
 };
 
-// What other blocks may have written in the meantime.
-__device__ inline int32_t load_now(const int32_t* from) {
+// A load that sees what other blocks have released.
+__device__ inline int32_t load_acquire(const int32_t* from) {
   int32_t x;
   asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
   return x;
 }
 
-// Column of W that lane group g has in column tile n.
+// Column of W that lanes g have in column tile n.
 __device__ inline int column_of(int n, int g) { return 4 * (g / 2) + 2 * n + g % 2; }
 
-// A tensor of a chain: its first token, and the elements from token to token.
+// A tensor of a chain: its first token, and the stride between tokens in elements.
 template <typename T>
 struct Source {
   const T* x;
@@ -151,56 +151,56 @@ __device__ Source<T> rows_of(const void* x, const Place& at, int64_t batch, int6
               (heads == 1 ? 0 : at.head * head) + at.row0, token};
 }
 template <typename T>
-__device__ Source<T> q_of(const Problem& p, const Place& at) {
+__device__ Source<T> q_of(const Params& p, const Place& at) {
   return rows_of<T>(p.q, at, p.q_batch, p.q_token, p.q_head, p.q_heads);
 }
 template <typename T>
-__device__ Source<T> k_of(const Problem& p, const Place& at) {
+__device__ Source<T> k_of(const Params& p, const Place& at) {
   return rows_of<T>(p.k, at, p.k_batch, p.k_token, p.k_head, p.k_heads);
 }
 template <typename T>
-__device__ Source<T> v_of(const Problem& p, const Place& at) {
+__device__ Source<T> v_of(const Params& p, const Place& at) {
   return {static_cast<const T*>(p.v) + at.batch * p.v_batch + at.start * p.v_token +
               at.head * p.v_head, p.v_token};
 }
-// None without a gradient of y.
+// x is null where y has no gradient.
 template <typename T>
-__device__ Source<T> dy_of(const Problem& p, const Place& at) {
+__device__ Source<T> dy_of(const Params& p, const Place& at) {
   if (p.dy == nullptr) return {nullptr, 0};
   const int64_t token = static_cast<int64_t>(p.heads) * kColumns;
   return {static_cast<const T*>(p.dy) + at.token(p, 0) * token + at.head * kColumns, token};
 }
 
-__device__ inline float exp2_of(float x) {
+__device__ inline float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-__device__ inline float log2_of(float x) {
+__device__ inline float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-__device__ inline float reciprocal(float x) {
+__device__ inline float rcp_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// 2^30 is beyond where tanh rounds to 1, and its fourth power is finite. A NaN stays one.
-__device__ inline float below_30(float x) {
+// min(x, 30): tanh already rounds to 1 there, and (2^30)^4 is finite. NaN stays NaN.
+__device__ inline float at_most_30(float x) {
   float y;
   asm("min.NaN.f32 %0, %1, 0f41F00000;" : "=f"(y) : "f"(x));
   return y;
 }
-// x <- tanh(x): the GPU's own, which PTX has within 2^-11 of the value; or 1 - 2 / (1 + e^2x), with
-// one reciprocal for all four, within 2^-20 of 1.
+// x <- tanh(x): the GPU's instruction (PTX: relative error 2^-11), or, if exact, 1 - 2 / (1 + e^2x)
+// with one reciprocal for all four (error 2^-20).
 template <bool kExact>
 __device__ inline void tanh_of(float (&x)[4]) {
   if constexpr (kExact) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) x[e] = 1.f + exp2_of(below_30(kTwoLog2E * x[e]));
+    for (int e = 0; e < 4; ++e) x[e] = 1.f + exp2_approx(at_most_30(kTwoLog2E * x[e]));
     const float a = x[0], b = x[1], c = x[2], d = x[3], ab = a * b, cd = c * d;
-    const float all = -2.f * reciprocal(ab * cd), of_ab = all * cd, of_cd = all * ab;
+    const float all = -2.f * rcp_approx(ab * cd), of_ab = all * cd, of_cd = all * ab;
     x[0] = fmaf(of_ab, b, 1.f), x[1] = fmaf(of_ab, a, 1.f);
     x[2] = fmaf(of_cd, d, 1.f), x[3] = fmaf(of_cd, c, 1.f);
   } else {
