@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel import (  # noqa: E402
     vocab_parallel_cross_entropy,
 )
 
-from megacpp_mcore.kernels.linear_cross_entropy import REFERENCE, walk  # noqa: E402
+from megacpp_mcore.kernels.linear_cross_entropy import REFERENCE, chunk_loop  # noqa: E402
 from megacpp_mcore.kernels.linear_cross_entropy.chunked import CHUNKED  # noqa: E402
 
 TOKENS, HIDDEN, VOCAB = 16384, 3584, 65536
@@ -43,13 +43,13 @@ CHECKED = [
 
 
 def check(group: dist.ProcessGroup) -> None:
-    whole = walk.chunk_length
+    whole = chunk_loop.chunk_length
     for length in (whole, lambda tokens, classes: 128):
-        walk.chunk_length = length
+        chunk_loop.chunk_length = length
         for head, dtype, shapes in CHECKED:
             for sizes in shapes:
                 loss_ranks.check(head, group, "cuda", dtype, *sizes)
-    walk.chunk_length = whole
+    chunk_loop.chunk_length = whole
 
 
 def compare(group: dist.ProcessGroup) -> None:

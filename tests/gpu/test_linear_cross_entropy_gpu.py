@@ -10,7 +10,7 @@ import torch
 from loss_contract import CONTRACTS, close, per_token, weighted
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.kernels.linear_cross_entropy import REFERENCE, cublaslt, walk
+from megacpp_mcore.kernels.linear_cross_entropy import REFERENCE, chunk_loop, cublaslt
 from megacpp_mcore.surfaces.registry import REGISTRY
 from megacpp_mcore.surfaces.workload import Workload
 from megacpp_mcore.training.cpu.megatron_setup import single_process
@@ -41,7 +41,7 @@ def load(name, dtype=torch.bfloat16):
 def test_contract(name, contract, dtype, monkeypatch):
     if (name, contract) in BROKEN:
         pytest.skip("Megatron's own gradients change with every backward pass")
-    monkeypatch.setattr(walk, "chunk_length", lambda tokens, classes: 5)
+    monkeypatch.setattr(chunk_loop, "chunk_length", lambda tokens, classes: 5)
     with single_process(0, "cuda"):
         CONTRACTS[contract](load(name, dtype), "cuda", dtype)
 
@@ -49,7 +49,7 @@ def test_contract(name, contract, dtype, monkeypatch):
 @pytest.mark.parametrize("vocab", [16384, 20001, 65536])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_rows_of_several_blocks(vocab, dtype, monkeypatch):
-    monkeypatch.setattr(walk, "chunk_length", lambda tokens, classes: 128)
+    monkeypatch.setattr(chunk_loop, "chunk_length", lambda tokens, classes: 128)
     head, tokens, hidden_size = load("chunked", dtype), 300, 72
     tensors = {
         "hidden": torch.randn(tokens, hidden_size, device="cuda").to(dtype),

@@ -17,8 +17,8 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.kernels.linear_cross_entropy import (
     REFERENCE,
     LinearCrossEntropyInputError,
+    chunk_loop,
     linear_cross_entropy,
-    walk,
     weighted_linear_cross_entropy,
 )
 from megacpp_mcore.kernels.linear_cross_entropy import triton as kernels
@@ -39,7 +39,7 @@ BROKEN = {("megatron", "a_second_backward_pass_gives_the_same")}
 
 @pytest.fixture
 def chunks_of_five(monkeypatch):
-    monkeypatch.setattr(walk, "chunk_length", lambda tokens, classes: 5)
+    monkeypatch.setattr(chunk_loop, "chunk_length", lambda tokens, classes: 5)
 
 
 @pytest.mark.parametrize("contract", CONTRACTS)
@@ -152,7 +152,7 @@ class TestKernels:
     @pytest.mark.parametrize("vocab", [5, 32, 33])
     def test_rows_of_several_blocks(self, vocab, monkeypatch, chunks_of_five):
         monkeypatch.setattr(kernels, "_LANES", 8)
-        monkeypatch.setattr(kernels, "_DEEP", 2)
+        monkeypatch.setattr(kernels, "_DEPTH", 2)
         tensors = draw("cpu", torch.float32, vocab)
         given = weights(tensors["labels"])
         for options in (
@@ -200,10 +200,10 @@ class TestChunks:
         ],
     )
     def test_length(self, tokens, classes, length):
-        assert walk.chunk_length(tokens, classes) == length
+        assert chunk_loop.chunk_length(tokens, classes) == length
 
     def test_a_huge_vocabulary_has_chunks_all_the_same(self):
-        assert walk.chunk_length(4096, 2**28) == walk.ALIGNMENT
+        assert chunk_loop.chunk_length(4096, 2**28) == chunk_loop.ALIGNMENT
 
 
 class TestWeightGradient:

@@ -12,10 +12,10 @@ from ranks import run_ranks
 def check(rank, folder):
     import loss_ranks
 
-    from megacpp_mcore.kernels.linear_cross_entropy import REFERENCE, walk
+    from megacpp_mcore.kernels.linear_cross_entropy import REFERENCE, chunk_loop
     from megacpp_mcore.kernels.linear_cross_entropy.chunked import CHUNKED
 
-    walk.chunk_length = lambda tokens, classes: 7
+    chunk_loop.chunk_length = lambda tokens, classes: 7
     ranks = dist.get_world_size()
     group = dist.new_group(list(range(ranks)))
     checked = [(REFERENCE, torch.float32), (CHUNKED, torch.bfloat16)]

@@ -25,7 +25,7 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.kernels.linear_cross_entropy import walk
+from megacpp_mcore.kernels.linear_cross_entropy import chunk_loop
 from megacpp_mcore.layers import loss
 from megacpp_mcore.layers.loss import LossError
 from megacpp_mcore.surfaces.backend import REFERENCE
@@ -161,7 +161,7 @@ def largest_allocation(call, *arguments):
 def test_training_makes_nothing_of_the_size_of_the_logits(serving, monkeypatch):
     vocab_size, logits = 4096, 4 * BATCH * SEQ * 4096
     weight = 4 * vocab_size * 16
-    monkeypatch.setattr(walk, "chunk_length", lambda tokens, classes: 8)
+    monkeypatch.setattr(chunk_loop, "chunk_length", lambda tokens, classes: 8)
     overrides = [f"model.vocab_size={vocab_size}", "mtp.mtp_num_layers=2"]
     largest, found = {}, {}
     for backend in ("chunked", REFERENCE, "megatron"):

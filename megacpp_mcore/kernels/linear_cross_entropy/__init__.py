@@ -1,9 +1,9 @@
 """The output layer and the cross entropy of every token, in one operator.
 
-`linear_cross_entropy` gives the loss of every token; `weighted_linear_cross_entropy` their weighted
-sum, at less cost. Both are in plain torch here; dispatch's backends of the surface
-`linear_cross_entropy` load as a `Head`, which has the same two functions, described in
-`head.py`. The math is in `reference.py`.
+`linear_cross_entropy` returns the loss of every token; `weighted_linear_cross_entropy` their
+weighted sum, at less cost. Both are plain torch here. The backends of the surface
+`linear_cross_entropy` load as a `Head`, which has the same two functions; `head.py` describes them.
+The math is in `reference.py`.
 """
 
 from megacpp_mcore.kernels.linear_cross_entropy import reference

@@ -1,9 +1,9 @@
-"""Apple's Cut Cross Entropy: no logits in memory at all, made tile by tile in both passes.
+"""Apple's Cut Cross Entropy: the logits are computed tile by tile in both passes and never stored.
 
-Without its filter, which leaves out gradients below an epsilon. Both gradients are summed in the
-16-bit dtype, tile after tile in whatever order the locks are taken: they differ from call to call.
+Its filter, which drops gradients below an epsilon, is off. Both gradients are summed in the 16-bit
+dtype, in the order in which tiles take a lock: they differ from call to call.
 
-No softcap: 25.1.1 puts -inf where a tile goes past the vocabulary's end, and then caps it too.
+A softcap is refused: 25.1.1 fills columns after the vocabulary's end with -inf, and then caps them.
 """
 
 from typing import Any
@@ -24,10 +24,10 @@ from megacpp_mcore.kernels.linear_cross_entropy.inputs import (
 def per_token(
     hidden: Tensor, weight: Tensor, labels: Tensor, options: Options, tp_group: Any
 ) -> Tensor:
-    """As the surface's, on one GPU.
+    """The losses of `Head.per_token`, on one GPU.
 
-    Raises LinearCrossEntropyInputError also for what Cut Cross Entropy has not: a split vocabulary,
-    label_smoothing, a z_loss, a logit_scale, a right softcap.
+    Raises LinearCrossEntropyInputError also for what Cut Cross Entropy lacks: a split vocabulary,
+    label_smoothing, a z_loss, a logit_scale, a correct softcap.
     """
     ranks = rank_of(tp_group)[1]
     if ranks > 1 or options != Options(options.ignore_index):
@@ -51,12 +51,12 @@ def per_token(
         filter_eps=None,
         impl="cce",
     )
-    return _GradientInARow.apply(losses).view(labels.shape)
+    return _ContiguousGradient.apply(losses).view(labels.shape)
 
 
-class _GradientInARow(torch.autograd.Function):
-    """Cut Cross Entropy's backward pass reads the losses' gradient one element after another from
-    where it starts, whatever its strides: that of a sum is one number, expanded."""
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity. Cut Cross Entropy's backward pass ignores the strides of the losses' gradient,
+    and that of a sum is one number, expanded."""
 
     @staticmethod
     def forward(ctx, losses: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
-"""linear_cross_entropy in chunks of tokens: the vendor's matrix products, and one kernel between.
+"""linear_cross_entropy in chunks of tokens: cuBLAS's matrix products, and one kernel between them.
 
-A chunk's logits lie in one buffer, which every chunk uses again. Per chunk: the logits, their
-softmax statistics, the gradient in their place, and from it the chunk's rows of hidden's gradient
-and its part of the weight's, which is summed over the chunks in float32.
+All chunks share one buffer for their logits. For each chunk: the logits, their softmax statistics,
+their gradient in place, and from it the chunk's rows of hidden's gradient and its part of the
+weight's gradient, which is summed over the chunks in float32.
 
-The weighted sum does all of that in the forward pass: 6 T h V operations. The losses of single
-tokens get their gradients in the backward pass, when what comes back is known, and make the same
-logits again: 8 T h V. Over a split vocabulary the ranks exchange four numbers a token.
+For T tokens the weighted sum does all of that in the forward pass, with 6 T h V operations. The
+losses of single tokens need 8 T h V: their gradients wait for the backward pass, which recomputes
+the logits. Over a split vocabulary the ranks exchange four numbers a token. Equations, cost and
+memory: docs/linear-cross-entropy.md.
 """
 
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacpp_mcore.kernels.linear_cross_entropy.chunk_loop import ChunkLoop
 from megacpp_mcore.kernels.linear_cross_entropy.head import head_of
 from megacpp_mcore.kernels.linear_cross_entropy.inputs import (
     LinearCrossEntropyInputError,
@@ -21,7 +23,6 @@ from megacpp_mcore.kernels.linear_cross_entropy.inputs import (
     rank_of,
 )
 from megacpp_mcore.kernels.linear_cross_entropy.triton import scale_, scaled
-from megacpp_mcore.kernels.linear_cross_entropy.walk import Walk
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -29,7 +30,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 def per_token(
     hidden: Tensor, weight: Tensor, labels: Tensor, options: Options, tp_group: Any
 ) -> Tensor:
-    """As the surface's `linear_cross_entropy`, in bf16 or float32."""
+    """The losses of `Head.per_token`, in bf16 or float32."""
     _check_dtype(hidden)
     losses, _ = _losses(_rows(hidden), weight, labels.reshape(-1), *options, _name(tp_group))
     return losses.view(labels.shape)
@@ -39,7 +40,7 @@ def weighted(
     hidden: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor, options: Options,
     tp_group: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As the surface's `weighted_linear_cross_entropy`, in bf16 or float32."""
+    """The sum and the losses of `Head.weighted`, in bf16 or float32."""
     _check_dtype(hidden)
     wants = torch.is_grad_enabled()
     total, losses, _, _ = _weighted(
@@ -65,7 +66,7 @@ def _rows(hidden: Tensor) -> Tensor:
 
 
 def _name(tp_group: Any) -> str:
-    """What an operator can be handed of a process group; nothing for none or one rank."""
+    """The group's name, which an operator can take; empty for no group or one rank."""
     return "" if rank_of(tp_group)[1] == 1 else tp_group.group_name
 
 
@@ -83,9 +84,9 @@ def _losses(
 ) -> tuple[Tensor, Tensor]:
     """The losses and lse, (T,) each."""
     options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    walk = Walk(hidden, weight, labels, options, group)
-    walk.make_statistics()
-    return walk.losses()
+    loop = ChunkLoop(hidden, weight, labels, options, group)
+    loop.make_statistics()
+    return loop.losses()
 
 
 @_losses.register_fake
@@ -112,8 +113,8 @@ def _losses_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of hidden and weight, empty where not wanted."""
     options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    walk = Walk(hidden, weight, labels, options, group)
-    return walk.gradients(d_losses.contiguous(), lse, wants_hidden, wants_weight)
+    loop = ChunkLoop(hidden, weight, labels, options, group)
+    return loop.gradients(d_losses.contiguous(), lse, wants_hidden, wants_weight)
 
 
 def _gradient_outputs(hidden: Tensor, weight: Tensor, wants: tuple[bool, bool]) -> tuple:
@@ -165,13 +166,13 @@ def _weighted(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The weighted sum, the losses (T,), and the gradients, empty where not wanted."""
     options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    walk = Walk(hidden, weight, labels, options, group)
+    loop = ChunkLoop(hidden, weight, labels, options, group)
     if wants_hidden or wants_weight:
-        gradients = walk.gradients(loss_weights.contiguous(), None, wants_hidden, wants_weight)
+        gradients = loop.gradients(loss_weights.contiguous(), None, wants_hidden, wants_weight)
     else:
-        walk.make_statistics()
+        loop.make_statistics()
         gradients = hidden.new_empty(0), hidden.new_empty(0)
-    losses, _ = walk.losses()
+    losses, _ = loop.losses()
     return (losses * loss_weights).sum(), losses, *gradients
 
 
@@ -207,7 +208,7 @@ def _(x, factor):
 def _save_weighted(ctx, inputs, output) -> None:
     _, losses, *gradients = output
     ctx.mark_non_differentiable(losses, *gradients)
-    ctx.set_materialize_grads(False)  # of zeros, as large as the gradients
+    ctx.set_materialize_grads(False)  # they would be zeros as large as the gradients
     ctx.wants = inputs[-2:]
     ctx.save_for_backward(*gradients)
 
@@ -221,9 +222,9 @@ def _weighted_gradients(ctx, d_total, *_):
 
 
 def _times(gradient: Tensor, factor: Tensor) -> Tensor:
-    """The saved gradient times factor: in place where this backward pass is the last that can ask
-    for it, since the graph goes with it, else in new memory."""
-    # Not while a compiler traces: its tensors are of other classes, and its graph may run again.
+    """The saved gradient times factor: in place where this backward pass frees the graph, and so is
+    the last that can ask for it, else in new memory."""
+    # Never under a tracing compiler: its tensors have other types, and its graph may run again.
     if type(gradient) is Tensor and not torch._C._autograd._get_current_graph_task_keep_graph():
         _scale_(gradient, factor)
         return gradient

@@ -1,13 +1,14 @@
-"""Matrix products by an algorithm of cuBLASLt's that torch does not take.
+"""Matrix products by an algorithm of cuBLASLt that torch does not choose.
 
-torch runs the first that the library's heuristics name. Where a sum is as short as here, the tokens
-of a chunk or hidden's width, that is on an H200 a cooperative kernel, by its name: two groups of
-warps share a tile, and nothing is multiplied while they write it. Another of the eight that are
-named has smaller tiles, one for each group, so that one can write while the other multiplies. The
-weight's gradient takes 0.90 of the time so, the logits 0.96, to the same bits.
+torch runs the first algorithm that the library's heuristics return. For inner sums as short as
+these (the tokens of a chunk, or hidden's width) that is on an H200 a "cooperative" kernel: two
+groups of warps share a tile, and no products run while they store it. Another of the eight that the
+heuristics return has a smaller tile for each group (a "ping-pong" kernel in CUTLASS's words), so
+that one group stores while the other multiplies. It needs 0.90 of the time for the weight's
+gradient and 0.96 for the logits, with bit-identical results.
 
-The library is the one torch has loaded; its C interface and constants are those of cublasLt.h.
-Once torch takes that algorithm itself, this file is of no use.
+The library is the one that torch has loaded; its C interface and constants are those of cublasLt.h.
+Drop this file when torch chooses that algorithm itself.
 """
 
 import ctypes
@@ -21,9 +22,9 @@ from torch import Tensor
 from megacpp_mcore.errors import MegacppError
 
 TILE_128X160, TILE_176X128 = 29, 201  # CUBLASLT_MATMUL_TILE_*
-LONGEST = 4096  # of sums: in longer ones what is done once a tile counts for little
+MAX_SUM = 4096  # inner dimension; in longer sums the cost of storing a tile hardly counts
 _CAPABILITY = (9, 0)
-_NAMED = 8
+_REQUESTED = 8
 _WORKSPACE_BYTES = 2**20
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 14}  # CUDA_R_*
@@ -43,22 +44,22 @@ class _Algorithm(ctypes.Structure):
     _fields_ = [("data", c_uint64 * 8)]
 
 
-class _Found(ctypes.Structure):
+class _HeuristicResult(ctypes.Structure):
     _fields_ = [
         ("algorithm", _Algorithm), ("workspace_bytes", c_size_t), ("state", c_int),
         ("waves", c_float), ("reserved", c_int * 4),
     ]  # fmt: skip
 
 
-class _Form(NamedTuple):
-    """A matrix as the library sees it, columns one after another. turned: it is the transpose of
-    what the library's product needs. alignment: of its address, in bytes, 256 at most."""
+class _Matrix(NamedTuple):
+    """A matrix as the library describes it: column-major, stride between columns. transposed: it is
+    the transpose of the product's operand. alignment: of its address in bytes, 256 at most."""
 
     dtype: torch.dtype
     rows: int
     columns: int
     stride: int
-    turned: bool
+    transposed: bool
     alignment: int
 
 
@@ -67,7 +68,7 @@ class _Plan(NamedTuple):
     handle: c_void_p
     operation: c_void_p
     layouts: tuple[c_void_p, c_void_p, c_void_p]
-    found: _Found
+    found: _HeuristicResult
 
 
 def product(out: Tensor, a: Tensor, b: Tensor, tile: int, *, accumulate: bool = False) -> bool:
@@ -76,34 +77,34 @@ def product(out: Tensor, a: Tensor, b: Tensor, tile: int, *, accumulate: bool = 
     out: (n, m), bf16 or float32, rows contiguous. a: (n, k), b: (k, m), bf16, rows or columns
     contiguous. Sums are in float32, in an order that does not change from call to call.
 
-    Returns False, and has done nothing, where that is not known to be fast (another device or
-    dtype, sums of more than LONGEST) or the library does not name the algorithm. Raises
-    CublasLtError.
+    Returns False without doing anything where that is not known to be fast (another device or
+    dtype, sums of more than MAX_SUM) or where the heuristics do not return the algorithm. Raises
+    CublasLtError when a call fails.
     """
-    if not out.is_cuda or not a.numel() or not b.numel() or a.shape[1] > LONGEST:
+    if not out.is_cuda or not a.numel() or not b.numel() or a.shape[1] > MAX_SUM:
         return False
     if {a.dtype, b.dtype} != {torch.bfloat16} or out.dtype not in _TYPES:
         return False
     if torch.cuda.get_device_capability(out.device) != _CAPABILITY:
         return False
-    forms = [_form(x) for x in (b, a, out)]  # rows as columns: the product's transpose
-    if None in forms or forms[2].turned:
+    matrices = [_matrix(x) for x in (b, a, out)]  # out^T = b^T a^T, as the library is column-major
+    if None in matrices or matrices[2].transposed:
         return False
     with torch.cuda.device(out.device):
-        plan = _plan(out.device.index, tile, *forms)
+        plan = _plan(out.device.index, tile, *matrices)
         if plan is None:
             return False
         _run(plan, out, a, b, accumulate)
     return True
 
 
-def _form(x: Tensor) -> _Form | None:
+def _matrix(x: Tensor) -> _Matrix | None:
     (rows, columns), (down, right) = x.shape, x.stride()
     alignment = min(256, x.data_ptr() & -x.data_ptr())
     if right == 1 and down >= columns:
-        return _Form(x.dtype, columns, rows, down, False, alignment)
+        return _Matrix(x.dtype, columns, rows, down, False, alignment)
     if down == 1 and right >= rows:
-        return _Form(x.dtype, rows, columns, right, True, alignment)
+        return _Matrix(x.dtype, rows, columns, right, True, alignment)
     return None
 
 
@@ -121,8 +122,8 @@ def _run(plan: _Plan, out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> No
 
 
 @functools.cache
-def _plan(device: int, tile: int, first: _Form, second: _Form, out: _Form) -> _Plan | None:
-    """For the current device, which is `device`; None without that algorithm."""
+def _plan(device: int, tile: int, first: _Matrix, second: _Matrix, out: _Matrix) -> _Plan | None:
+    """The plan for the current device, which is `device`; None without that algorithm."""
     library = _library()
     if library is None:
         return None
@@ -130,27 +131,27 @@ def _plan(device: int, tile: int, first: _Form, second: _Form, out: _Form) -> _P
     _check(
         library.cublasLtMatmulDescCreate(byref(operation), _COMPUTE_FLOAT32, _TYPES[torch.float32])
     )
-    for name, form in ((_TRANSPOSE_A, first), (_TRANSPOSE_B, second)):
-        _set(library.cublasLtMatmulDescSetAttribute, operation, name, c_int32(form.turned))
+    for name, matrix in ((_TRANSPOSE_A, first), (_TRANSPOSE_B, second)):
+        _set(library.cublasLtMatmulDescSetAttribute, operation, name, c_int32(matrix.transposed))
     layouts = tuple(c_void_p() for _ in range(3))
-    for layout, form in zip(layouts, (first, second, out), strict=True):
+    for layout, matrix in zip(layouts, (first, second, out), strict=True):
         _check(library.cublasLtMatrixLayoutCreate(
-            byref(layout), _TYPES[form.dtype], c_uint64(form.rows), c_uint64(form.columns),
-            c_int64(form.stride),
+            byref(layout), _TYPES[matrix.dtype], c_uint64(matrix.rows), c_uint64(matrix.columns),
+            c_int64(matrix.stride),
         ))  # fmt: skip
     _check(library.cublasLtMatmulPreferenceCreate(byref(preference)))
     prefer = library.cublasLtMatmulPreferenceSetAttribute
     _set(prefer, preference, _MAX_WORKSPACE_BYTES, c_uint64(_WORKSPACE_BYTES))
-    for name, form in zip(_ALIGNMENTS, (first, second, out, out), strict=True):
-        _set(prefer, preference, name, c_uint32(form.alignment))
-    found, count = (_Found * _NAMED)(), c_int()
+    for name, matrix in zip(_ALIGNMENTS, (first, second, out, out), strict=True):
+        _set(prefer, preference, name, c_uint32(matrix.alignment))
+    found, count = (_HeuristicResult * _REQUESTED)(), c_int()
     status = library.cublasLtMatmulAlgoGetHeuristic(
-        handle, operation, *layouts, layouts[2], preference, _NAMED, found, byref(count)
+        handle, operation, *layouts, layouts[2], preference, _REQUESTED, found, byref(count)
     )
-    # status: for sizes that it cannot do at all
-    named = [one for one in found[: count.value] if one.state == status == 0]
+    # status is not 0 for sizes that the library does not serve at all
+    usable = [one for one in found[: count.value] if one.state == status == 0]
     _check(library.cublasLtMatmulPreferenceDestroy(preference))
-    for one in named:
+    for one in usable:
         if (_configured(library, one, _TILE), _configured(library, one, _SPLIT_K)) == (tile, 1):
             return _Plan(library, handle, operation, layouts, one)
     return None
@@ -158,7 +159,7 @@ def _plan(device: int, tile: int, first: _Form, second: _Form, out: _Form) -> _P
 
 @functools.cache
 def _handle(device: int) -> c_void_p:
-    """For the current device, which is `device`."""
+    """The library's handle for the current device, which is `device`."""
     handle = c_void_p()
     _check(_library().cublasLtCreate(byref(handle)))
     return handle
@@ -173,7 +174,7 @@ def _library() -> ctypes.CDLL | None:
         return None
 
 
-def _configured(library: ctypes.CDLL, found: _Found, name: int) -> int:
+def _configured(library: ctypes.CDLL, found: _HeuristicResult, name: int) -> int:
     value = c_int32()
     _check(library.cublasLtMatmulAlgoConfigGetAttribute(
         byref(found.algorithm), name, byref(value), c_size_t(4), None

@@ -1,4 +1,4 @@
-"""The two functions of linear_cross_entropy, and a backend of the surface, which has both."""
+"""The two functions of linear_cross_entropy; a backend has both."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +29,8 @@ def head_of(
     """A backend whose arguments are checked before it is called.
 
     per_token(hidden, weight, labels, options, tp_group) -> losses. weighted(hidden, weight, labels,
-    loss_weights, options, tp_group) -> (total, losses); without it the total is made of the losses.
+    loss_weights, options, tp_group) -> (total, losses); without it the total is computed from the
+    losses of per_token.
     """
 
     def linear_cross_entropy(
@@ -62,8 +63,9 @@ def head_of(
         Label smoothing is over the whole vocabulary (Megatron's own is over a rank's part).
 
         Returns losses (...) in float32, or float64 for float64; nothing is averaged. They take any
-        gradient; the operators with kernels of their own then make the logits a second time (8 T h
-        V operations forward and backward; `weighted_linear_cross_entropy` needs 6 T h V).
+        gradient; the backends with kernels of their own then compute the logits twice. That is 8 T
+        h V operations forward and backward for T tokens, and 6 T h V with
+        `weighted_linear_cross_entropy`.
 
         Raises LinearCrossEntropyInputError (a MegacppError) for arguments that do not fit together
         and, on a CPU, for labels out of range; on a GPU those stop the process by a device
@@ -92,11 +94,11 @@ def head_of(
         constant, without a gradient of its own. The rest is as in `linear_cross_entropy`. The
         losses do not depend on the weights.
 
-        With the weights known in the forward pass, the operators with kernels of their own form the
-        gradients there and keep no logits; the gradient that comes back can only be one number,
-        which multiplies them. Where neither hidden nor weight wants a gradient, or under
-        torch.no_grad, none are formed. Weights that are 0 or small make no difference to the
-        precision of the others.
+        As the weights are known in the forward pass, the backends with kernels of their own compute
+        the gradients there and keep no logits; the backward pass multiplies them by the gradient of
+        the total, one number. Where neither hidden nor weight requires a gradient, or under
+        torch.no_grad, none are computed. Tokens with small weights do not change the precision of
+        the others.
 
         Returns (total, losses): () and (...), in float32, or float64 for float64. Raises as
         `linear_cross_entropy`, and for loss_weights that want a gradient.

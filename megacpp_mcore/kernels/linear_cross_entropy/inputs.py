@@ -1,4 +1,4 @@
-"""What every backend of linear_cross_entropy is called with, and what it refuses."""
+"""The options of linear_cross_entropy, and the checks that every backend makes of its arguments."""
 
 import math
 from typing import Any, NamedTuple
@@ -12,11 +12,11 @@ IGNORE_INDEX = -100  # torch's own
 
 
 class LinearCrossEntropyInputError(MegacppError):
-    """Arguments of a linear cross entropy that do not fit together, or that a backend lacks."""
+    """Arguments that do not fit together, or that a backend does not serve."""
 
 
 class Options(NamedTuple):
-    """The keyword arguments that say what the loss is. softcap 0 is none."""
+    """The keyword arguments that define the loss. softcap 0 is none."""
 
     ignore_index: int = IGNORE_INDEX
     label_smoothing: float = 0.0
@@ -40,7 +40,7 @@ def check_inputs(
 ) -> None:
     """Raise LinearCrossEntropyInputError unless the arguments fit together.
 
-    The labels' values are looked at by `check_labels`.
+    `check_labels` checks the labels' values.
     """
     if weight.dim() != 2 or 0 in weight.shape or hidden.shape[-1:] != weight.shape[1:]:
         raise LinearCrossEntropyInputError(
@@ -116,9 +116,9 @@ def options_of(
 def check_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
     """Refuse a label outside [0, vocab_size) that is not ignore_index.
 
-    On a CPU it raises LinearCrossEntropyInputError. On a GPU, where asking would make the host
-    wait, the device stops the process at the next synchronisation (`torch._assert_async`), as does
-    a compiled graph of the reference, which would be cut in two.
+    On a CPU it raises LinearCrossEntropyInputError. On a GPU a check by the host would wait for the
+    device, so the device stops the process at the next synchronisation (`torch._assert_async`). So
+    does a compiled graph of the reference, which a check by the host would cut in two.
     """
     right = (labels >= 0) & (labels < vocab_size) | (labels == ignore_index)
     if labels.device.type != "cpu" or torch.compiler.is_compiling():

@@ -1,11 +1,11 @@
 """Liger's fused linear cross entropy, as losses of single tokens.
 
-Only its reduction "none" takes a gradient for every token; "mean" and "sum" would be wrong for a
-second backward pass, for a gradient that is not 1, and for hidden states without a gradient. So the
-weighted sum costs what the losses of single tokens cost: the logits are made twice.
+Only its reduction "none" takes a gradient for every token; "mean" and "sum" are wrong for a second
+backward pass, for a gradient other than 1, and for hidden states without a gradient. So the
+weighted sum costs as much as the losses of single tokens: the logits are computed twice.
 
-The weight's gradient is summed in float32. What is left of Liger's: a gradient that comes back for
-a token is rounded to the dtype before it is used, and the host waits for a count of the labels.
+The weight's gradient is summed in float32 here. As in Liger itself, a token's incoming gradient is
+rounded to the dtype before it is used, and the host waits for a count of the labels.
 """
 
 from typing import Any
@@ -23,15 +23,15 @@ from megacpp_mcore.kernels.linear_cross_entropy.inputs import (
 )
 from megacpp_mcore.kernels.linear_cross_entropy.reference import smoothing_of
 
-_CHUNK_MEM_CONST = 4  # at most 4 T h logits at a time; Liger's own 1 makes for small products
+_CHUNK_MEM_CONST = 4  # at most 4 T h logits at a time; Liger's default 1 makes products small
 
 
 def per_token(
     hidden: Tensor, weight: Tensor, labels: Tensor, options: Options, tp_group: Any
 ) -> Tensor:
-    """As the surface's, on one GPU.
+    """The losses of `Head.per_token`, on one GPU.
 
-    Raises LinearCrossEntropyInputError also for what Liger has not: a split vocabulary, a
+    Raises LinearCrossEntropyInputError also for what Liger lacks: a split vocabulary, a
     logit_scale.
     """
     ranks = rank_of(tp_group)[1]
@@ -53,10 +53,10 @@ def per_token(
         None,  # weights of classes
         options.ignore_index,
         options.z_loss,
-        smoothing_of(options, weight.shape[0]),  # torch's: shared out among all classes
+        smoothing_of(options, weight.shape[0]),  # torch's smoothing is over all classes
         "none",
         options.softcap or None,
-        False,  # no z-loss beside the losses
+        False,  # do not return the z-losses
         torch.float32,
         False,  # no scaling of tokens
         False,  # no accuracy
@@ -72,9 +72,8 @@ def mean(
     hidden: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor, options: Options,
     tp_group: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Liger's own mean, with its defaults, for a bench: loss_weights must all be one over the
-    number of tokens, all of which count; a second backward pass gives wrong gradients. The losses
-    are none."""
+    """Liger's own mean with its defaults, for a bench. Every loss weight must be 1 / tokens, and
+    every token must count; a second backward pass gives wrong gradients. Returns no losses."""
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     rows = hidden.reshape(-1, hidden.shape[-1])
@@ -83,4 +82,4 @@ def mean(
 
 
 LIGER = head_of(per_token)
-MEAN = head_of(per_token, mean)  # no backend: what a bench holds the others against
+MEAN = head_of(per_token, mean)  # not a backend: a bench compares the others with it

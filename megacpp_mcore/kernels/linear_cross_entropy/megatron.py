@@ -1,7 +1,7 @@
 """Megatron's output layer and cross entropy: the logits in memory, and a float32 softmax of them.
 
-A model for which dispatch chooses this backend makes its losses by Megatron's own forward pass and
-never comes here (`megacpp_mcore.layers.loss`); a bench and the admission suite do.
+Only a bench and the admission suite call this. A model for which dispatch chooses this backend
+computes its losses in Megatron's own forward pass (`megacpp_mcore.layers.loss`).
 """
 
 from typing import Any
@@ -23,9 +23,9 @@ from megacpp_mcore.kernels.linear_cross_entropy.inputs import (
 def per_token(
     hidden: Tensor, weight: Tensor, labels: Tensor, options: Options, tp_group: Any
 ) -> Tensor:
-    """As the surface's. Without a tp_group Megatron's own is needed, of one rank.
+    """The losses of `Head.per_token`. Without a tp_group, Megatron's own group must have one rank.
 
-    Raises LinearCrossEntropyInputError also for what Megatron's cross entropy has not: float64, a
+    Raises LinearCrossEntropyInputError also for what Megatron's cross entropy lacks: float64, a
     z-loss, and label smoothing over the whole of a split vocabulary.
     """
     ranks = rank_of(tp_group)[1]

@@ -1,4 +1,4 @@
-"""Logits and their cross entropy as they are defined, the logits of all tokens in memory.
+"""Logits and their cross entropy as they are defined, with the logits of all tokens in memory.
 
 Math, for a token with hidden state x and label l, V the size of the whole vocabulary:
 
@@ -39,7 +39,7 @@ def per_token(
     largest = logits.detach().amax(-1, keepdim=True)
     if ranks > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX, tp_group)
-    # The largest goes out first: of two sums near it the difference would be rounded away.
+    # Subtract the largest first: the difference of two large sums would lose the loss's bits.
     logits = logits - largest
     label = labels - rank * own
     is_own = (label >= 0) & (label < own)
@@ -65,8 +65,8 @@ def smoothing_of(options: Options, vocab_size: int) -> float:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks. Every rank has the same loss, of which each takes the gradient once:
-    the gradient of a rank's addend is that of the sum."""
+    """The sum over the ranks. Every rank has the same loss and differentiates it once, so the
+    gradient of a rank's addend is that of the sum."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Any) -> Tensor:

@@ -1,11 +1,11 @@
 """Softmax statistics of rows of logits, and the loss's gradient in their place, in Triton.
 
-A program takes one row: it reads it for the statistics, then again for the gradient, which it
-writes in place. A launch does one or the other or both; with both, the second read is from the
-device's caches, from the end of the row back.
+A program has one row. It reads the row for the statistics, and again for the gradient, which it
+writes in place. A launch does either or both; with both, the second read goes from the end of the
+row to its start, which finds most of the row in the device's caches.
 
-Each of LANES columns has a largest value and a sum of its own until the row's end, so that threads
-wait for each other once a row.
+Each of LANES columns has a running maximum and sum of its own until the end of the row, so threads
+synchronise once a row.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from megacpp_mcore.kernels.linear_cross_entropy.reference import smoothing_of
 
 STATISTICS = 4
 ELSEWHERE, NOT_COUNTED = -1, -2  # labels
-_LANES, _DEEP, _WARPS = 4096, 4, 16  # the fastest on an H200: columns at a time are _DEEP _LANES
+_LANES, _DEPTH, _WARPS = 4096, 4, 16  # fastest on an H200; _DEPTH * _LANES columns at a time
 _SCALE_BLOCK, _SCALE_PROGRAMS = 8192, 1056  # eight to a multiprocessor of an H200
 _TILE = 64
 
@@ -35,11 +35,11 @@ def softmax_rows(
     loss_gradients: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> None:
-    """Statistics of the logits' rows, and their replacement by a gradient, or one of the two.
+    """The statistics of the logits' rows, the replacement of the logits by their gradient, or both.
 
     logits: (tokens, classes), rows contiguous, of one rank. z is a logit scaled and capped. labels:
-    (tokens,), a column of logits each, or ELSEWHERE for one of another rank's, or NOT_COUNTED for a
-    token that has no gradient. vocab_size: classes of all ranks.
+    (tokens,), a column of logits each, or ELSEWHERE for a label of another rank, or NOT_COUNTED for
+    a token that has no gradient. vocab_size: classes of all ranks.
 
     statistics: (4, tokens) float32, to be written: the largest z, the sum of exp(z - largest), the
     label's z (0 without a column), and with label smoothing the sum of z, else 0.
@@ -53,9 +53,9 @@ def softmax_rows(
         return
     smoothing = smoothing_of(options, vocab_size)
     lanes = min(_LANES, triton.next_power_of_2(classes))
-    deep = min(_DEEP, triton.cdiv(triton.next_power_of_2(classes), lanes))
-    with _on(logits):
-        _rows[(tokens,)](
+    depth = min(_DEPTH, triton.cdiv(triton.next_power_of_2(classes), lanes))
+    with _device_of(logits):
+        _softmax_rows[(tokens,)](
             logits, logits.stride(0), labels,
             statistics, 0 if statistics is None else statistics.stride(0),
             loss_gradients, lse, classes,
@@ -65,14 +65,14 @@ def softmax_rows(
             HAS_STATISTICS=statistics is not None, HAS_GRADIENT=loss_gradients is not None,
             HAS_SCALE=options.logit_scale != 1, HAS_SOFTCAP=options.softcap > 0,
             HAS_SMOOTHING=smoothing > 0,
-            EVEN=classes % (deep * lanes) == 0, DEEP=deep, LANES=lanes, num_warps=_WARPS,
+            EVEN=classes % (depth * lanes) == 0, DEPTH=depth, LANES=lanes, num_warps=_WARPS,
         )  # fmt: skip
 
 
 @triton.jit
 def _capped(x, scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """z of a logit. tanh(a) as 1 - 2 / (exp(2a) + 1): right at both ends, and off by an epsilon of
-    1 in the middle."""
+    """z of a logit. tanh(a) is 1 - 2 / (exp(2a) + 1), with an absolute error of one epsilon and the
+    right limits."""
     z = x.to(tl.float32)
     if HAS_SCALE:
         z *= scale
@@ -83,7 +83,7 @@ def _capped(x, scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexp
 
 @triton.jit
 def _logits(logits, at, classes, EVEN: tl.constexpr):
-    """Those of a row in the columns `at`, 0 past its end."""
+    """The logits of a row in the columns `at`, 0 after its end."""
     if EVEN:
         return tl.load(logits + at)
     return tl.load(logits + at, mask=at < classes, other=0.0)
@@ -91,7 +91,7 @@ def _logits(logits, at, classes, EVEN: tl.constexpr):
 
 @triton.jit
 def _gradient(z, lse, softmax_factor, other_factor, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Of a logit."""
+    """The gradient of a logit."""
     g = tl.exp(z - lse) * softmax_factor - other_factor
     if HAS_SOFTCAP:
         g *= 1 - (z / softcap) * (z / softcap)
@@ -99,18 +99,18 @@ def _gradient(z, lse, softmax_factor, other_factor, softcap, HAS_SOFTCAP: tl.con
 
 
 @triton.jit
-def _rows(
+def _softmax_rows(
     logits, row_stride, labels, statistics, statistics_stride, loss_gradients, lse_given, classes,
     scale, softcap, z_loss, picked_share, uniform_share,
     NOT_COUNTED: tl.constexpr, HAS_STATISTICS: tl.constexpr, HAS_GRADIENT: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
-    EVEN: tl.constexpr, DEEP: tl.constexpr, LANES: tl.constexpr,
+    EVEN: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     logits += row.to(tl.int64) * row_stride
     label = tl.load(labels + row)
-    columns = tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    blocks = tl.cdiv(classes, DEEP * LANES)
+    columns = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    blocks = tl.cdiv(classes, DEPTH * LANES)
     picked = tl.load(logits + label, mask=label >= 0, other=0.0)
     picked = _capped(picked, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
     if HAS_STATISTICS:
@@ -118,7 +118,7 @@ def _rows(
         sums = tl.zeros([LANES], tl.float32)
         totals = tl.zeros([LANES], tl.float32)
         for block in range(blocks):
-            at = block * DEEP * LANES + columns
+            at = block * DEPTH * LANES + columns
             z = _capped(_logits(logits, at, classes, EVEN), scale, softcap, HAS_SCALE, HAS_SOFTCAP)
             if HAS_SMOOTHING:
                 totals += tl.sum(tl.where(at < classes, z, 0.0), 0)
@@ -126,7 +126,7 @@ def _rows(
                 z = tl.where(at < classes, z, -float("inf"))
             before = tops
             tops = tl.maximum(before, tl.max(z, 0))
-            base = tl.where(tops == -float("inf"), 0.0, tops)  # of a lane past the row's end
+            base = tl.where(tops == -float("inf"), 0.0, tops)  # lanes after the row's end
             sums = sums * tl.exp(before - base) + tl.sum(tl.exp(z - base[None, :]), 0)
         largest = tl.max(tops, 0)
         exponentials = tl.sum(sums * tl.exp(tops - largest), 0)
@@ -145,7 +145,7 @@ def _rows(
         uniform_part = factor * uniform_share
         tl.debug_barrier()  # every thread has read the label's logit
         for block in range(blocks):
-            at = (blocks - 1 - block) * DEEP * LANES + columns
+            at = (blocks - 1 - block) * DEPTH * LANES + columns
             z = _capped(_logits(logits, at, classes, EVEN), scale, softcap, HAS_SCALE, HAS_SOFTCAP)
             g = _gradient(z, lse, softmax_factor, uniform_part, softcap, HAS_SOFTCAP)
             g = g.to(logits.dtype.element_ty)
@@ -153,18 +153,18 @@ def _rows(
                 tl.store(logits + at, g)
             else:
                 tl.store(logits + at, g, mask=at < classes)
-        tl.debug_barrier()  # the label's is written last, whole: it may cancel to very little
+        tl.debug_barrier()  # the label's is written last, from unrounded terms, as they may cancel
         others = uniform_part + factor * picked_share
         g = _gradient(picked, lse, softmax_factor, others, softcap, HAS_SOFTCAP)
         tl.store(logits + label, g.to(logits.dtype.element_ty), mask=label >= 0)
 
 
 def transposed(x: Tensor, out: Tensor) -> Tensor:
-    """x (n, m), rows contiguous, into out (m, n), rows contiguous, several times as fast as torch
-    copies it."""
+    """Copy x (n, m) transposed into out (m, n), both with contiguous rows; several times as fast as
+    torch's copy."""
     n, m = x.shape
     if x.numel():
-        with _on(x):
+        with _device_of(x):
             _transpose[(triton.cdiv(n, _TILE), triton.cdiv(m, _TILE))](
                 x, x.stride(0), out, out.stride(0), n, m, TILE=_TILE
             )
@@ -183,12 +183,12 @@ def _transpose(x, x_stride, out, out_stride, n, m, TILE: tl.constexpr):
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
-    """Multiply contiguous x by the float32 number factor, rounding once; for 1, read nothing."""
+    """Multiply contiguous x in place by the float32 number factor; a factor of 1 reads nothing."""
     _scale_into(x, x, factor)
 
 
 def scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """x, which is contiguous, times the float32 number factor, rounded once to x's dtype."""
+    """Contiguous x times the float32 number factor, rounded once to x's dtype."""
     out = torch.empty_like(x)
     _scale_into(out, x, factor)
     return out
@@ -197,11 +197,11 @@ def scaled(x: Tensor, factor: Tensor) -> Tensor:
 def _scale_into(out: Tensor, x: Tensor, factor: Tensor) -> None:
     if x.numel():
         programs = min(triton.cdiv(x.numel(), _SCALE_BLOCK), _SCALE_PROGRAMS)
-        with _on(x):
+        with _device_of(x):
             _scale[(programs,)](x, factor, out, x.numel(), IN_PLACE=out is x, BLOCK=_SCALE_BLOCK)
 
 
-def _on(x: Tensor) -> contextlib.AbstractContextManager:
+def _device_of(x: Tensor) -> contextlib.AbstractContextManager:
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 

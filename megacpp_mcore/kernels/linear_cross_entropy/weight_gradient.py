@@ -1,8 +1,8 @@
 """The weight's gradient, summed in float32 over chunks of tokens, in little memory.
 
-A sum of products in the weight's 16-bit dtype would round after every chunk; a float32 sum beside
-the gradient takes twice the gradient's memory on top of it. Here the gradient's own memory holds
-the float32 sum of its first half of the rows, and only the second half's lies elsewhere.
+A sum in the weight's 16-bit dtype would be rounded after every chunk; a separate float32 sum takes
+twice the gradient's memory in addition. Here the gradient's own memory holds the float32 sum of its
+first half of the rows, and only the sum of the second half needs memory of its own.
 """
 
 import torch
@@ -21,7 +21,7 @@ class WeightGradient:
         self._result = weight.new_empty(weight.shape)
         self._started = False
         if chunks == 1 or weight.dtype == torch.float32:
-            self._parts = [self._result]  # the product rounds once, or is as wide as it gets
+            self._parts = [self._result]  # one product rounds once; float32 needs no wider sum
             return
         rows, columns = weight.shape
         held = rows // 2
@@ -30,7 +30,7 @@ class WeightGradient:
         self._parts = [inside.view(held, columns), outside]
 
     def add(self, d_logits: Tensor, hidden_t: Tensor) -> None:
-        """d_logits: (tokens, V). hidden_t: (h, tokens), faster if it is that in memory, too."""
+        """d_logits: (tokens, V). hidden_t: (h, tokens), faster if contiguous."""
         start = 0
         for part in self._parts:
             rows = d_logits[:, start : start + part.shape[0]]
@@ -50,10 +50,10 @@ class WeightGradient:
 
 
 def _narrow(wide: Tensor, narrow: Tensor) -> None:
-    """Round float32 elements to 16 bits, where both tensors start in the same place.
+    """Round float32 elements to 16 bits in place: both tensors start at the same address.
 
-    Element i moves from byte 4i to byte 2i. Elements [n, 2n) move to where [n / 2, n) were, which
-    have moved by then; only the first few need another place in between.
+    Ranges of doubling length overwrite only elements that were moved before; the first range goes
+    through a copy (docs/linear-cross-entropy.md).
     """
     size = wide.numel()
     moved = min(size, max(1, size // 64))
