@@ -1,14 +1,14 @@
-"""Packed documents as the cases have them."""
+"""The packed documents of the cases."""
 
 import torch
 
-BENCHED_DOCUMENTS = 8  # in a row, of a recipe that packs them
+BENCHED_DOCUMENTS = 8  # documents of a row in a bench of packed documents
 
 
 def document_bounds(rows: int, seq: int, documents: int) -> list[int]:
-    """cu_seqlens of rows of seq tokens one behind the other, each cut at random into documents.
+    """cu_seqlens of `rows` concatenated rows of `seq` tokens, each cut at random into documents.
 
-    The same for the same sizes; some documents may be empty.
+    Deterministic for given sizes; some documents may be empty.
     """
     generator = torch.Generator().manual_seed(seq)
     inner = torch.randint(seq + 1, (rows, documents - 1), generator=generator).sort(dim=1).values

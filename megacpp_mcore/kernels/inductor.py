@@ -1,4 +1,4 @@
-"""Functions of tensors under torch.compile, as an operator's backend `inductor` has them."""
+"""torch.compile for the backends named `inductor`."""
 
 import functools
 import os
@@ -12,15 +12,15 @@ import torch
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` as one graph forward and one backward, shared by all layers that call it.
 
-    Sizes: compiled for the first that it meets, and once more, for any length of an axis, when that
-    axis has another. A part that no graph can hold is an error, as is meeting more than torch's
-    `recompile_limit` of unlike kinds of arguments: nothing goes on uncompiled unsaid.
+    It is compiled for the first sizes it meets, and again with a dynamic axis when the length of an
+    axis changes. Nothing falls back to eager mode silently: a graph break is an error, and so are
+    more recompilations than torch's `recompile_limit`.
     """
     return functools.wraps(function)(torch.compile(function, fullgraph=True))
 
 
 def reason() -> str | None:
-    """Why torch.compile makes no kernels for this machine's GPU in this process, or None."""
+    """Why torch.compile cannot build kernels for this machine's GPU in this process, or None."""
     if torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         return (
             "torch.compile is switched off in this process; unset TORCH_COMPILE_DISABLE and "

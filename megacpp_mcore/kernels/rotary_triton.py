@@ -1,7 +1,7 @@
-"""What the Triton kernels of RoPE share: positions in packed documents, and pairs of dims.
+"""Shared by the Triton kernels of RoPE: positions in packed documents, and pairs of dims.
 
-Tiles are (heads, dims); `heads` is the mask of the rows that are there. Sizes that are no powers of
-two are masked. Turns are computed in float32, whatever the tensors hold.
+Tiles are (heads, dims); `heads` masks the rows that exist. Sizes that are not powers of two are
+masked. Rotations are computed in float32 whatever the dtype of the tensors.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def position(s, bounds, count, BLOCK: tl.constexpr):
-    """How far token s is from the last of the `count` bounds that is not behind it."""
+    """The position of token s in its document: s minus the last of the `count` bounds <= s."""
     start = s * 0
     for first in range(0, count, BLOCK):
         at = first + tl.arange(0, BLOCK)
@@ -28,15 +28,15 @@ def load_pairs(at, heads, PAIRS, PAIR_BLOCK: tl.constexpr, INTERLEAVED: tl.const
         a, b = tl.split(tl.reshape(x, (x.shape[0], PAIR_BLOCK, 2)))
     else:
         pair = tl.arange(0, PAIR_BLOCK)[None, :]
-        there = heads & (pair < PAIRS)
-        a = tl.load(at + pair, mask=there, other=0.0).to(tl.float32)
-        b = tl.load(at + PAIRS + pair, mask=there, other=0.0).to(tl.float32)
+        mask = heads & (pair < PAIRS)
+        a = tl.load(at + pair, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(at + PAIRS + pair, mask=mask, other=0.0).to(tl.float32)
     return a, b
 
 
 @triton.jit
 def store_pairs(at, a, b, heads, PAIRS, PAIR_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The inverse of load_pairs, rounded once to what `at` points at."""
+    """The inverse of load_pairs, rounded once to the dtype of `at`."""
     kind = at.dtype.element_ty
     if INTERLEAVED:
         dim = tl.arange(0, 2 * PAIR_BLOCK)[None, :]
@@ -44,14 +44,14 @@ def store_pairs(at, a, b, heads, PAIRS, PAIR_BLOCK: tl.constexpr, INTERLEAVED: t
         tl.store(at + dim, x.to(kind), mask=heads & (dim < 2 * PAIRS))
     else:
         pair = tl.arange(0, PAIR_BLOCK)[None, :]
-        there = heads & (pair < PAIRS)
-        tl.store(at + pair, a.to(kind), mask=there)
-        tl.store(at + PAIRS + pair, b.to(kind), mask=there)
+        mask = heads & (pair < PAIRS)
+        tl.store(at + pair, a.to(kind), mask=mask)
+        tl.store(at + PAIRS + pair, b.to(kind), mask=mask)
 
 
 @triton.jit
 def copy_dims(source, target, heads, DIM, BLOCK: tl.constexpr):
-    """DIM elements of every row as they are."""
+    """Copy DIM elements of every row."""
     dim = tl.arange(0, BLOCK)[None, :]
-    there = heads & (dim < DIM)
-    tl.store(target + dim, tl.load(source + dim, mask=there), mask=there)
+    mask = heads & (dim < DIM)
+    tl.store(target + dim, tl.load(source + dim, mask=mask), mask=mask)

@@ -30,9 +30,9 @@ def launchers(monkeypatch):
         for name in names:
             setattr(fake, name, lambda *a, _n=name, **k: made.append((_n, *map(str, a), k)) or made)
         monkeypatch.setitem(sys.modules, f"{backend._PACKAGE}.{module}", fake)
-    backend._keep_kernels.cache_clear()
+    backend._cache_kernels.cache_clear()
     yield made
-    backend._keep_kernels.cache_clear()
+    backend._cache_kernels.cache_clear()
 
 
 class Output(torch.autograd.Function):
@@ -202,8 +202,8 @@ class Symbol:
 
 
 def test_a_kernel_is_asked_for_once(launchers):
-    backend._keep_kernels()
-    backend._keep_kernels()
+    backend._cache_kernels()
+    backend._cache_kernels()
     forward = sys.modules[f"{backend._PACKAGE}.mamba3_mimo_fwd"]
     for _ in range(2):
         for rank in (2, 4):

@@ -2,8 +2,9 @@
 
 The functions of `reference.py` and `sdpa.py` take q (b, h, s, dqk), k (b, g, s, dqk) and v (b, g,
 s, dv), h a multiple of g, in any strides, and return softmax(q k^T * scale, causal) v as (b, h, s,
-dv) in v's dtype. `dropout` is the share of the attention weights that is dropped. Those of
-`varlen.py` and `packages.py` keep a token's heads together. The math is in `reference.py`.
+dv) in v's dtype. `dropout` is the probability of dropping an attention weight. Those of
+`varlen.py` and `packages.py` take layouts in which the heads of a token are contiguous. The math is
+in `reference.py`.
 """
 
 from megacpp_mcore.kernels.core_attention.reference import attention

@@ -1,7 +1,7 @@
-"""The flash-attn packages 2, 3 and 4, each imported when a layer takes it and nowhere else.
+"""The flash-attn packages 2, 3 and 4, each imported only when a layer is built with it.
 
 Shapes: q (b, s, h, dqk), k (b, s, g, dqk), v (b, s, g, dv) -> (b, s, h, dv), and packed as in
-`varlen.py`. All take grouped queries, and each its last axis side by side.
+`varlen.py`. All take grouped queries, and need a contiguous last axis.
 """
 
 import importlib
@@ -36,7 +36,7 @@ class FlashAttention:
         self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, *, scale: float,
         dropout: float,
     ) -> Tensor:  # fmt: skip
-        """Documents one behind the other."""
+        """Packed documents."""
         options = self._options(scale, dropout) | {
             "cu_seqlens_q": bounds, "cu_seqlens_k": bounds,
             "max_seqlen_q": longest, "max_seqlen_k": longest,
@@ -54,20 +54,20 @@ class FlashAttention:
     def _run(self, call: Callable[..., Any], *qkv: Tensor, **options: Any) -> Tensor:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             found = call(q, k, v, **options)
-            return found[0] if isinstance(found, tuple) else found  # some return the sums beside it
+            return found[0] if isinstance(found, tuple) else found  # some also return the log-sums
 
         q, k, v = (readable(x) for x in qkv)
-        as_it_is = self.narrows(q.shape[-1], v.shape[-1], q.shape[-2] != k.shape[-2])
-        return (attend if as_it_is else padded_v(attend))(q, k, v)
+        takes_v = self.narrows(q.shape[-1], v.shape[-1], q.shape[-2] != k.shape[-2])
+        return (attend if takes_v else padded_v(attend))(q, k, v)
 
 
 @dataclass(frozen=True)
 class FlashPackage:
     """Where a package's functions are, and how they are called.
 
-    narrows: whether it takes v as it is, of dqk, dv and queries being grouped; if not, v is padded
-    to dqk. drops: it has dropout. traced: torch.compile can look into it; version 4 calls kernels
-    that torch knows nothing of.
+    narrows(dqk, dv, grouped): whether it takes a v narrower than q and k; if not, v is padded to
+    dqk. drops: whether it has dropout. traced: whether torch.compile can trace it; version 4
+    launches kernels that torch does not know.
     """
 
     module: Callable[[], str]
@@ -76,7 +76,7 @@ class FlashPackage:
     traced: bool
 
     def load(self) -> FlashAttention:
-        """Import it: once a layer, as an import in a call would cut torch.compile's graph there."""
+        """Import it. Done when a layer is built, as an import in a call would break the graph."""
         module = importlib.import_module(self.module())
         functions = module.flash_attn_func, module.flash_attn_varlen_func
         if not self.traced:
@@ -89,7 +89,7 @@ def _never(dqk: int, dv: int, grouped: bool) -> bool:
 
 
 def _in_whole_tiles(dqk: int, dv: int, grouped: bool) -> bool:
-    """4.0.0b36 on Hopper: no kernel comes of 32 and 16, say, nor of grouped queries backward."""
+    """4.0.0b36 on Hopper has no kernel for 32 and 16, for example, nor for grouped dk and dv."""
     return not grouped and dqk % 64 == 0 and dv % 64 == 0
 
 

@@ -1,8 +1,8 @@
-"""torch.nn.functional.scaled_dot_product_attention, with and without a kernel named.
+"""torch.nn.functional.scaled_dot_product_attention, with torch's choice of kernel or a named one.
 
-The named ones never give way to another kernel, but for a row of no or of one token: where cuDNN or
-flash attention cannot serve, torch raises RuntimeError (`No available kernel`), as cuDNN does in
-deterministic mode.
+A named kernel never falls back to another one, except for a row of no or one token: where cuDNN or
+flash attention cannot serve, torch raises RuntimeError (`No available kernel`). cuDNN cannot serve
+in deterministic mode.
 """
 
 from torch import Tensor
@@ -14,14 +14,14 @@ from megacpp_mcore.kernels.core_attention.varlen import padded_v, readable
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:
-    """The kernel that torch picks for the device, the dtype and the dims."""
+    """The kernel that torch chooses for the device, the dtype and the dims."""
     if not q.numel():
         return attention(q, k, v, scale=scale)  # on CUDA torch returns None for no rows
     return _sdpa(q, k, v, scale, dropout)
 
 
 def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:
-    """cuDNN's kernel, which takes dqk != dv and grouped queries as they are."""
+    """cuDNN's kernel, which takes dqk != dv and grouped queries without padding."""
     if q.numel() and q.shape[2] > 1:
         q, k, v = (readable(x) for x in (q, k, v))
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):

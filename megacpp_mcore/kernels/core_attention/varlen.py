@@ -1,8 +1,8 @@
-"""Attention over documents packed one behind the other, and v narrower than q and k.
+"""Attention over packed documents, and for a v narrower than q and k.
 
-Packed: q (t, h, dqk), k (t, g, dqk), v (t, g, dv), bounds (documents + 1,) int32 from 0 that never
-fall, `longest` at least the longest document -> (t, h, dv). Tokens behind the last bound belong to
-no document; what they get is not defined here.
+Packed: q (t, h, dqk), k (t, g, dqk), v (t, g, dv), bounds (documents + 1,) non-decreasing int32
+from 0, `longest` at least the longest document -> (t, h, dv). Tokens after the last bound belong to
+no document, and their outputs are undefined.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import varlen
 
-_CAUSAL = (-1, 0)  # varlen_attn's word for it: all tokens before, none behind
+_CAUSAL = (-1, 0)  # varlen_attn's window: all earlier tokens, no later ones
 
 
 def sdpa_varlen(
@@ -28,7 +28,7 @@ def sdpa_varlen(
 
 
 def padded_v(attend: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """`attend` for a v narrower than q and k: zeros that weigh nothing, and are cut off again."""
+    """`attend` for a v narrower than q and k: v is padded with zeros, and the output cut to dv."""
 
     def padded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         dv = v.shape[-1]
@@ -40,5 +40,5 @@ def padded_v(attend: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, Tensor]
 
 
 def readable(x: Tensor) -> Tensor:
-    """A copy where elements stand apart, which the fused kernels cannot read."""
+    """x, or a contiguous copy where its last axis has a stride that fused kernels cannot read."""
     return x if x.stride(-1) == 1 else x.contiguous()

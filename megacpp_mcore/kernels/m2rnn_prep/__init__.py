@@ -1,6 +1,6 @@
-"""Around an R block's recurrence: convolution, decay and gated norm; the math is in `reference.py`.
+"""Before and after an R block's recurrence: convolution, decay, gated norm. Math: `reference.py`.
 
-A backend is an M2RNNPrep, whose two functions are called as the reference's.
+A backend is an M2RNNPrep, whose two functions have the signatures of the reference's.
 """
 
 from collections.abc import Callable

@@ -16,7 +16,7 @@ def _gated_norm(
     y: Tensor, v: Tensor, gate: Tensor, D: Tensor, weight: Tensor, *, channels: int, eps: float,
     over_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """A collective is no part of a graph: it stands between two."""
+    """With a collective, which no graph contains, in between: two graphs."""
     if over_ranks is None:
         return _whole(y, v, gate, D, weight, channels=channels, eps=eps)
     x, squares = _gated(y, v, gate, D)

@@ -1,4 +1,4 @@
-"""What stands before and behind the recurrence of an R block, in plain torch."""
+"""The operations before and after the recurrence of an R block, in plain torch."""
 
 from collections.abc import Callable
 
@@ -19,12 +19,12 @@ def conv_and_decay(
     history: Tensor | None = None,
     offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """silu of a depthwise causal convolution of q, k and v, and the share of the state that stays.
+    """silu of a depthwise causal convolution of q, k and v, and the forget gate f.
 
     q, k, v: (s, b, channels of each), c channels in all. decay: (s, b, H), logits. weight: (c, 1,
-    kernel). bias: (c,). A_log, dt_bias: (H,). history: (kernel - 1, b, c), what came before, None:
-    zeros. offset: (s, 1, 1) integers, how many tokens of its own document come before each, None:
-    one document.
+    kernel). bias: (c,). A_log, dt_bias: (H,). history: (kernel - 1, b, c), the tokens before; None
+    is zeros. offset: (s, 1, 1) integers, each token's position in its document; None is one
+    document.
 
     Returns (s, b, c) in q's dtype, computed in float32 or wider, and exp(-exp(A_log) softplus(decay
     + dt_bias)), (b, s, H) in dt_bias's dtype.
@@ -40,7 +40,7 @@ def conv_and_decay(
 def _causal_conv_silu(x: Tensor, weight: Tensor, bias: Tensor, offset: Tensor | None) -> Tensor:
     """x: (kernel - 1 + s, b, c), history first. Returns (s, b, c) in x's dtype."""
     kernel = weight.shape[-1]
-    # Widened once: the gradients of all taps are then added up before they are rounded.
+    # Widened once, so that the gradients of all taps are summed before they are rounded.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     length = x.shape[0] - kernel + 1
     out = bias.to(wide.dtype)
@@ -65,8 +65,8 @@ def gated_norm(
 ) -> Tensor:
     """RMSNorm((y + D v) silu(gate)) over the channels of all ranks.
 
-    y, v: (b, s, heads, V). gate: (s, b, heads * V). D, weight: (heads * V,). channels: how many
-    they are. over_ranks: sums a tensor over the ranks; None where this one has all channels.
+    y, v: (b, s, heads, V). gate: (s, b, heads * V). D, weight: (heads * V,). channels: their
+    number on all ranks. over_ranks: sums a tensor over the ranks; None where one has all channels.
 
     Returns (s, b, heads * V) in gate's dtype, computed in D's.
     """
@@ -76,7 +76,7 @@ def gated_norm(
 
 
 def gated(y: Tensor, v: Tensor, gate: Tensor, D: Tensor) -> tuple[Tensor, Tensor]:
-    """(s, b, heads * V), and the sum of its squares over the last axis, kept."""
+    """The gated values (s, b, heads * V), and the sum of their squares (s, b, 1)."""
     y, v = (x.flatten(2).transpose(0, 1).to(D.dtype) for x in (y, v))
     x = (y + D * v) * silu(gate.to(D.dtype))
     return x, x.square().sum(-1, keepdim=True)

@@ -40,16 +40,18 @@ def mamba3_scan(
 
     q, k: (B, S, G, N), MIMO (B, S, R, G, N): C and B after their norm, before bias and rotation.
     v, z: (B, S, H, P): x and the gate (None: no gate).
-    adt, dt: (B, S, H), float32: A * dt <= 0 and dt >= 0.
-    trap: (B, S, H), before the sigmoid. angles: (B, S, H or 1, A), before the tanh; 1 is shared.
+    adt, dt: (B, S, H), float32: A * dt <= 0, and dt >= 0.
+    trap: (B, S, H), before the sigmoid. angles: (B, S, H or 1, A), before the tanh; 1 is
+    shared by all heads.
     q_bias, k_bias: (H, N), MIMO (H, R, N). D: (H,), the skip (None: none).
     mimo_v, mimo_z, mimo_out: (H, R, P); mimo_z exactly when z is given.
     chunk_size: tokens of a chunk; changes speed and rounding only.
     cu_seqlens: (documents + 1,) integers, offsets of documents packed into one row (B = 1): the
     state starts at zero in each. Tokens after the last offset are a document of their own.
 
-    Pairs are (2i, 2i + 1) for SISO and (i, i + N / 2) for MIMO, as in upstream's kernels: weights
-    are not interchangeable. The computation is in float32, or float64 when v is float64.
+    Pairs are (2i, 2i + 1) for SISO and (i, i + N / 2) for MIMO, as in upstream's kernels, so one's
+    weights cannot be used for the other. The computation is in float32, or float64 when v is
+    float64.
 
     Returns y (B, S, H, P) in v's dtype, and with return_final_state also the state after the last
     token. Raises Mamba3InputError (a MegacppError) for arguments that do not fit together, and for
@@ -89,7 +91,7 @@ def mamba3_step(
 ) -> tuple[Tensor, Mamba3State]:
     """One more token: the arguments of `mamba3_scan` without S, and the state so far.
 
-    Returns y (B, H, P) in v's dtype and the next state; `state` itself is left as it is. Raises
+    Returns y (B, H, P) in v's dtype and the next state; `state` itself is unchanged. Raises
     Mamba3InputError for arguments that do not fit together.
     """
     token = [x.unsqueeze(1) for x in (q, k, v, adt, dt, trap, angles)]

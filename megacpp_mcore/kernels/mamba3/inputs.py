@@ -1,4 +1,4 @@
-"""What a Mamba-3 scan is given: checked once, brought to one form for SISO and MIMO."""
+"""The arguments of a Mamba-3 scan, checked, in one form for SISO and MIMO."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,7 +14,7 @@ class Mamba3InputError(MegacppError):
 
 
 class Mamba3State(NamedTuple):
-    """What a sequence carries from one token to the next, in float32 (float64 for float64).
+    """The state of a sequence between two tokens, in float32 (float64 for float64).
 
     angle: (B, H, A), radians in [0, 2 pi). ssm: (B, H, P, N). k: the last rotated key, (B, H, N),
     MIMO (B, R, H, N). v: the last value, (B, H, P), before `mimo_v`.
@@ -80,7 +80,7 @@ class Mamba3Inputs:
         return state if self.is_mimo else state._replace(k=state.k.unsqueeze(1))
 
     def state_out(self, state: Mamba3State) -> Mamba3State:
-        """The state as the caller sees it: k without the rank for SISO."""
+        """The state in the caller's form: for SISO k has no rank."""
         return state if self.is_mimo else state._replace(k=state.k.squeeze(1))
 
 
@@ -157,7 +157,7 @@ def prepare(
 
 
 def _check_variant(q, z, mimo_v, mimo_z, mimo_out) -> bool:
-    """True for MIMO. q's rank and the mimo_* tensors must tell the same story."""
+    """True for MIMO. Raises unless q's dimensions and the mimo_* tensors agree."""
     if q.dim() == 4 and mimo_v is mimo_z is mimo_out is None:
         return False
     if q.dim() == 5 and mimo_v is not None and mimo_out is not None:
@@ -208,7 +208,7 @@ def _check_shape(name: str, tensor: Tensor, shape) -> None:
 
 
 def _documents(cu_seqlens: Tensor, batch: int, seq: int) -> Tensor:
-    """(S,) the index of each token's document, without waiting for the device."""
+    """(S,) the index of each token's document. The host does not wait for the device."""
     if batch != 1:
         raise Mamba3InputError(
             f"cu_seqlens packs documents into one row, the batch is {batch}: reshape to (1, B * S)"
@@ -218,7 +218,7 @@ def _documents(cu_seqlens: Tensor, batch: int, seq: int) -> Tensor:
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; "
             "expected integers of shape (documents + 1,)"
         )
-    # The values can be looked at for free only where reading them does not stop a GPU's queue.
+    # On a GPU the values are not checked, as reading them would stall its queue.
     if cu_seqlens.device.type == "cpu":
         offsets = cu_seqlens.tolist()
         if offsets[0] != 0 or offsets[-1] > seq or offsets != sorted(offsets):

@@ -1,7 +1,7 @@
 """Mamba-3 SISO on the Triton kernels of mamba-ssm, behind the interface of `mamba3_scan`.
 
-Upstream casts q, k, v, z, trap and angles to bfloat16, so that only a bfloat16 model is served
-without a loss that nobody asked for.
+Upstream casts q, k, v, z, trap and angles to bfloat16. Other models would lose precision silently,
+so only bfloat16 is served.
 """
 
 import torch
@@ -32,10 +32,10 @@ def mamba3_scan(
     initial_state: Mamba3State | None = None,
     return_final_state: bool = False,
 ) -> Tensor | tuple[Tensor, Mamba3State]:
-    """`megacpp_mcore.kernels.mamba3.mamba3_scan`, SISO, in bfloat16; its shapes and its meaning.
+    """`megacpp_mcore.kernels.mamba3.mamba3_scan`, SISO, in bfloat16; shapes are described there.
 
     With a state, which is inference, the reference runs: upstream keeps the state's angle in
-    bfloat16, and its search adds the first call's gradients of dt up, trial by trial.
+    bfloat16, and its autotuning accumulates the first call's gradients of dt over the trials.
 
     Raises Mamba3InputError for a v that is not bfloat16 and an empty sequence.
     """
@@ -46,13 +46,13 @@ def mamba3_scan(
             return_final_state=return_final_state,
         )  # fmt: skip
     check_bfloat16(v)
-    # Narrow first: what is expanded over the heads is then written once, at half the size.
+    # Cast before the expansion over the heads, whose copy is then half as large.
     angles = angles.to(torch.bfloat16).expand(-1, -1, v.shape[2], -1).contiguous()
     q, k, trap, z = (None if x is None else x.to(torch.bfloat16) for x in (q, k, trap, z))
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z)
-    kept = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    bounds = None if cu_seqlens is None else whole(cu_seqlens, v.shape[1])
-    return mamba3_siso(*inputs, bounds, chunk_size, kept)[0]
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    bounds = None if cu_seqlens is None else bounds_to_end(cu_seqlens, v.shape[1])
+    return mamba3_siso(*inputs, bounds, chunk_size, save)[0]
 
 
 def check_bfloat16(v: Tensor) -> None:
@@ -65,7 +65,7 @@ def check_bfloat16(v: Tensor) -> None:
         raise Mamba3InputError("the sequence is empty: S must be at least 1")
 
 
-def whole(cu_seqlens: Tensor, seq: int) -> Tensor:
-    """Offsets up to the end of the row: tokens behind the last one are a document of their own."""
+def bounds_to_end(cu_seqlens: Tensor, seq: int) -> Tensor:
+    """Offsets up to the end of the row: tokens after the last one are a document of their own."""
     end = torch.full_like(cu_seqlens[:1], seq)
     return torch.cat((cu_seqlens, end)).to(torch.int32)

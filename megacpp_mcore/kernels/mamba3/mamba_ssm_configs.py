@@ -2,8 +2,8 @@
 
 (compute capability, state dim N, head dim P, chunk size) -> kernel ("module:name" in
 mamba_ssm.ops.triton.mamba3) -> arguments of `triton.Config`: the fastest on an H200 at B 2, S 4096,
-56 heads, 8 groups, of upstream's own candidates with 1 to 3 stages, 2 to 8 warps and 256 registers
-or as many as the compiler takes.
+56 heads, 8 groups, among upstream's own candidates with 1 to 3 stages, 2 to 8 warps, and either 256
+registers or no limit.
 """
 
 from typing import Any

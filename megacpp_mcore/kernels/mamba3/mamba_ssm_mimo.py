@@ -1,13 +1,13 @@
 """Mamba-3 MIMO on the TileLang kernels of mamba-ssm, behind the interface of `mamba3_scan`.
 
-Upstream wants q, k, v, z and trap in bfloat16, angles and their sums in float32, and 64 rows of
-tokens x rank in a tile; its backward pass groups of one head or of all, and whole chunks, if not
-documents.
+Upstream requires q, k, v, z and trap in bfloat16, angles and their sums in float32, and tiles of 64
+rows (tokens x rank). Its backward pass requires groups of one head or of all heads, and, without
+documents, whole chunks.
 
-Its launchers compare every stride with a new tensor's, those of axes of one, too, which torch never
-looks at: a row of one token, one head or group a rank, or the gradient of a micro batch of one is
-`is_contiguous()` and refused all the same (`strides[2] expected 1, but got 4`). So tensors and
-gradients go in by `_as_new`.
+Its launchers check every stride, even those of axes of length 1, whose strides are arbitrary: with
+one token, one head or group on a rank, or a micro batch of one, a tensor or gradient can be
+`is_contiguous()` and still be refused (`strides[2] expected 1, but got 4`). `_with_new_strides`
+avoids that.
 """
 
 import functools
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from megacpp_mcore.kernels.mamba3 import mamba3_scan as reference_scan
 from megacpp_mcore.kernels.mamba3.inputs import Mamba3InputError, Mamba3State
-from megacpp_mcore.kernels.mamba3.mamba_ssm import check_bfloat16, whole
+from megacpp_mcore.kernels.mamba3.mamba_ssm import bounds_to_end, check_bfloat16
 
-_ROWS = 64  # of a tile: tokens of a chunk times the rank
+_ROWS = 64  # rows of a tile: tokens of a chunk times the rank
 _PACKAGE = "mamba_ssm.ops.tilelang.mamba3"
 _BACKWARD = ("mamba_mimo_bwd_fwd", "mamba_mimo_bwd_bwd")
 _KERNELS = {
@@ -53,9 +53,9 @@ def mamba3_scan(
     initial_state: Mamba3State | None = None,
     return_final_state: bool = False,
 ) -> Tensor | tuple[Tensor, Mamba3State]:
-    """`megacpp_mcore.kernels.mamba3.mamba3_scan`, MIMO with skip and gate, in bfloat16; its shapes
-    and its meaning. The kernels' own chunk is 64 / R tokens; `chunk_size` is the reference's, and
-    dispatch gives a model with another than 64 no such backend.
+    """`megacpp_mcore.kernels.mamba3.mamba3_scan`, MIMO with skip and gate, in bfloat16; shapes are
+    described there. The kernels' own chunk is 64 / R tokens; `chunk_size` is only used by the
+    reference, and dispatch does not choose this backend for a `chunk_size` other than 64.
 
     With a state, which is inference, the reference runs.
 
@@ -79,7 +79,7 @@ def mamba3_scan(
         q, k = (x.repeat_interleave(heads // groups, dim=3) for x in (q, k))
     q, k, trap, z = (x.to(torch.bfloat16) for x in (q, k, trap, z))
     angles = angles.float().expand(-1, -1, heads, -1)
-    bounds = None if cu_seqlens is None else whole(cu_seqlens, v.shape[1])
+    bounds = None if cu_seqlens is None else bounds_to_end(cu_seqlens, v.shape[1])
     tokens = (q, k, v, adt, dt, trap, angles, z)
     if bounds is None and v.shape[1] % (_ROWS // rank):
         bounds, tokens = _as_documents(*tokens)
@@ -92,45 +92,49 @@ def mamba3_scan(
 
 
 def _as_documents(*tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The rows (B, S, ...) as documents of one row (1, B * S, ...), and the offsets of them."""
+    """The rows (B, S, ...) as documents of one row (1, B * S, ...), and their offsets."""
     batch, seq = tokens[0].shape[:2]
     bounds = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=tokens[0].device)
     return bounds, [x.flatten(0, 1).unsqueeze(0) for x in tokens]
 
 
-@torch.compiler.disable  # a TileLang launch is Python that torch.compile cannot look into
+@torch.compiler.disable  # torch.compile cannot trace a TileLang launch
 def _launch(*inputs) -> Tensor:
     from mamba_ssm.ops.tilelang.mamba3.mamba3_mimo import mamba3_mimo
 
-    _keep_kernels()
+    _cache_kernels()
     *tensors, chunk_size, bounds = inputs
     state_dim, angles = tensors[0].shape[-1], tensors[11].shape[-1]
     y = mamba3_mimo(
-        *map(_as_new, tensors), chunk_size, state_dim // angles, torch.bfloat16, cu_seqlens=bounds
+        *map(_with_new_strides, tensors),
+        chunk_size,
+        state_dim // angles,
+        torch.bfloat16,
+        cu_seqlens=bounds,
     )
-    return _as_new(y)
+    return _with_new_strides(y)
 
 
-def _as_new(x: Tensor) -> Tensor:
-    """x with the strides of a new tensor of its shape; its gradient arrives with them, too."""
+def _with_new_strides(x: Tensor) -> Tensor:
+    """x with the strides of a new contiguous tensor, and so its gradient."""
     return x.flatten().view(x.shape)
 
 
 @functools.cache
-def _keep_kernels() -> None:
-    """Let upstream's launchers ask TileLang for each kernel once, not in every call.
+def _cache_kernels() -> None:
+    """Let upstream's launchers look up each kernel in TileLang once, not in every call.
 
-    They ask with symbols made anew for the sizes that are free, so that TileLang traces the kernel
-    again to find it in its cache: 0.2 s forward and a second backward, on the host.
+    They pass new symbols for the dynamic sizes each time, so TileLang traces the kernel again
+    before it finds it in its cache: 0.2 s forward and 1 s backward of host time.
     """
     for module, names in _KERNELS.items():
         upstream = importlib.import_module(f"{_PACKAGE}.{module}")
         for name in names:
-            setattr(upstream, name, _kept(getattr(upstream, name)))
+            setattr(upstream, name, _cached(getattr(upstream, name)))
 
 
-def _kept(make: Callable) -> Callable:
-    """`make`, remembering its kernels by the arguments as they are written."""
+def _cached(make: Callable) -> Callable:
+    """`make`, with its kernels cached by the text of the arguments."""
     kernels = {}
 
     def kernel(*sizes, **settings):

@@ -1,8 +1,8 @@
-"""mamba-ssm's Mamba-3 SISO launchers as two torch operators, so that torch.compile sees one node.
+"""mamba-ssm's Mamba-3 SISO launchers as two torch operators, which torch.compile sees as one node.
 
-Upstream's autograd.Function launches Triton kernels from Python, around which torch.compile cuts
-the graph. Its kernels search 200 configurations on their first call, minutes on an H200; for the
-sizes in `mamba_ssm_configs` they are given one configuration each.
+Upstream's autograd.Function launches Triton kernels from Python, which breaks torch.compile's
+graph. Its kernels autotune over 200 configurations on their first call, minutes on an H200; for the
+sizes in `mamba_ssm_configs` each gets one configuration.
 
 Shapes: q, k (B, S, G, N), v, z (B, S, H, P), angles (B, S, H, A) in bfloat16; adt, dt (B, S, H) in
 float32; trap (B, S, H) in bfloat16; q_bias, k_bias (H, N) and D (H) in float32; bounds (documents
@@ -36,9 +36,9 @@ def mamba3_siso(
     z: Tensor | None,
     bounds: Tensor | None,
     chunk_size: int,
-    kept: bool,
+    save: bool,
 ) -> list[Tensor]:
-    """y (B, S, H, P), and when `kept` is set what the backward pass reads (`_kept`)."""
+    """y (B, S, H, P), followed, when `save` is set, by what the backward pass reads."""
     from mamba_ssm.ops.triton.mamba3.angle_dt import angle_dt_fwd
     from mamba_ssm.ops.triton.mamba3.mamba3_siso_fwd import mamba3_siso_fwd
 
@@ -47,15 +47,15 @@ def mamba3_siso(
     sums = angle_dt_fwd(angles, dt, chunk_size=chunk_size, cu_seqlens=bounds)
     y, *inner, _ = mamba3_siso_fwd(
         q, k, v, adt, dt, trap, q_bias, k_bias, sums, D, z, chunk_size=chunk_size,
-        store_states_adt_outv=kept, cu_seqlens=bounds,
+        store_states_adt_outv=save, cu_seqlens=bounds,
     )  # fmt: skip
-    return [y, sums, *inner] if kept else [y]
+    return [y, sums, *inner] if save else [y]
 
 
 @mamba3_siso.register_fake
-def _(q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, bounds, chunk_size, kept):
+def _(q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, bounds, chunk_size, save):
     y = v.new_empty(v.shape)
-    if not kept:
+    if not save:
         return [y]
     batch, seq, heads, head_dim = v.shape
     state_dim = q.shape[-1]
@@ -91,7 +91,7 @@ def _backward(
     D: Tensor | None,
     z: Tensor | None,
     bounds: Tensor | None,
-    kept: list[Tensor],
+    saved: list[Tensor],
     chunk_size: int,
 ) -> list[Tensor]:
     """The gradients of q, k, v, adt, dt, trap, q_bias, k_bias, angles, and of D and z if given."""
@@ -100,12 +100,12 @@ def _backward(
 
     _prepare(q, v, chunk_size)
     dt, trap = dt.transpose(1, 2), trap.transpose(1, 2)
-    sums, y_before_z, states, decay, chunk_decay, q_turned, k_turned, qk, scale, gamma = kept
+    sums, y_before_z, states, decay, chunk_decay, q_rotated, k_rotated, qk, scale, gamma = saved
     dy, dz = dy.contiguous(), None
     if z is not None:
         dz, dy = launch.compute_dzdo(dy, z, y_before_z, chunk_size=chunk_size)
     dq, dk, dv, dadt, dqk, dD, _ = launch.compute_dqkv(
-        q_turned, k_turned, v, decay, chunk_decay, qk, states, dy, D=D, chunk_size=chunk_size,
+        q_rotated, k_rotated, v, decay, chunk_decay, qk, states, dy, D=D, chunk_size=chunk_size,
         Cu_Seqlens=bounds,
     )  # fmt: skip
     dq, dk, dq_bias, dk_bias, dsums, dscale, dgamma = launch.compute_dqktheta(
@@ -129,22 +129,22 @@ def _backward(
 
 
 @_backward.register_fake
-def _(dy, q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, bounds, kept, chunk_size):
+def _(dy, q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, bounds, saved, chunk_size):
     given = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z)
     return [x.new_empty(x.shape) for x in given if x is not None]
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.chunk_size, ctx.kept = inputs
+    *tensors, ctx.chunk_size, _ = inputs
     ctx.given = [x is not None for x in tensors]
     ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # or what is kept gets zeros of its size
+    ctx.set_materialize_grads(False)  # the saved outputs need no gradients
     ctx.save_for_backward(*tensors, *output[1:])
 
 
 def _gradients(ctx, dys):
-    tensors, kept = ctx.saved_tensors[:12], list(ctx.saved_tensors[12:])
-    gradients = iter(_backward(dys[0], *tensors, kept, ctx.chunk_size))
+    tensors, saved = ctx.saved_tensors[:12], list(ctx.saved_tensors[12:])
+    gradients = iter(_backward(dys[0], *tensors, saved, ctx.chunk_size))
     found = [next(gradients) if given else None for given in ctx.given[:_GRADIENTS]]
     return *found, None, None, None
 
@@ -153,7 +153,7 @@ mamba3_siso.register_autograd(_gradients, setup_context=_save)
 
 
 def _prepare(q: Tensor, v: Tensor, chunk_size: int) -> None:
-    """What upstream's launchers expect of Triton, in this thread (autograd has its own)."""
+    """Set up Triton as upstream's launchers need it, in this thread (autograd has its own)."""
     import triton
 
     triton.set_allocator(lambda size, alignment, stream: v.new_empty(size, dtype=torch.int8))
@@ -162,9 +162,9 @@ def _prepare(q: Tensor, v: Tensor, chunk_size: int) -> None:
 
 @functools.cache
 def _pin(state_dim: int, head_dim: int, chunk_size: int) -> None:
-    """Give the kernels the one configuration that was found for this GPU and these sizes.
+    """Give the kernels the configuration pinned for this GPU and these sizes.
 
-    Other sizes keep upstream's search, unless sizes before them in this process were pinned.
+    Sizes without one keep upstream's autotuning, unless earlier sizes in this process were pinned.
     """
     capability = torch.cuda.get_device_capability()
     for kernel, config in PINNED.get((capability, state_dim, head_dim, chunk_size), {}).items():

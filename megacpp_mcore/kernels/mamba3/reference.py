@@ -1,4 +1,4 @@
-"""Mamba-3 in plain torch: token by token, which is the definition, and chunk-parallel.
+"""Mamba-3 in plain torch: token by token, which is the definition, and in parallel in chunks.
 
 Per head, with S in R^{P x N}, a_t = A_t dt_t <= 0 and lam_t = sigmoid(trap_t):
 
@@ -7,8 +7,8 @@ Per head, with S in R^{P x N}, a_t = A_t dt_t <= 0 and lam_t = sigmoid(trap_t):
     S_t = exp(a_t) (S_{t-1} + (1 - lam_t) dt_t v_{t-1} k_{t-1}^T) + lam_t dt_t v_t k_t^T
     y_t = (S_t q_t + D v_t) * silu(z_t)
 
-MIMO of rank R: v^r = v * mimo_v[r], z^r = z * mimo_z[r]; the products v k^T are summed over r, and
-y = sum_r y^r * mimo_out[r]. Source: the Mamba-3 paper and state-spaces/mamba's public module.
+MIMO of rank R: v^r = v * mimo_v[r], z^r = z * mimo_z[r]; the products v^r k^r^T are summed over r,
+and y = sum_r y^r * mimo_out[r]. Source: the Mamba-3 paper and state-spaces/mamba's public module.
 
 Both functions compute in float32 (float64 for float64 inputs) throughout, whatever the input dtype.
 """
@@ -27,7 +27,7 @@ _TWO_PI = 2 * math.pi
 def mamba3_sequential(
     inputs: Mamba3Inputs, initial_state: Mamba3State | None = None
 ) -> tuple[Tensor, Mamba3State]:
-    """The recurrence, one token after another: the truth the others are held to.
+    """The recurrence, one token after another; the reference of all other implementations.
 
     Returns y (B, S, H, P) and the state after the last token.
     """
@@ -45,8 +45,8 @@ def advance(inputs: Mamba3Inputs, t: int, state: Mamba3State) -> tuple[Tensor, M
     """Token t of `inputs` on top of `state` (k as (B, R, H, N)): y (B, H, P) and the next state."""
     dt, lam = inputs.dt[:, t], torch.sigmoid(inputs.trap[:, t])
     decay = torch.exp(inputs.adt[:, t])
-    turn = math.pi * torch.tanh(inputs.angles[:, t]) * dt.unsqueeze(-1)
-    angle = torch.remainder(state.angle + turn, _TWO_PI)
+    rotation = math.pi * torch.tanh(inputs.angles[:, t]) * dt.unsqueeze(-1)
+    angle = torch.remainder(state.angle + rotation, _TWO_PI)
     cos, sin = torch.cos(angle).unsqueeze(1), torch.sin(angle).unsqueeze(1)
     q = rotate(_per_head(inputs.q[:, t], inputs.q_bias), cos, sin, inputs.is_mimo)
     k = rotate(_per_head(inputs.k[:, t], inputs.k_bias), cos, sin, inputs.is_mimo)
@@ -68,12 +68,13 @@ def mamba3_chunked(
 ) -> tuple[Tensor, Mamba3State]:
     """The same function with all chunks at once: quadratic inside a chunk, one state a chunk.
 
-    Moving the (1 - lam_{t+1}) dt_{t+1} v_t k_t^T of each step to the step before it leaves a plain
-    decayed sum: key s weighs lam_s dt_s + (1 - lam_{s+1}) dt_{s+1} for every later query, and
-    lam_s dt_s alone for its own. So what a chunk hands on holds the next step's share already.
+    Step t + 1 adds (1 - lam_{t+1}) dt_{t+1} v_t k_t^T before it decays the state, so that term can
+    be added at step t instead. What remains is a decayed sum in which key s has the weight
+    lam_s dt_s + (1 - lam_{s+1}) dt_{s+1} for every later query, and lam_s dt_s for its own. The
+    state that a chunk passes on therefore includes the next step's term.
 
     chunk_size: any length; the last chunk may be short. Returns y (B, S, H, P) and the state after
-    the last token; with documents that state is not valid (angles run on through them).
+    the last token; with documents that state is not valid, as angles accumulate across them.
     """
     batch, seq, heads, head_dim = inputs.v.shape
     state = inputs.state_in(initial_state)
@@ -81,7 +82,7 @@ def mamba3_chunked(
     chunks = -(-seq // size)
 
     def split(x: Tensor) -> Tensor:
-        """(B, S, H, ...) -> (B, H, chunks, size, ...); zeros after the end (dt = 0) add nothing."""
+        """(B, S, H, ...) -> (B, H, chunks, size, ...); padded with zeros (dt = 0)."""
         x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, chunks * size - seq))
         return x.unflatten(1, (chunks, size)).movedim(3, 1)
 
@@ -104,7 +105,7 @@ def mamba3_chunked(
 
     weight = decays.inside * split(to_later).unsqueeze(-2) + torch.diag_embed(split(own))
     y = _weighted(q @ k.mT, weight) @ v
-    handed_on = (v * _rows(decays.to_end * split(to_later), v)).mT @ k
+    chunk_state = (v * _rows(decays.to_end * split(to_later), v)).mT @ k
 
     ssm = state.ssm + _on_state(ahead[:, 0]) * torch.einsum(
         "bhrp,brhn->bhpn", _up(state.v, inputs.mimo_v), state.k
@@ -112,7 +113,7 @@ def mamba3_chunked(
     entering = []
     for chunk in range(chunks):
         entering.append(ssm)
-        ssm = _on_state(decays.across[:, :, chunk]) * ssm + handed_on[:, :, chunk]
+        ssm = _on_state(decays.across[:, :, chunk]) * ssm + chunk_state[:, :, chunk]
     y = y + (q * _rows(decays.from_start, q)) @ torch.stack(entering, dim=2).mT
 
     y = y.reshape(batch, heads, chunks * size, -1, head_dim)[:, :, :seq].transpose(1, 2)
@@ -132,8 +133,8 @@ class _ChunkDecays:
     def __init__(self, adt: Tensor, document: Tensor | None) -> None:
         chunks, size = adt.shape[-2:]
         later = torch.ones(size, size, dtype=torch.bool, device=adt.device).triu(1)
-        # (..., s, t). Summed over each part on its own: the difference of two sums from the chunk's
-        # start would lose a weak decay next to a strong one, and overflow where s > t.
+        # (..., s, t). Each part is summed separately: the difference of two sums from the chunk's
+        # start would lose a weak decay after a strong one, and overflow where s > t.
         inside = adt.unsqueeze(-2).masked_fill(~later, 0).cumsum(-1)
         from_start = adt.cumsum(-1)
         to_end = inside[..., -1]
@@ -162,17 +163,17 @@ def _angles(angles: Tensor, dt: Tensor, start: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, halves: bool) -> Tensor:
-    """RoPE on the first A = cos.shape[-1] pairs of x (..., N); the other pairs pass.
+    """RoPE of the first A = cos.shape[-1] pairs of x (..., N); other pairs are unchanged.
 
     A pair is (2i, 2i + 1), or (i, i + N/2) with `halves`: the SISO and the MIMO convention.
     """
     shape = (2, -1) if halves else (-1, 2)
     pair_dim = -2 if halves else -1
     first, second = x.unflatten(-1, shape).unbind(pair_dim)
-    turned = cos.shape[-1]
-    a, b = first[..., :turned], second[..., :turned]
-    first = torch.cat((a * cos - b * sin, first[..., turned:]), dim=-1)
-    second = torch.cat((a * sin + b * cos, second[..., turned:]), dim=-1)
+    rotated = cos.shape[-1]
+    a, b = first[..., :rotated], second[..., :rotated]
+    first = torch.cat((a * cos - b * sin, first[..., rotated:]), dim=-1)
+    second = torch.cat((a * sin + b * cos, second[..., rotated:]), dim=-1)
     return torch.stack((first, second), dim=pair_dim).flatten(-2)
 
 
@@ -200,7 +201,7 @@ def _output(
 
 
 def _weighted(scores: Tensor, weight: Tensor) -> Tensor:
-    """scores (..., C * R, C * R) times weight (..., C, C), each weight for R x R scores."""
+    """scores (..., C * R, C * R) times weight (..., C, C), one weight for R x R scores."""
     size = weight.shape[-1]
     if scores.shape[-1] == size:
         return scores * weight
@@ -209,7 +210,7 @@ def _weighted(scores: Tensor, weight: Tensor) -> Tensor:
 
 
 def _rows(weight: Tensor, x: Tensor) -> Tensor:
-    """weight (..., C) as a column for x (..., C * R, ...): each value for R rows."""
+    """weight (..., C) as a column for x (..., C * R, ...): one value for R rows."""
     return weight.repeat_interleave(x.shape[-2] // weight.shape[-1], dim=-1).unsqueeze(-1)
 
 

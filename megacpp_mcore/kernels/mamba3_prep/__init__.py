@@ -1,4 +1,4 @@
-"""From an M block's projection to its scan, as far as it is arithmetic: `reference.py`."""
+"""The arithmetic between an M block's projection and its scan. The math is in `reference.py`."""
 
 from megacpp_mcore.kernels.mamba3_prep.reference import ScanInputs, mamba3_prep
 

@@ -1,7 +1,8 @@
 """`megacpp_mcore.kernels.mamba3_prep.mamba3_prep` under torch.compile.
 
-What the scan reads as the projection has it (x, z, trap, angles) is not among the arguments: a
-graph that returns views of its input has the gradient of each written out over the whole input.
+The columns that the scan reads directly from the projection (x, z, trap, angles) are not arguments:
+if a graph returned views of its input, the gradient of each would be written out at the input's
+full size.
 """
 
 from megacpp_mcore.kernels import mamba3_prep as _public

@@ -1,4 +1,4 @@
-"""What the scan of an M block is given, from columns of the block's projection, in plain torch."""
+"""The scan's arguments from columns of an M block's projection, in plain torch."""
 
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ def mamba3_prep(
     S tokens of a batch of b, H heads, G groups of state dim N and rank R (1 for SISO).
 
     B, C: (b, S, G * R * N). dt, A: (b, S, H), logits. dt_bias: (H,). B_weight, C_weight: (N,).
-    head_groups: (H,) integers; the scan then gets the group of each head, in their order.
+    head_groups: (H,) integers, each head's group; q and k then have H groups, one a head.
     variant, decay, decay_floor: of `Mamba3Settings`. eps: of the norms.
 
     Returns q, k (b, S, G, N), MIMO (b, S, R, G, N), and adt, dt (b, S, H); float32 or wider.

@@ -1,6 +1,6 @@
-"""RoPE of multi-latent attention: from what the up-projections leave to what attention takes.
+"""RoPE of multi-latent attention: from the up-projections' outputs to attention's inputs.
 
-`mla_rope` is the definition; `triton.py` and `unfused.py` hold the same function by other means.
+`mla_rope` is the definition; `triton.py` and `unfused.py` are other implementations of it.
 The math is in `reference.py`.
 """
 

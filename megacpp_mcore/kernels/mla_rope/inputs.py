@@ -1,4 +1,4 @@
-"""What `mla_rope` takes: the table of angles, and the checks that every backend makes."""
+"""The table of angles of `mla_rope`, and the checks that every backend makes of its arguments."""
 
 from typing import NamedTuple
 
@@ -70,7 +70,7 @@ def check_inputs(
 
 
 def _check_table(rotary: RotaryTable, tokens: int, pos_dim: int) -> None:
-    """A document may be as long as the row it lies in, so that no bound has to be read."""
+    """The table must cover the row, as a document may be that long and its bounds are not read."""
     shape = tuple(rotary.cos.shape)
     if len(shape) != 2 or shape != tuple(rotary.sin.shape) or not 0 < 2 * shape[1] <= pos_dim:
         raise MLARopeInputError(

@@ -1,14 +1,14 @@
-"""MLA's RoPE as it is defined, in plain torch; the shapes of every backend are said here.
+"""MLA's RoPE as it is defined, in plain torch, with the shapes of every backend.
 
-Math (Su et al., RoFormer, 3.2.2; DeepSeek-V2, 2.1.3 for the rotary part that MLA keeps apart and
-the heads share; Peng et al., YaRN, 3.4 for mscale, which the table holds). Pair i of the rotated
-dims of a token at position p, a and b its two elements, turns by the angle t of the table's row p:
+Math (Su et al., RoFormer, 3.2.2; DeepSeek-V2, 2.1.3 for the separate rotary part of MLA, which the
+heads share in keys; Peng et al., YaRN, 3.4 for mscale, which the table includes). A pair (a, b) of
+rotated dims of a token at position p is rotated by its angle t in row p of the table:
 
     (a, b) -> (a cos t - b sin t, b cos t + a sin t)
 
-As Megatron does in MLA, the pairs are neighbours where they come from (DeepSeek's checkpoints) and
-half the rotated dims apart where they go to. Queries and keys are permuted alike, so that their
-products are those of any other order. Positions start anew in every document.
+As in Megatron's MLA, the elements of a pair are neighbours in the inputs (DeepSeek's checkpoints)
+and half the rotated dims apart in the outputs. Queries and keys are permuted alike, so their
+products do not change. Positions start at 0 in every document.
 """
 
 import torch
@@ -31,10 +31,10 @@ def mla_rope(
 
     q: (s, b, heads, qk_head_dim + pos_dim), or (t, heads, ...) for packed documents. kv: (s, b,
     heads, qk_head_dim + v_head_dim). k_pos: (s, b, pos_dim), shared by all heads. Any strides, one
-    floating dtype. rotary: turns the first rotary_dim of the pos_dim; at least s (t) positions.
-    cu_seqlens: (documents + 1,) integers from 0 to t that never fall; needed for, and only for,
-    packed documents. interleaved: pairs are neighbours in q and k_pos, else half of the rotated
-    dims apart.
+    floating dtype. rotary: rotates the first rotary_dim of the pos_dim; at least s (t) positions.
+    cu_seqlens: (documents + 1,) non-decreasing integers from 0 to t, required for packed documents
+    and refused otherwise. interleaved: pairs are neighbours in q and k_pos, else half of the
+    rotated dims apart.
 
     Returns q (s, b, heads, qk_head_dim + pos_dim), k of that shape, v (s, b, heads, v_head_dim).
     Computed in float32, or float64 for float64, and rounded once. Raises MLARopeInputError (a
@@ -52,7 +52,7 @@ def mla_rope(
 
 
 def positions(tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-    """(tokens,): how far into its document each token is."""
+    """(tokens,): the position of each token in its document."""
     index = torch.arange(tokens, device=device)
     if cu_seqlens is None:
         return index
@@ -62,14 +62,14 @@ def positions(tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> T
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """The first 2 * cos.shape[-1] of the last dim of x turned, the rest as it is."""
+    """Rotate the first 2 * cos.shape[-1] of the last dim of x; the rest is unchanged."""
     pairs = cos.shape[-1]
-    turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    rotated, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
     if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
     else:
-        a, b = turned[..., :pairs], turned[..., pairs:]
+        a, b = rotated[..., :pairs], rotated[..., pairs:]
     wide = torch.promote_types(x.dtype, torch.float32)
     a, b, cos, sin = (y.to(wide) for y in (a, b, cos, sin))
-    turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-    return torch.cat([turned.to(x.dtype), rest], dim=-1)
+    rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    return torch.cat([rotated.to(x.dtype), rest], dim=-1)

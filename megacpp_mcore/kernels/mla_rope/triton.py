@@ -1,8 +1,8 @@
 """MLA's RoPE in Triton: one launch each way, nothing concatenated or copied around it.
 
-It reads q, kv and k_pos once, in any strides, and writes q, k and v once, contiguous; the backward
-pass reads their gradients once, in any strides, and writes those of q, kv and k_pos once. Nothing
-but the table is kept for it. Angles, turns and the sum over heads are in float32.
+The forward pass reads q, kv and k_pos once, in any strides, and writes q, k and v once, contiguous.
+The backward pass reads their gradients once, in any strides, and writes those of q, kv and k_pos
+once. Only the table is saved for it. Rotations and the sum over heads are computed in float32.
 """
 
 import torch
@@ -14,7 +14,7 @@ from megacpp_mcore.kernels.mla_rope.inputs import MLARopeInputError, RotaryTable
 
 DTYPES = ("bfloat16", "float16", "float32")
 _BOUNDS_BLOCK = 64
-# kernel -> heads of a tile and warps: the fastest of 12 on an H200 at 56 heads of 64 + 64 and 64.
+# kernel -> (heads of a tile, warps): the fastest of 12 on an H200 at 56 heads of 64 + 64 and 64.
 _TILES = {triton_kernels.forward: (64, 4), triton_kernels.backward: (32, 2)}
 _TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 
@@ -54,7 +54,7 @@ def _forward(
     qk_head_dim: int,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of (s, b, heads, ...)."""
+    """q, k and v, (s, b, heads, ...)."""
     q, kv, k_pos = _readable(q), _readable(kv), _readable(k_pos)
     q_out, k, v = _outputs(q, kv, qk_head_dim)
     _launch(
@@ -120,7 +120,7 @@ _forward.register_autograd(_gradients, setup_context=_save)
 
 
 def _readable(x: Tensor) -> Tensor:
-    """x itself when a head's dims lie side by side, else a copy."""
+    """x itself when a head's dims are contiguous, else a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -138,7 +138,7 @@ def _launch(
     tokens, batch, heads, dim = shape
     if not tokens * batch * heads:
         for target in targets:
-            target.zero_()  # the sum over no heads
+            target.zero_()  # k_pos's gradient is a sum over no heads
         return
     cos, sin, cu_seqlens = tables
     pairs = cos.shape[1]

@@ -1,9 +1,9 @@
 """The two Triton kernels of MLA's RoPE; `triton.py` launches them.
 
-A program takes one token, a block of heads at a time: cos and sin are read once for all heads, and
-the gradient of k's shared rotary part is summed over them in float32, in one order. A head's dims
-are three tiles: `plain`, the pairs that turn, and `rest` of the rotary part that does not. Sizes
-that are no powers of two are masked. Strides are in elements, of token rows s, b and heads h.
+A program has one token and loops over blocks of heads: cos and sin are read once for all heads, and
+the gradient of k's shared rotary part is summed over them in float32, in a fixed order. A head's
+dims are three tiles: `plain`, the rotated pairs, and `rest`, the rotary part's unrotated dims.
+Sizes that are not powers of two are masked. Strides are in elements, of tokens s, b and heads h.
 """
 
 import triton
@@ -65,9 +65,9 @@ def forward(
         all_a, all_b = tl.broadcast_to(k_a, x.shape), tl.broadcast_to(k_b, x.shape)
         store_pairs(to_k + PLAIN, all_a, all_b, heads, PAIRS, PAIR_BLOCK, False)
         if REST > 0:
-            behind = PLAIN + 2 * PAIRS
-            copy_dims(from_q + behind, to_q + behind, heads, REST, REST_BLOCK)
-            tl.store(to_k + behind + rest, tl.broadcast_to(k_rest, (HEAD_BLOCK, REST_BLOCK)),
+            after = PLAIN + 2 * PAIRS
+            copy_dims(from_q + after, to_q + after, heads, REST, REST_BLOCK)
+            tl.store(to_k + after + rest, tl.broadcast_to(k_rest, (HEAD_BLOCK, REST_BLOCK)),
                      mask=heads & (rest < REST))  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def backward(
     V_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
     PACKED: tl.constexpr, BOUNDS_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one token's q, kv and k_pos: the turns backwards, and k's summed over heads."""
+    """Gradients of one token's q, kv and k_pos: inverse rotations, k_pos's summed over heads."""
     s, b = (tl.program_id(0) // batch).to(tl.int64), tl.program_id(0) % batch
     c, d = _angle(cos, sin, s, bounds, count, PAIRS, PAIR_BLOCK, PACKED, BOUNDS_BLOCK)
     dq += s * q_s + b * q_b
@@ -112,10 +112,10 @@ def backward(
         k_x += x
         k_y += y
         if REST > 0:
-            behind = PLAIN + 2 * PAIRS
-            copy_dims(from_q + behind, to_q + behind, heads, REST, REST_BLOCK)
-            there = heads & (rest < REST)
-            k_rest += tl.load(from_k + behind + rest, mask=there, other=0.0).to(tl.float32)
+            after = PLAIN + 2 * PAIRS
+            copy_dims(from_q + after, to_q + after, heads, REST, REST_BLOCK)
+            mask = heads & (rest < REST)
+            k_rest += tl.load(from_k + after + rest, mask=mask, other=0.0).to(tl.float32)
 
     x_sum, y_sum = tl.sum(k_x, 0)[None, :], tl.sum(k_y, 0)[None, :]
     k_a, k_b = x_sum * c + y_sum * d, y_sum * c - x_sum * d

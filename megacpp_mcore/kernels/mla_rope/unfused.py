@@ -1,4 +1,4 @@
-"""MLA's RoPE in the operations that Megatron 0.19.2 runs, one after another.
+"""MLA's RoPE as the sequence of torch operations that Megatron 0.19.2 runs.
 
 Megatron rounds cos and sin to the dtype of q, and every product and sum as well.
 """
@@ -36,9 +36,9 @@ def mla_rope(
 
 
 def _apply(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    rotated, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     if interleaved:
-        turned = torch.cat([turned[..., 0::2], turned[..., 1::2]], dim=-1)
-    a, b = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat([-b, a], dim=-1) * sin
-    return torch.cat([turned, rest], dim=-1)
+        rotated = torch.cat([rotated[..., 0::2], rotated[..., 1::2]], dim=-1)
+    a, b = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat([-b, a], dim=-1) * sin
+    return torch.cat([rotated, rest], dim=-1)

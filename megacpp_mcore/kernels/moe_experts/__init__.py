@@ -3,8 +3,8 @@
 Both functions take tokens already sorted by expert:
 
     x       (t, h)      expert 0's tokens first
-    counts  (E,)        integers, how many are whose; they add up to t and may be 0
-    w1      (E, 2f, h)  gate and up projection, one below the other
+    counts  (E,)        integers, tokens of each expert; their sum is t, and some may be 0
+    w1      (E, 2f, h)  gate and up projection, stacked
     w2      (E, h, f)   down projection
     probs   (t,)        the router's weight of each token
 

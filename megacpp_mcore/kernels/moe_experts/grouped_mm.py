@@ -18,11 +18,11 @@ def experts_grouped_mm(
     *,
     activation: Callable[[Tensor, Tensor], Tensor] = weighted_swiglu,
 ) -> Tensor:
-    """Shapes as in the package. Nothing waits for the device when counts are on it.
+    """Shapes as in the package. The host never waits for the device if counts are on it.
 
     activation: (fc1's output (t, 2f), probs (t,)) -> (t, f); by default SwiGLU times probs.
-    Served by torch: bfloat16 (float16 and float32 too, outside torch.compile), h and f multiples
-    of 16 bytes; anything else raises RuntimeError.
+    torch serves bfloat16 (outside torch.compile also float16 and float32) where h and f are
+    multiples of 16 bytes; anything else raises RuntimeError.
     """
     ends = counts.to(x.device).cumsum(0).to(torch.int32)
     h = functional.grouped_mm(x.contiguous(), w1.transpose(-1, -2), offs=ends)
@@ -31,7 +31,7 @@ def experts_grouped_mm(
 
 
 class _DenseGradient(torch.autograd.Function):
-    """The identity. grouped_mm's backward pass refuses a gradient in other strides (of a sum)."""
+    """The identity. grouped_mm's backward pass refuses a strided gradient, as of a sum."""
 
     @staticmethod
     def forward(ctx, y: Tensor) -> Tensor:

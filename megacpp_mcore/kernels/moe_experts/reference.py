@@ -1,7 +1,7 @@
 """The experts as they are defined, one after another.
 
-Math (Shazeer, GLU Variants Improve Transformer, eq. 6; the router's weight inside, as in Megatron,
-where fc2 is linear and has no bias), for a token x of expert e with weight p:
+Math (Shazeer, GLU Variants Improve Transformer, eq. 6; the router's weight multiplies fc2's input,
+as in Megatron, which is the same as fc2 has no bias), for a token x of expert e with weight p:
 
     [a, b] = W1_e x        y = W2_e (p silu(a) b)
 """

@@ -1,7 +1,7 @@
 """The two norms as they are defined, in float32 or wider.
 
 Math: Zhang and Sennrich, Root Mean Square Layer Normalization, eq. 4, and Ba et al., Layer
-Normalization, eq. 4; eps stands under the root, as in torch:
+Normalization, eq. 4; eps is under the root, as in torch:
 
     RMSNorm    y = x / sqrt(mean(x^2) + eps) * weight
     LayerNorm  y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias

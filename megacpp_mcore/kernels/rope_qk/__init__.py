@@ -1,7 +1,7 @@
-"""RoPE of grouped-query attention: queries and keys turned together, the values passed along.
+"""RoPE of grouped-query attention: rotates queries and keys, and passes the values on.
 
-`REFERENCE` is the definition; `triton.py` and `megatron.py` hold the same two functions by other
-means. The math is in `reference.py`.
+`REFERENCE` is the definition; `triton.py` and `megatron.py` are other implementations of its two
+functions. The math is in `reference.py`.
 """
 
 from megacpp_mcore.kernels.rope_qk.inputs import RopeQK, RopeQKInputError

@@ -1,4 +1,4 @@
-"""What a backend of `rope_qk` is, and the checks that every backend makes of its arguments."""
+"""The two functions of a backend of `rope_qk`, and the checks that all backends make."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,35 +16,35 @@ class RopeQKInputError(MegacppError):
 
 @dataclass(frozen=True)
 class RopeQK:
-    """One backend: from the projection, and for queries and keys that a norm has taken apart.
+    """One backend: a function of the projection, and one of queries and keys that a norm separated.
 
     projected(qkv, angles, *, heads, cu_seqlens=None, interleaved=False, mscale=1.0): qkv is
     Megatron's projection (s, b, groups, (heads / groups + 2) * dim): in every group its queries,
     one key, one value. Returns q (s, b, heads, dim), k and v (s, b, groups, dim).
 
     apart(q, k, angles, *, cu_seqlens=None, interleaved=False, mscale=1.0): q (s, b, heads, dim), k
-    (s, b, groups, dim). Returns both, turned.
+    (s, b, groups, dim). Returns both, rotated.
 
-    For packed documents rows are (t, ...) without b, and cu_seqlens has the (documents + 1,)
-    offsets, integers that never fall from 0: positions start anew in every document, and tokens
-    behind the last offset are nobody's. Any strides, one floating dtype. angles: (positions,
-    rotary_dim / 2) in float32 or wider, position times frequency, one row for each position that
-    occurs; a token whose position has none is left as it is. The first rotary_dim of dim turn,
-    times mscale; the rest is passed on. interleaved: the pairs are neighbours, else rotary_dim / 2
-    apart.
+    For packed documents rows are (t, ...) without b, and cu_seqlens has (documents + 1,)
+    non-decreasing integer offsets from 0: positions start at 0 in every document, and tokens after
+    the last offset belong to none. Any strides, one floating dtype. angles: (positions, rotary_dim
+    / 2) in float32 or wider, position times frequency, one row for each position that occurs; a
+    token whose position has no row is unchanged. The first rotary_dim of dim are rotated and
+    multiplied by mscale; the rest is unchanged. interleaved: pairs are neighbours, else rotary_dim
+    / 2 apart.
 
-    The outputs are fresh tensors: what comes in may be needed by whoever made it (autograd counts
-    versions, and TE's linears return views, which autograd lets nobody overwrite), and the queries
-    of the projection must move anyway, since no strides make one axis of its groups and their
-    queries. Raises RopeQKInputError for arguments that do not fit together.
+    The outputs are new tensors. The inputs cannot be overwritten: their producer's backward pass
+    may need them, and TE's linears return views, which autograd protects. The projection's queries
+    must move anyway, as no strides merge its groups and their queries into one axis. Raises
+    RopeQKInputError for arguments that do not fit together.
     """
 
     projected: Callable[..., tuple[Tensor, Tensor, Tensor]]
     apart: Callable[..., tuple[Tensor, Tensor]]
 
     @classmethod
-    def of(cls, turn: Callable[..., tuple[Tensor, Tensor]]) -> Self:
-        """Both forms in plain torch around turn(q, k, angles, cu_seqlens, interleaved, mscale)."""
+    def of(cls, rotate: Callable[..., tuple[Tensor, Tensor]]) -> Self:
+        """Both functions from rotate(q, k, angles, cu_seqlens, interleaved, mscale)."""
 
         def projected(
             qkv: Tensor, angles: Tensor, *, heads: int, cu_seqlens: Tensor | None = None,
@@ -53,14 +53,14 @@ class RopeQK:
             ratio, dim = check_projection(qkv, angles, heads, cu_seqlens)
             q, k, v = qkv.split([ratio * dim, dim, dim], dim=-1)
             q = q.reshape(*qkv.shape[:-2], heads, dim)
-            return *turn(q, k, angles, cu_seqlens, interleaved, mscale), v
+            return *rotate(q, k, angles, cu_seqlens, interleaved, mscale), v
 
         def apart(
             q: Tensor, k: Tensor, angles: Tensor, *, cu_seqlens: Tensor | None = None,
             interleaved: bool = False, mscale: float = 1.0,
         ) -> tuple[Tensor, Tensor]:  # fmt: skip
             check_apart(q, k, angles, cu_seqlens)
-            return turn(q, k, angles, cu_seqlens, interleaved, mscale)
+            return rotate(q, k, angles, cu_seqlens, interleaved, mscale)
 
         return cls(projected, apart)
 
@@ -68,7 +68,7 @@ class RopeQK:
 def check_projection(
     qkv: Tensor, angles: Tensor, heads: int, cu_seqlens: Tensor | None
 ) -> tuple[int, int]:
-    """(queries a group, dim) of the projection."""
+    """(queries of a group, dim) of the projection."""
     axes = 3 if cu_seqlens is not None else 4
     if qkv.dim() != axes:
         raise RopeQKInputError(f"qkv is {tuple(qkv.shape)}; it must be {_LAYOUTS[axes]}")

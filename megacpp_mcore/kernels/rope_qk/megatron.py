@@ -1,4 +1,4 @@
-"""`rope_qk` as Megatron has it: its own functions around Transformer Engine's kernels or none."""
+"""`rope_qk` by Megatron's own functions, with or without Transformer Engine's kernels."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megacpp_mcore.kernels.rope_qk.inputs import RopeQK
 
-# Fields of Megatron's config that its function reads. torch.compile can make no namespace itself.
+# Fields of Megatron's config that its function reads. torch.compile cannot create a namespace.
 _CONFIGS = {
     (fused, interleaved): SimpleNamespace(
         apply_rope_fusion=fused, rotary_interleaved=interleaved, mrope_section=None
@@ -19,11 +19,11 @@ _CONFIGS = {
 _ONE_RANK = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
 
-def _turned(
+def _rotated(
     q: Tensor, k: Tensor, angles: Tensor, cu_seqlens: Tensor | None, interleaved: bool,
     mscale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    # TE's kernels have no mscale, and cannot be launched for no tokens.
+    # TE's kernels have no mscale, and fail for no tokens.
     fused = q.is_cuda and q.numel() > 0 and mscale == 1
     fused = fused and rope_utils.fused_apply_rotary_pos_emb is not None
     if cu_seqlens is None:
@@ -32,10 +32,10 @@ def _turned(
     if interleaved:
         table = torch.stack([angles, angles], -1).flatten(1)
     if cu_seqlens is not None:
-        # A table as long as the pack is taken for one of the pack, whose positions run through it.
+        # One row more: Megatron takes a table as long as the pack for one without documents.
         table = torch.cat([table, table[-1:]])
         if not fused:
-            cu_seqlens = cu_seqlens.unique_consecutive()  # it cannot reshape an empty document
+            cu_seqlens = cu_seqlens.unique_consecutive()  # it fails on an empty document
     config = _CONFIGS[fused, interleaved]
     q, k = (
         rope_utils.apply_rotary_pos_emb(
@@ -46,4 +46,4 @@ def _turned(
     return q, k
 
 
-ROPE_QK = RopeQK.of(_turned)
+ROPE_QK = RopeQK.of(_rotated)

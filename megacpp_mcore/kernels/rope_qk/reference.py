@@ -1,8 +1,7 @@
 """RoPE of queries and keys as it is defined, in plain torch.
 
 Math (Su et al., RoFormer, 3.2.2; grouped queries: Ainslie et al., GQA; Peng et al., YaRN, 3.4 for
-mscale). Pair i of the rotated dims of a token at position p, a and b its two elements, turns by the
-angle t of row p:
+mscale). A pair (a, b) of rotated dims of a token at position p is rotated by its angle t in row p:
 
     (a, b) -> mscale (a cos t - b sin t, b cos t + a sin t)
 """
@@ -14,17 +13,17 @@ from megacpp_mcore.kernels.rope_qk.inputs import RopeQK
 
 
 def document_positions(tokens: int, cu_seqlens: Tensor) -> Tensor:
-    """(tokens,): how far from the start of its document each token is."""
+    """(tokens,): the position of each token in its document."""
     index = torch.arange(tokens, device=cu_seqlens.device)
     document = torch.searchsorted(cu_seqlens, index, right=True) - 1
     return index - cu_seqlens[document]
 
 
-def _turned(
+def _rotated(
     q: Tensor, k: Tensor, angles: Tensor, cu_seqlens: Tensor | None, interleaved: bool,
     mscale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Computed in float32, or float64 for float64, and rounded once."""
+    """q and k, rotated in float32, or float64 for float64, and rounded once."""
     wide = torch.promote_types(q.dtype, torch.float32)
     tokens = q.shape[0]
     if cu_seqlens is None:
@@ -36,20 +35,20 @@ def _turned(
         angle = angles[position.clamp(max=angles.shape[0] - 1)].to(wide)[:, None]
         cos = torch.where(known, angle.cos() * mscale, 1)
         sin = torch.where(known, angle.sin() * mscale, 0)
-    q, k = (_turn(x, cos, sin, interleaved, wide) for x in (q, k))
+    q, k = (_rotate(x, cos, sin, interleaved, wide) for x in (q, k))
     return q, k
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, wide: torch.dtype) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, wide: torch.dtype) -> Tensor:
     pairs = cos.shape[-1]
-    turning, rest = x[..., : 2 * pairs].to(wide), x[..., 2 * pairs :]
+    dims, rest = x[..., : 2 * pairs].to(wide), x[..., 2 * pairs :]
     if interleaved:
-        a, b = turning[..., 0::2], turning[..., 1::2]
-        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+        a, b = dims[..., 0::2], dims[..., 1::2]
+        rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
     else:
-        a, b = turning.chunk(2, dim=-1)
-        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-    return torch.cat([turned.to(x.dtype), rest], dim=-1)
+        a, b = dims.chunk(2, dim=-1)
+        rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    return torch.cat([rotated.to(x.dtype), rest], dim=-1)
 
 
-REFERENCE = RopeQK.of(_turned)
+REFERENCE = RopeQK.of(_rotated)

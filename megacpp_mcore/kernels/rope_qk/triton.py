@@ -1,9 +1,9 @@
 """`rope_qk` in Triton: one launch each way for queries, keys and values.
 
-Everything is read once, in any strides, and written once, contiguous: the backward pass of the
-projection's form writes the projection's gradient whole, so that nothing is concatenated. Sine,
-cosine and turns are in float32. Nothing but the angles is kept for the backward pass, in which
-every pair turns back.
+Everything is read once, in any strides, and written once, contiguous. The backward pass from the
+projection writes the projection's gradient directly, without concatenation. Sine, cosine and
+rotations are in float32. Only the angles are saved for the backward pass, which rotates every pair
+back.
 """
 
 import torch
@@ -44,8 +44,10 @@ def _apart(
     check_apart(q, k, angles, cu_seqlens)
     _check_dtype(q)
     if cu_seqlens is None:
-        return _turn(q, k, angles, None, interleaved, mscale, False)
-    outputs = _turn(q.unsqueeze(1), k.unsqueeze(1), angles, cu_seqlens, interleaved, mscale, False)
+        return _rotate(q, k, angles, None, interleaved, mscale, False)
+    outputs = _rotate(
+        q.unsqueeze(1), k.unsqueeze(1), angles, cu_seqlens, interleaved, mscale, False
+    )
     q, k = (x.squeeze(1) for x in outputs)
     return q, k
 
@@ -121,12 +123,12 @@ def _split_gradients(ctx, dq, dk, dv):
 _split.register_autograd(_split_gradients, setup_context=_save_split)
 
 
-@torch.library.custom_op("megacpp::rope_qk_turn", mutates_args=())
-def _turn(
+@torch.library.custom_op("megacpp::rope_qk_rotate", mutates_args=())
+def _rotate(
     q: Tensor, k: Tensor, angles: Tensor, cu_seqlens: Tensor | None, interleaved: bool,
     mscale: float, backward: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q (s, b, heads, dim) and k (s, b, groups, dim) turned, or turned back."""
+    """q (s, b, heads, dim) and k (s, b, groups, dim) rotated, or rotated back."""
     q, k = _readable(q), _readable(k)
     outputs = q.new_empty(q.shape), k.new_empty(k.shape)
     sources, targets = (_grouped(q, k), k, None), (_grouped(*outputs), outputs[1], None)
@@ -134,31 +136,31 @@ def _turn(
     return outputs
 
 
-@_turn.register_fake
+@_rotate.register_fake
 def _(q, k, angles, cu_seqlens, interleaved, mscale, backward):
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-def _save_turn(ctx, inputs, output) -> None:
+def _save_rotate(ctx, inputs, output) -> None:
     _, _, angles, cu_seqlens, interleaved, mscale, backward = inputs
     ctx.save_for_backward(angles, cu_seqlens)
     ctx.options = interleaved, mscale, not backward
 
 
-def _turn_gradients(ctx, dq, dk):
-    return *_turn(dq, dk, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
+def _rotate_gradients(ctx, dq, dk):
+    return *_rotate(dq, dk, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
 
 
-_turn.register_autograd(_turn_gradients, setup_context=_save_turn)
+_rotate.register_autograd(_rotate_gradients, setup_context=_save_rotate)
 
 
 def _readable(x: Tensor) -> Tensor:
-    """x itself when a head's dims lie side by side, else a copy."""
+    """x itself when a head's dims are contiguous, else a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _grouped(q: Tensor, k: Tensor) -> Tensor:
-    """q as (s, b, groups, queries a group, dim), in whatever strides it has."""
+    """A view of q as (s, b, groups, queries of a group, dim)."""
     return q.unflatten(2, (k.shape[2], -1)) if k.shape[2] else q
 
 
@@ -188,7 +190,7 @@ def _launch(
         strides += [*q.stride()[:4], *k.stride()[:3]]
         strides += (0, 0, 0) if v is None else v.stride()[:3]
     up = triton.next_power_of_2
-    triton_kernels.turn[(tokens * batch,)](
+    triton_kernels.rotate[(tokens * batch,)](
         *sources, *targets, angles, cu_seqlens,
         batch, 0 if cu_seqlens is None else cu_seqlens.numel(), angles.shape[0], mscale,
         *strides, *angles.stride(),

@@ -1,8 +1,8 @@
 """The Triton kernel of `rope_qk`, forward and backward; `triton.py` launches it.
 
-A program takes one token, a block of heads at a time, so that sine and cosine are computed once for
-all heads. Query h stands at row (h / RATIO, h % RATIO) of its source or target, as in Megatron's
-projection. Strides are in elements, of token rows s, b, groups g and queries of a group r.
+A program has one token and loops over blocks of heads, so sine and cosine are computed once for all
+heads. Query h is row (h / RATIO, h % RATIO) of its source or target, as in Megatron's projection.
+Strides are in elements, of tokens s, b, groups g and queries of a group r.
 """
 
 import triton
@@ -12,7 +12,7 @@ from megacpp_mcore.kernels.rotary_triton import copy_dims, load_pairs, position,
 
 
 @triton.jit
-def _turn_rows(
+def _rotate_rows(
     source, target, heads, c, d, PAIRS: tl.constexpr, REST: tl.constexpr,
     PAIR_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
@@ -23,7 +23,7 @@ def _turn_rows(
 
 
 @triton.jit
-def turn(
+def rotate(
     q, k, v, q_to, k_to, v_to, angles, bounds, batch, count, positions, mscale,
     q_s, q_b, q_g, q_r, k_s, k_b, k_g, v_s, v_b, v_g,
     qt_s, qt_b, qt_g, qt_r, kt_s, kt_b, kt_g, vt_s, vt_b, vt_g, angle_s, angle_i,
@@ -32,7 +32,7 @@ def turn(
     HEAD_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
     BACKWARD: tl.constexpr, HAS_V: tl.constexpr, PACKED: tl.constexpr, BOUNDS_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Turn one token's queries and keys, backwards in the backward pass, and copy its values."""
+    """Rotate one token's queries and keys, back in the backward pass, and copy its values."""
     token = tl.program_id(0).to(tl.int64)
     s, b = token // batch, token % batch
     row = s
@@ -55,15 +55,15 @@ def turn(
         h = first + tl.arange(0, HEAD_BLOCK)[:, None]
         source = q + (h // RATIO) * q_g + (h % RATIO) * q_r
         target = q_to + (h // RATIO) * qt_g + (h % RATIO) * qt_r
-        _turn_rows(source, target, h < HEADS, c, d, PAIRS, REST, PAIR_BLOCK, REST_BLOCK,
+        _rotate_rows(source, target, h < HEADS, c, d, PAIRS, REST, PAIR_BLOCK, REST_BLOCK,
                    INTERLEAVED)  # fmt: skip
     GROUPS: tl.constexpr = HEADS // RATIO
     for first in range(0, GROUPS, GROUP_BLOCK):
         g = first + tl.arange(0, GROUP_BLOCK)[:, None]
-        there = g < GROUPS
-        _turn_rows(k + g * k_g, k_to + g * kt_g, there, c, d, PAIRS, REST, PAIR_BLOCK, REST_BLOCK,
+        mask = g < GROUPS
+        _rotate_rows(k + g * k_g, k_to + g * kt_g, mask, c, d, PAIRS, REST, PAIR_BLOCK, REST_BLOCK,
                    INTERLEAVED)  # fmt: skip
         if HAS_V:
             v_from = v + s * v_s + b * v_b + g * v_g
-            copy_dims(v_from, v_to + s * vt_s + b * vt_b + g * vt_g, there, 2 * PAIRS + REST,
+            copy_dims(v_from, v_to + s * vt_s + b * vt_b + g * vt_g, mask, 2 * PAIRS + REST,
                       DIM_BLOCK)  # fmt: skip
