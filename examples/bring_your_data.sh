@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Train on your own text: examples/bring_your_data.sh FOLDER GLOB RUN_FOLDER [STEPS]
 #
-# Here the bytes of the files are the tokens, and the tiny recipe trains on a CPU. For Parquet
-# shards see `megacpp data build --help`; data that is tokenised already is a .bin and .idx pair
-# of Megatron's, which data.data_path names as it is.
+# The tokens are the bytes of the files, and the tiny recipe trains on a CPU. For Parquet shards see
+# `megacpp data build --help`. Tokenised data in Megatron's format, a pair of .bin and .idx files,
+# needs no build: set data.data_path to it.
 set -euo pipefail
 folder=$1 glob=$2 run=$3 steps=${4:-100}
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# NAM56R at full size beside the yardstick, which is Megatron's own blocks of the same sizes with
+# Compare NAM56R at full size with the yardstick, Megatron's own blocks of the same sizes with
 # Mamba-2 in place of M and R: examples/full_size.sh GPUS DATA_PREFIX OUT [STEPS]
 #
-# Both run the same words, data and steps; two receipts and their comparison stay in OUT. The data
-# are the tokens of `megacpp data build`, bytes, under the recipe's own vocabulary of 65,536.
+# Both runs have the same options, data and steps; OUT keeps two receipts and their comparison. The
+# data are the byte tokens of `megacpp data build`, with the recipe's own vocabulary of 65,536.
 set -euo pipefail
 gpus=$1 data=$2 out=$3 steps=${4:-36}
 

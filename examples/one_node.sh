@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Train NAM56R on the GPUs of this machine: examples/one_node.sh GPUS DATA_PREFIX RUN_FOLDER
 #
-# The data have the recipe's vocabulary of 65,536, whose last id ends a document; for other data
-# the run says what to set. Start it again after a crash: it goes on from the last complete
+# The data must have the recipe's vocabulary of 65,536, whose last id ends a document; for other
+# data the run says what to set. Start it again after a crash: it resumes from the last complete
 # checkpoint.
 set -euo pipefail
 gpus=$1 data=$2 run=$3

@@ -1,8 +1,8 @@
 """What `--spec megacpp_mcore.specs.nam56r NAME` names.
 
-The backends come from the recipe in MEGACPP_RECIPE when it is set. An import error in here would
-make Megatron use its default spec without a word (spec_utils.import_module returns None), so it
-leaves this module as SpecError instead.
+The backends come from the recipe in MEGACPP_RECIPE when it is set. On an ImportError Megatron would
+silently use its default spec (spec_utils.import_module returns None), so SpecError is raised
+instead.
 """
 
 from megacpp_mcore.errors import MegacppError

@@ -1,15 +1,15 @@
 """What `--spec megacpp_mcore.specs.yardstick NAME` names: Megatron's own stack, to compare with.
 
 Every block, norm and linear is Megatron's (megatron.core.models.hybrid.hybrid_layer_specs), with
-Mamba-2 in the M slot. Only the core of attention is chosen by dispatch, as in our stack:
-Transformer Engine's fused attention fails in the backward pass under the pinned torch's cuDNN.
+Mamba-2 in the M slot. Only the core attention is chosen by dispatch, as in our stack: Transformer
+Engine's fused attention fails in the backward pass under the pinned torch's cuDNN.
 """
 
 from megacpp_mcore.errors import MegacppError
 
 
 class YardstickError(MegacppError):
-    """Megatron's own stack spec is not to be had here."""
+    """Megatron's own stack spec is unavailable."""
 
 
 try:

@@ -1,8 +1,8 @@
-"""What the reproducers share: exit codes, a process without GPU, a tiny model.
+"""Shared by the reproducers: exit codes, a process without a GPU, a tiny model.
 
-A reproducer is run as `python SCRIPT` with PYTHONPATH naming the tree under test. It prints one
-line with what it saw and exits 0 (right), 1 (the defect shows), 77 (cannot run here) or 3 (the
-reproducer itself is broken, which must never pass for the defect).
+A reproducer runs as `python SCRIPT` with PYTHONPATH naming the tree under test. It prints one line
+with its observation and exits 0 (correct), 1 (the defect is there), 77 (cannot run here) or 3 (the
+reproducer itself is broken, which must never be taken for the defect).
 """
 
 import os
@@ -24,20 +24,20 @@ def run(main: Callable[[], int]) -> None:
         code = BROKEN
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # gloo's threads now and then abort an interpreter that ends in order
+    os._exit(code)  # gloo's threads occasionally abort an interpreter that exits normally
 
 
 def report(code: int, saw: str) -> int:
-    """Print the line that says what was seen and return the code."""
+    """Print the observation and return the code."""
     print(saw, flush=True)
     return code
 
 
 def hide_gpu(hide_transformer_engine: bool = True) -> None:
-    """Make this process one without a GPU; call it before torch or Megatron is imported."""
+    """Hide GPUs from this process; call it before torch or Megatron is imported."""
     warnings.simplefilter("ignore")  # a dozen optional packages that Megatron misses
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Megatron compiles elementwise functions as it is imported: on a CPU, seconds of C++ builds.
+    # Megatron compiles elementwise functions on import, which on a CPU takes seconds of C++ builds.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if hide_transformer_engine:
         sys.modules["transformer_engine"] = None
@@ -55,8 +55,8 @@ def first_line(error: BaseException) -> str:
 def place_on_cpu() -> None:
     """Let torch.cuda.current_device() answer "cpu".
 
-    Megatron asks it where to put the router's weights, MTP's counters and logged losses, which is
-    not what the reproducers that call this are about.
+    Megatron asks it where to put the router's weights, MTP's counters and logged losses. The
+    reproducers that call this are about other defects.
     """
     import torch
 
@@ -109,7 +109,7 @@ def tiny_config(mla: bool = False, **changes):
 def stack_spec(stack: type | None = None, **params):
     """A hybrid stack of Megatron's own torch modules: MLP (-) and MoE (E) layers, and MTP.
 
-    It has no final norm, which in the pristine tree only Transformer Engine can make.
+    It has no final norm, for which the unpatched tree needs Transformer Engine.
     """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec

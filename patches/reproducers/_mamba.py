@@ -1,4 +1,4 @@
-"""What mamba-ssm's reproducers share: packages it imports that a CPU machine does not have."""
+"""Shared by mamba-ssm's reproducers: stand-ins for packages that a CPU machine does not have."""
 
 import importlib.util
 import sys
@@ -36,7 +36,7 @@ def stand_in_for_selective_scan() -> None:
 
 
 class StandIn(ModuleType):
-    """A package of which every name is a mock."""
+    """A package whose every attribute is a mock."""
 
     __path__: tuple = ()
 

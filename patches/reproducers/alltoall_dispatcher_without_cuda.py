@@ -38,7 +38,7 @@ def main() -> int:
         outputs.append(output.detach())
         gradients.append(tokens.grad)
     for name, (gathered, exchanged) in (("output", outputs), ("gradient", gradients)):
-        # The same two experts' results are added in another order: one rounding of the sum.
+        # The results of two experts are added in a different order: one rounding of the sum.
         bound = 8 * torch.finfo(torch.float32).eps * gathered.abs().max()
         difference = (gathered - exchanged).abs().max()
         assert difference <= bound, f"{name} differs from all-gather's by {difference}"

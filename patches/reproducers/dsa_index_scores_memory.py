@@ -1,4 +1,4 @@
-"""DSA's index scores must not be held for all heads at once; values and gradients stay."""
+"""DSA must not store the index scores of all heads at once; values and gradients stay equal."""
 
 from _common import DEFECT, RIGHT, hide_gpu, report, run
 
@@ -45,7 +45,7 @@ def compare(function, inputs, relu: bool) -> None:
         *((got.grad, want.grad) for got, want in zip(tensors, exact, strict=True)),
     ]
     for got, want in pairs:
-        # sums of up to DIM * HEADS or KEYS * HEADS products: that many roundings of the largest
+        # sums of up to DIM * HEADS or KEYS * HEADS products, each rounding by eps of the largest
         bound = KEYS * HEADS * eps * want.abs().max()
         assert got.dtype == torch.float32 and (got - want).abs().max() <= bound
     assert scores.shape == (BATCH, QUERIES, KEYS)

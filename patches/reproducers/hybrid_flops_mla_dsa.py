@@ -1,6 +1,6 @@
 """The FLOPs of a hybrid pattern must count its MLA (+) and DSA (D) layers.
 
-`+-` and one layer of a Transformer with MLA are the same work, so they must count the same.
+`+-` and one layer of a Transformer with MLA do the same work, so their FLOPs must be equal.
 """
 
 from types import SimpleNamespace
@@ -32,8 +32,8 @@ def main() -> int:
         saw.append(f"q_lora_rank={q_lora_rank}: hybrid {hybrid:.6g}, Transformer {transformer:.6g}")
         if not is_close(hybrid, transformer):
             return report(DEFECT, "; ".join(saw))
-    # D does the projections of + (absorption only moves them) and attends in the latent space, to
-    # all causal pairs when top-k selects every key; its indexer comes on top.
+    # D has the projections of + (absorption only moves them) and attends in the latent space, to
+    # all causal pairs when top-k selects every key; its indexer is added.
     latent, heads = 2 * 48 + 16, MLA["num_attention_heads"]
     wider = 3 * 2 * (BATCH * SEQ**2 / 2) * heads * (latent - (32 + 16 + 32))
     for loss, passes in ((None, 1), (0.01, 3)):

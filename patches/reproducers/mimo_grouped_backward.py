@@ -1,7 +1,7 @@
 """Mamba-3 MIMO's backward must serve 1 < groups < heads, as its forward does.
 
-tilelang needs a GPU. Its two backward kernels, which give a gradient per head, are replaced by
-ones that write known numbers; what is run is the code after them that sums the heads of a group.
+tilelang needs a GPU, so its two backward kernels, which return a gradient per head, are replaced by
+functions that write known numbers. The code after them, which sums the heads of a group, is tested.
 """
 
 from _common import DEFECT, RIGHT, hide_gpu, report, run

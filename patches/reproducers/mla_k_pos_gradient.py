@@ -1,7 +1,7 @@
 """The gradient of MLA's shared rotary key must be the sum over all ranks' heads.
 
-One layer on one rank, then over two tensor-parallel ones with the same weights: the gradient of the
-input must stay the same.
+One layer with the same weights on one rank and over two tensor-parallel ranks: the gradients of the
+input must be equal.
 """
 
 import os
@@ -27,7 +27,7 @@ def main() -> int:
 
 
 def errors(store: str, rank: int) -> dict[str, float]:
-    """How far two ranks' gradient is from one rank's, of its norm, by parallelism."""
+    """The relative error of two ranks' gradient against one rank's, by kind of parallelism."""
     import torch
     from megatron.core import parallel_state
 
@@ -55,7 +55,7 @@ def errors(store: str, rank: int) -> dict[str, float]:
 
 
 def input_gradient(cut, **config):
-    """Of sum(output * direction), for the part of the sequence that `cut` gives this rank."""
+    """The gradient of sum(output * direction) in this rank's part (`cut`) of the input sequence."""
     import torch
 
     torch.manual_seed(3)

@@ -1,7 +1,7 @@
-"""Fused MLA RoPE must not depend on BLOCK_H: 56 heads, blocks that do not divide them.
+"""Fused MLA RoPE must not depend on BLOCK_H, even where it does not divide the heads (56).
 
-The Triton kernels run in Triton's interpreter, called directly with a chosen block size. The
-buffers have room for one block more, so that writes behind the last token are seen, not fatal.
+The Triton kernels run in Triton's interpreter with a given block size. The buffers have room for
+one more block, so that writes after the last token are detected and not fatal.
 """
 
 import os
@@ -70,7 +70,7 @@ def rotated_back(halves, cos, sin):
 
 
 def wrong_heads(got, wanted, *rests) -> int:
-    """How many heads differ; one more for each buffer that was written behind its end."""
+    """How many heads differ, plus one for each buffer that was written after its end."""
     # fp32, two products and a sum per element of order 1: a few roundings
     differs = ((got - wanted).abs() > 1e-5).any(dim=-1).sum()
     return int(differs) + sum(bool((rest != POISON).any()) for rest in rests)

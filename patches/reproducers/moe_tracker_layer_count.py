@@ -1,6 +1,6 @@
-"""A rank with no MoE layer must give the MoE tracker the size that ranks with one give it.
+"""A rank without MoE layers must give its MoE tracker the same size as ranks with MoE layers.
 
-They all-reduce their trackers over the pipeline: unequal sizes hang or fail. What is logged must
+Ranks all-reduce their trackers over the pipeline: unequal sizes hang or fail. The logged value must
 also be the mean over the MoE layers.
 """
 

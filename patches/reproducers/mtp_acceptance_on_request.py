@@ -1,4 +1,4 @@
-"""MTP must not take the argmax of every depth's logits in each training step unless asked to."""
+"""MTP must not compute the argmax of every depth's logits in each training step unless asked to."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""MTP's inner stack must be of the class, and with the parameters, that the model's spec names."""
+"""MTP's inner stack must have the class and the parameters that the model's spec names."""
 
 from _common import DEFECT, RIGHT, hide_gpu, hybrid_model, one_process, report, run, stack_spec
 

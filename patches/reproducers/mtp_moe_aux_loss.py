@@ -1,6 +1,6 @@
-"""A repeated MTP layer's MoE must attach one auxiliary loss in all, not one a prediction depth.
+"""A repeated MTP layer's MoE must attach one auxiliary loss in total, not one for each depth.
 
-Every token goes to all 4 experts, so that the load-balancing loss of a layer is exactly 1.
+Every token goes to all 4 experts, so the load-balancing loss of a layer is exactly 1.
 """
 
 from _common import DEFECT, RIGHT, forward, hide_gpu, hybrid_model, one_process, report, run

@@ -1,4 +1,4 @@
-"""A reshardable checkpoint must have each parameter's own optimizer state.
+"""A reshardable checkpoint must store each parameter's own optimizer state.
 
 Two buckets of 3 and 5 elements, padded to 4 and 8: the state of the second bucket's parameters
 begins at element 3 of the joined state, not at 4.

@@ -1,6 +1,6 @@
-"""The distributed optimizer must find a parameter's state where a group has float32 and bf16 ones.
+"""The distributed optimizer must find each parameter's state in a group of float32 and bf16.
 
-Where it looks is what a checkpoint saves and loads as the parameter's.
+A checkpoint saves and loads the state that it finds.
 """
 
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ def main() -> int:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     class OnGpu(torch.nn.Parameter):
-        """A parameter that says it is on a GPU, as the optimizer asks."""
+        """A parameter that reports a CUDA type, as the optimizer requires."""
 
         def type(self) -> str:
             return (
@@ -25,7 +25,7 @@ def main() -> int:
         OnGpu(torch.full((size,), float(size), dtype=dtype))
         for size, dtype in ((2, torch.bfloat16), (3, torch.float32), (4, torch.bfloat16))
     ]
-    # One buffer a dtype, in the order in which the dtypes come.
+    # One buffer for each dtype, in the order in which the dtypes occur.
     buffers = [
         {dtype: [{"param_map": {p: {"param": whole(p)} for p in parameters if p.dtype == dtype}}]}
         for dtype in (torch.bfloat16, torch.float32)

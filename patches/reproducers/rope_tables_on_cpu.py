@@ -1,4 +1,4 @@
-"""MLA must be buildable and runnable where there is no CUDA device, and its RoPE table be right."""
+"""MLA must work without a CUDA device, and its RoPE table must be correct."""
 
 from _common import (
     DEFECT,

@@ -1,7 +1,7 @@
 """Mamba-3's backward must read its saved tensors once, or non-reentrant checkpointing refuses it.
 
-The kernels need a GPU; around them stand functions that return gradients of the right number, so
-that what is run is the autograd.Function itself, under torch.utils.checkpoint.
+The kernels need a GPU, so functions that return the right number of gradients replace them. The
+autograd.Function itself runs under torch.utils.checkpoint.
 """
 
 from _common import DEFECT, RIGHT, hide_gpu, report, run
