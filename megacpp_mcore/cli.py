@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"megacpp: {error}", file=sys.stderr)
         return error.exit_status
     except BrokenPipeError:
-        # The reader (head, less) has gone: say nothing more, and keep Python from trying to flush.
+        # The reader (head, less) has closed the pipe: keep Python from flushing stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

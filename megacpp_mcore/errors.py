@@ -1,8 +1,8 @@
-"""The one base class of every refusal this package makes."""
+"""The base class of all errors that this package raises on purpose."""
 
 
 class MegacppError(ValueError):
-    """A request that cannot be served as asked.
+    """A request that cannot be carried out as asked.
 
     The message names the value, what is allowed and what to do. The command line prints it on
     stderr and exits with `exit_status`. Takes one string, because Megatron's `build_module`

@@ -1,9 +1,9 @@
-"""A rank of a training run on GPUs, inside Megatron's own loop, from the wheel alone.
+"""Entry point of one rank of a training run on GPUs, in Megatron's own loop.
 
     torchrun --nproc-per-node N -m megacpp_mcore.pretrain \\
         $(megacpp recipe args RECIPE --with-recipe)
 
-`megacpp train RECIPE --gpus N` is the same launch.
+`megacpp train RECIPE --gpus N` starts the same ranks. No Megatron-LM checkout is needed.
 """
 
 import sys
@@ -12,12 +12,12 @@ from megacpp_mcore.errors import MegacppError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train. Returns the exit status: 2 for a refusal of ours, which is printed on stderr."""
+    """Train. Returns the exit status: 0, or that of a MegacppError, which is printed on stderr."""
     from megacpp_mcore.training.gpu.launch import launch
 
     try:
         launched = launch(sys.argv[1:] if argv is None else argv)
-        # Not before: torch reads the environment that `launch` sets.
+        # Imported late: it imports torch, which reads the environment that `launch` sets.
         from megacpp_mcore.training.gpu.train import train
 
         train(launched)

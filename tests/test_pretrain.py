@@ -22,8 +22,8 @@ from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.stack import bridges
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 from megacpp_mcore.training.gpu import run
-from megacpp_mcore.training.gpu.launch import Launch, LaunchError, launch, recipe_words
-from megacpp_mcore.training.gpu.ranks import Ended
+from megacpp_mcore.training.gpu.launch import Launch, LaunchError, launch, recipe_argv
+from megacpp_mcore.training.gpu.ranks import RanksOutcome
 
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost",
         "MASTER_PORT": "29500"}  # fmt: skip
@@ -57,8 +57,8 @@ def gpu_recipe(small_recipe: Path, overrides: list[str]) -> Recipe:
     return load_recipe(str(small_recipe), overrides)
 
 
-def words(recipe: Recipe) -> list[str]:
-    return recipe_words(recipe) + lower(recipe).argv
+def arguments(recipe: Recipe) -> list[str]:
+    return recipe_argv(recipe) + lower(recipe).argv
 
 
 @contextlib.contextmanager
@@ -70,7 +70,7 @@ def megatron(launched: Launch):
     from megacpp_mcore.training.gpu import train as gpu_train
 
     try:
-        with bridges.answering_for_a_gpu():
+        with bridges.pretend_h200():
             args = gpu_train.megatron_args(launched)
         with single_process(args.seed):
             yield args
@@ -82,7 +82,7 @@ def megatron(launched: Launch):
 def test_the_recipe_arrives_and_its_environment_is_applied_or_kept(gpu_recipe, monkeypatch, capsys):
     monkeypatch.setenv("NOTE", "mine")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
-    launched = launch(words(gpu_recipe))
+    launched = launch(arguments(gpu_recipe))
     assert launched.recipe == gpu_recipe
     assert launched.argv == lower(gpu_recipe).argv
     assert launched.out == Path("runs/small")
@@ -98,20 +98,20 @@ def test_the_recipe_arrives_and_its_environment_is_applied_or_kept(gpu_recipe, m
 
 def test_a_start_tells_whether_its_kernels_were_compiled_before(gpu_recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    assert launch(words(gpu_recipe)).triton_cache_entries == 0
+    assert launch(arguments(gpu_recipe)).triton_cache_entries == 0
     (tmp_path / "triton" / "a-kernel").mkdir(parents=True)
-    assert launch(words(gpu_recipe)).triton_cache_entries == 1
+    assert launch(arguments(gpu_recipe)).triton_cache_entries == 1
 
 
-def test_the_yardstick_is_megatrons_own_stack_under_the_recipes_words(small_recipe, overrides):
+def test_the_yardstick_is_megatrons_own_stack_with_the_recipes_arguments(small_recipe, overrides):
     from megacpp_mcore.training.gpu import train as gpu_train
 
     without_r = [*overrides, "model.pattern=AEMM", "mtp.pattern=AE"]
     recipe = load_recipe(str(small_recipe), without_r)
-    with megatron(launch(["--megacpp-yardstick", *words(recipe)])) as args:
+    with megatron(launch(["--megacpp-yardstick", *arguments(recipe)])) as args:
         assert args.spec == ["megacpp_mcore.specs.yardstick", "yardstick_stack_spec"]
         assert args.hybrid_layer_pattern == "+EMM/+E"
-        with bridges.answering_for_a_gpu():
+        with bridges.pretend_h200():
             model = gpu_train.config_container(args, yardstick=True).model
     stack = model.hybrid_stack_spec.submodules
     assert model.get_builder_cls().__name__ == "HybridModelBuilder"
@@ -122,7 +122,7 @@ def test_the_yardstick_is_megatrons_own_stack_under_the_recipes_words(small_reci
 
 def test_the_yardstick_has_no_block_like_r(gpu_recipe):
     with pytest.raises(LaunchError, match="no block like R"):
-        launch(["--megacpp-yardstick", *words(gpu_recipe)])
+        launch(["--megacpp-yardstick", *arguments(gpu_recipe)])
 
 
 def test_the_recipe_may_come_from_the_environment(gpu_recipe, monkeypatch):
@@ -130,20 +130,20 @@ def test_the_recipe_may_come_from_the_environment(gpu_recipe, monkeypatch):
     assert launch(lower(gpu_recipe).argv).recipe == gpu_recipe
 
 
-def test_a_shipped_recipes_words_are_enough(monkeypatch, capfd):
+def test_a_shipped_recipes_arguments_are_enough(monkeypatch, capfd):
     """`torchrun --nproc-per-node 8 -m megacpp_mcore.pretrain $(megacpp recipe args nam56r)`"""
     monkeypatch.setenv("WORLD_SIZE", "8")
     recipe = load_recipe("nam56r")
     argv = lower(recipe).argv
     assert launch(argv).recipe == recipe and os.environ["MEGACPP_RECIPE"] == "nam56r"
-    assert capfd.readouterr().err.count("those of nam56r as it is shipped") == 1
+    assert capfd.readouterr().err.count("those of the shipped recipe nam56r,") == 1
     monkeypatch.delenv("MEGACPP_RECIPE")
     monkeypatch.setenv("RANK", "1")
     assert launch([*argv, "--tensorboard-dir", "log"]).recipe == recipe
     assert capfd.readouterr().err == ""
     monkeypatch.delenv("MEGACPP_RECIPE")
     other = lower(load_recipe("nam56r", ["schedule.seed=2"])).argv
-    with pytest.raises(LaunchError, match="no shipped recipe's as it stands"):
+    with pytest.raises(LaunchError, match="not those of an unmodified shipped recipe"):
         launch(other)
 
 
@@ -155,15 +155,15 @@ def test_a_launch_that_cannot_be_right_is_refused(gpu_recipe, small_recipe, monk
     argv = lower(gpu_recipe).argv
     refused(argv, "no recipe")
     refused(["--megacpp-set", "schedule.seed=2", *argv], "names none")
-    refused(recipe_words(gpu_recipe), "words of recipe small are missing")
+    refused(recipe_argv(gpu_recipe), "arguments for recipe small are missing")
     refused(["--megacpp-recipe", str(small_recipe), *argv], 'launch.device = "cpu"')
     monkeypatch.setenv("MEGACPP_RECIPE", "nam56r")
-    refused(words(gpu_recipe), "asks for .* and MEGACPP_RECIPE for 'nam56r'")
+    refused(arguments(gpu_recipe), "asks for .* and MEGACPP_RECIPE for 'nam56r'")
     monkeypatch.delenv("MEGACPP_RECIPE")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refused(words(gpu_recipe), "torchrun made 2 ranks")
+    refused(arguments(gpu_recipe), "torchrun started 2 ranks")
     monkeypatch.delenv("MASTER_PORT")
-    refused(words(gpu_recipe), "MASTER_PORT not set")
+    refused(arguments(gpu_recipe), "MASTER_PORT not set")
 
 
 def test_the_environment_is_set_before_torch_is_imported():
@@ -182,8 +182,8 @@ def test_the_module_refuses_in_one_line():
     assert done.stderr.startswith("megacpp: no recipe") and done.stderr.count("\n") == 1
 
 
-def test_megatron_words_of_another_recipe_are_refused(gpu_recipe):
-    argv = words(gpu_recipe)
+def test_megatron_arguments_of_another_recipe_are_refused(gpu_recipe):
+    argv = arguments(gpu_recipe)
     argv[argv.index("--lr") + 1] = "1"
     why = "optimizer.lr is 0.003, Megatron has lr = 1.0"
     with pytest.raises(LaunchError, match=why), megatron(launch(argv)):
@@ -191,15 +191,15 @@ def test_megatron_words_of_another_recipe_are_refused(gpu_recipe):
 
 
 def test_what_the_entry_does_not_do_is_refused(gpu_recipe):
-    argv = [*words(gpu_recipe), "--check-for-spiky-loss"]
-    why = "does not serve --check-for-spiky-loss"
+    argv = [*arguments(gpu_recipe), "--check-for-spiky-loss"]
+    why = "does not support --check-for-spiky-loss"
     with pytest.raises(LaunchError, match=why), megatron(launch(argv)):
         pass
 
 
 def test_a_log_that_nothing_can_write_is_refused(gpu_recipe, tmp_path, monkeypatch):
-    """Words of Megatron's that no recipe has follow the recipe's, and count."""
-    argv = [*words(gpu_recipe), "--tensorboard-dir", str(tmp_path)]
+    """Megatron arguments without a recipe key may follow the recipe's, and count."""
+    argv = [*arguments(gpu_recipe), "--tensorboard-dir", str(tmp_path)]
     find, found = importlib.util.find_spec, [None]
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda n, *p: found[0] if n == "tensorboard" else find(n, *p)
@@ -223,7 +223,7 @@ def test_blends_have_their_shares_and_mock_data_must_be_asked_for(
     def train_of(*more: str):
         recipe = load_recipe(gpu_recipe.source, [*overrides, *more])
         monkeypatch.delenv("MEGACPP_RECIPE", raising=False)  # of the launch before
-        with megatron(launch(words(recipe))):
+        with megatron(launch(arguments(recipe))):
             return datasets_provider([12, 4, 0])[0]
 
     assert type(train_of()) is GPTDataset
@@ -242,9 +242,9 @@ def test_packed_documents_are_apart_in_the_loop(gpu_recipe, overrides):
 
     packed = ["data.dataloader_inter_document_masking=true", "schedule.micro_batch_size=1"]
     recipe = load_recipe(gpu_recipe.source, [*overrides, *packed])
-    with megatron(launch(words(recipe))):
+    with megatron(launch(arguments(recipe))):
         train, *_ = datasets_provider([1000, 4, 0])
-        with bridges.answering_for_a_gpu():
+        with bridges.pretend_h200():
             config = gpu_train.config_container(gpu_batch.get_args()).model
         model = config.get_builder_cls()(config).build_model(
             ProcessGroupCollection.use_mpu_process_groups()
@@ -275,7 +275,7 @@ def test_a_context_parallel_rank_has_its_part_of_every_row(gpu_recipe, monkeypat
     from megacpp_mcore.training.gpu import batch as gpu_batch
     from megacpp_mcore.training.gpu.data import datasets_provider
 
-    with megatron(launch(words(gpu_recipe))) as args:
+    with megatron(launch(arguments(gpu_recipe))) as args:
         train, *_ = datasets_provider([8, 4, 0])
         rows = torch.utils.data.default_collate([train[0], train[1]])
         config = SimpleNamespace(pipeline_model_parallel_layout=None, mtp_num_layers=1)
@@ -306,10 +306,10 @@ def test_the_model_the_batches_and_the_loss(gpu_recipe):
     from megacpp_mcore.training.gpu import train as gpu_train
     from megacpp_mcore.training.gpu.data import datasets_provider
 
-    with megatron(launch(words(gpu_recipe))):
+    with megatron(launch(arguments(gpu_recipe))):
         train, valid, test = datasets_provider([8, 4, 0])
         assert len(train) >= 8 and len(valid) >= 4 and test is None
-        with bridges.answering_for_a_gpu():
+        with bridges.pretend_h200():
             config = gpu_train.config_container(gpu_batch.get_args()).model
         builder = config.get_builder_cls()(config)
         model = builder.build_model(ProcessGroupCollection.use_mpu_process_groups())
@@ -345,7 +345,7 @@ def test_a_loss_or_a_gradient_that_is_not_finite_ends_the_run(gpu_recipe):
 
     from megacpp_mcore.training.gpu.batch import checked_loss
 
-    with megatron(launch(words(gpu_recipe))) as args:
+    with megatron(launch(arguments(gpu_recipe))) as args:
         assert args.check_for_nan_in_loss_and_grad and args.rerun_mode == "validate_results"
         mask = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
         total, tokens, _ = checked_loss(mask, torch.tensor(9.0))
@@ -383,7 +383,7 @@ def test_a_run_goes_on_from_a_complete_checkpoint_or_begins_in_a_free_folder(
     from megacpp_mcore.training.gpu.train import _check_folder
     from megacpp_mcore.training.run_folder import RunFolderError
 
-    launched = launch(["--megacpp-out", str(tmp_path / "out"), *words(gpu_recipe)])
+    launched = launch(["--megacpp-out", str(tmp_path / "out"), *arguments(gpu_recipe)])
     args = SimpleNamespace(load=str(tmp_path / "saved"), ckpt_format="torch_dist")
     _check_folder(launched, args)
     (tmp_path / "out").mkdir()
@@ -396,7 +396,7 @@ def test_a_run_goes_on_from_a_complete_checkpoint_or_begins_in_a_free_folder(
     tracker = tmp_path / "saved" / "latest_checkpointed_iteration.txt"
     tracker.touch()  # cut off as it was written
     _check_folder(launched, args)
-    assert "going on from the last complete checkpoint, step 4" in capsys.readouterr().err
+    assert "resuming from the last complete checkpoint, step 4" in capsys.readouterr().err
     assert tracker.read_text() == "4"
 
 
@@ -404,8 +404,8 @@ def test_a_stack_that_is_not_ours_is_refused(gpu_recipe):
     from megacpp_mcore.training.gpu import train as gpu_train
     from megacpp_mcore.training.gpu.model import StackSpecError
 
-    with megatron(launch(words(gpu_recipe))) as args:
-        with bridges.answering_for_a_gpu():
+    with megatron(launch(arguments(gpu_recipe))) as args:
+        with bridges.pretend_h200():
             config = gpu_train.config_container(args).model
         config.hybrid_stack_spec = None  # what Megatron makes of a spec that fails to import
         with pytest.raises(StackSpecError, match="the stack spec is none"):
@@ -466,7 +466,7 @@ def watched(gpu_recipe, tmp_path, monkeypatch):
 
     from megacpp_mcore.training.gpu.watch import Watch
 
-    launched = launch(["--megacpp-out", str(tmp_path / "out"), *words(gpu_recipe)])
+    launched = launch(["--megacpp-out", str(tmp_path / "out"), *arguments(gpu_recipe)])
     loop = FakeLoop(training, steps=3)
     for name in NAMES:
         monkeypatch.setattr(training, name, getattr(loop, name))
@@ -561,7 +561,7 @@ def test_out_of_memory_names_the_largest_consumers(watched, monkeypatch, capsys)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 2**31))
     _record_end(watch, torch.OutOfMemoryError("CUDA out of memory"))
     said = capsys.readouterr().err
-    assert "GPU memory of rank 0 as the model was built: 2.00 GiB on the device" in said
+    assert "GPU memory of rank 0 while the model was being built: 2.00 GiB on the device" in said
     with watch.installed():
         loop.run()
     for error in (
@@ -620,7 +620,7 @@ def test_the_dataset_helper_needs_no_makefile(monkeypatch):
 def test_train_on_gpus_refuses_what_it_cannot_do(gpu_recipe, small_recipe, overrides):
     def refused(what: str, gpus: int = 1, *more: str) -> None:
         with pytest.raises(MegacppError, match=what):
-            run.run(str(small_recipe), [*overrides, *more], gpus, None)
+            run.launch_ranks(str(small_recipe), [*overrides, *more], gpus, None)
 
     refused("--gpus 0", 0)
     refused("schedule.global_batch_size = 4", 3)
@@ -628,33 +628,33 @@ def test_train_on_gpus_refuses_what_it_cannot_do(gpu_recipe, small_recipe, overr
     if torch.cuda.device_count() == 0:
         refused("torch sees 0 CUDA devices")
     with pytest.raises(LaunchError, match="without --gpus"):
-        run.run(str(small_recipe), [], 1, None)
+        run.launch_ranks(str(small_recipe), [], 1, None)
 
 
 @pytest.fixture
 def on_a_machine_with_gpus(monkeypatch):
-    """gpu_run as on two GPUs, whose ranks end as told: (what they were started with, end)."""
-    started, ends = [], [Ended(0)]
+    """The launcher as on two GPUs, whose ranks end as told: (what they were started with, end)."""
+    started, ends = [], [RanksOutcome(0)]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
-    def ranks(module, words, count):
-        started.append((module, words, count))
+    def ranks(module, argv, count):
+        started.append((module, argv, count))
         return ends[-1]
 
     monkeypatch.setattr(run, "run_ranks", ranks)
     return started, ends
 
 
-def test_train_on_gpus_starts_ranks_with_the_recipes_words(
+def test_train_on_gpus_starts_ranks_with_the_recipes_arguments(
     on_a_machine_with_gpus, small_recipe, overrides, tmp_path
 ):
     started, _ = on_a_machine_with_gpus
     out = str(tmp_path / "out")
-    assert run.run(str(small_recipe), overrides, 2, out) == 0
+    assert run.launch_ranks(str(small_recipe), overrides, 2, out) == 0
     [(module, argv, count)] = started
     assert (module, count) == ("megacpp_mcore.pretrain", 2)
     recipe = load_recipe(str(small_recipe), [*overrides, "launch.nproc_per_node=2"])
-    assert argv == [*recipe_words(recipe), "--megacpp-out", out, *lower(recipe).argv]
+    assert argv == [*recipe_argv(recipe), "--megacpp-out", out, *lower(recipe).argv]
 
 
 def test_a_run_that_dies_says_what_happened_and_how_to_go_on(
@@ -666,18 +666,18 @@ def test_a_run_that_dies_says_what_happened_and_how_to_go_on(
         loop.run()  # the receipt stays at "running", as a rank leaves it that is killed
     saved = tmp_path / "saved"
     where = [*overrides, f"checkpoint.load={saved}"]
-    ends.append(Ended(137, "rank 1 of 2 was killed by SIGKILL"))
-    assert run.run(str(small_recipe), where, 2, str(tmp_path / "out")) == 137
-    assert "SIGKILL. There is no complete checkpoint to go on from" in capsys.readouterr().err
+    ends.append(RanksOutcome(137, "rank 1 of 2 was killed by SIGKILL"))
+    assert run.launch_ranks(str(small_recipe), where, 2, str(tmp_path / "out")) == 137
+    assert "SIGKILL. There is no complete checkpoint to resume from" in capsys.readouterr().err
     result = receipts.read(tmp_path / "out" / "receipt.json")["result"]
     assert (result["status"], result["reason"]) == ("failed", "rank 1 of 2 was killed by SIGKILL")
     (saved / "iter_0000003").mkdir(parents=True)
     for name in (".metadata", "metadata.json"):
         (saved / "iter_0000003" / name).touch()
-    with pytest.raises(LaunchError, match="say --resume"):
-        run.run(str(small_recipe), where, 2, None)  # killed before the tracker was written
+    with pytest.raises(LaunchError, match="give --resume"):
+        run.launch_ranks(str(small_recipe), where, 2, None)  # killed before the tracker was written
     (saved / "latest_checkpointed_iteration.txt").write_text("3")
-    with pytest.raises(LaunchError, match="say --resume"):
-        run.run(str(small_recipe), where, 2, None)
-    assert run.run(str(small_recipe), where, 2, str(tmp_path / "out"), resume=True) == 137
+    with pytest.raises(LaunchError, match="give --resume"):
+        run.launch_ranks(str(small_recipe), where, 2, None)
+    assert run.launch_ranks(str(small_recipe), where, 2, str(tmp_path / "out"), resume=True) == 137
     assert f"complete checkpoint is {saved}/iter_0000003" in capsys.readouterr().err

@@ -1,1 +1,1 @@
-"""One module a command, each with `register(subparsers)`; none imports torch at the top."""
+"""One module per command, each with `register(subparsers)`; none imports torch at the top."""

@@ -17,7 +17,7 @@ examples:
       --against precision.fp8=null                  FP8 against bf16, the same weights
   megacpp report compare before.json after.json
 
-Exit status 1 when a backend failed or was wrong; it then has a reason and no times.
+Exit status 1 when a backend failed or was wrong; it then has a reason instead of times.
 """
 
 
@@ -27,9 +27,9 @@ def register(subparsers: Any) -> None:
         "bench",
         help="time the backends of a surface, one layer, or a whole model",
         description="Time every usable backend of SURFACE in turns on one micro batch of a "
-        "recipe, each first compared with the definition; or, for `layer`, one layer of the "
-        "recipe; or, for `model`, the recipe's model. In one process, on this machine's GPU where "
-        "there is one, else on its CPU.",
+        "recipe, after comparing each with the reference; or, for `layer`, one layer of the "
+        "recipe; or, for `model`, the recipe's model. In one process, on this machine's GPU if it "
+        "has one, else on its CPU.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -37,25 +37,26 @@ def register(subparsers: Any) -> None:
     add("surface", metavar="SURFACE", help="a surface of `megacpp catalog`, `layer` or `model`")
     add("layer", metavar="LAYER", nargs="?", help="of `layer`: A, E, M, R, + (MLA) or * (GQA)")
     add("--recipe", metavar="RECIPE",
-        help="whose sizes (default: MEGACPP_RECIPE, nam56r; nam56r-tiny on a CPU)")  # fmt: skip
+        help="recipe with the sizes (default: MEGACPP_RECIPE; nam56r, on a CPU "
+        "nam56r-tiny)")  # fmt: skip
     add("--set", dest="overrides", metavar="A.B=C", action="append", default=[],
         help="override one key; may be given again")  # fmt: skip
     add("--against", metavar="BACKEND", nargs="+", default=[],
-        help="time these and the chosen one, no others; the first is the baseline. Of `layer` "
-        "and `model`: SURFACE=BACKEND,... each, and keys of the recipe's precision and recompute, "
-        "as precision.fp8=null")  # fmt: skip
+        help="time only these and the chosen one; the first is the baseline. For `layer` and "
+        "`model`: SURFACE=BACKEND,... each, or keys of the recipe's precision and recompute, "
+        "such as precision.fp8=null")  # fmt: skip
     add("--variant", metavar="NAME",
         help="of linear_cross_entropy: weighted (a training step's sum of losses, the default), "
-        "per_token (losses that take any gradient) or mean (all weights the same: to compare with "
-        "Liger's own mean)")  # fmt: skip
+        "per_token (losses that take any gradient) or mean (equal weights, to compare with Liger's "
+        "own mean)")  # fmt: skip
     add("--layers", type=int, metavar="N", help="of `model`: its first N layers")
-    add("--no-optimizer", action="store_true", help="of `model`: no step with the optimizer")
+    add("--no-optimizer", action="store_true", help="of `model`: time no optimizer step")
     add("--receipt", type=Path, metavar="FILE", help="write the bench receipt here")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Bench, print the receipt as a page, and write it."""
+    """Run the benchmark, print its receipt as a page, and write it."""
     from megacpp_mcore import receipts
     from megacpp_mcore.receipts.show import show
 
@@ -103,10 +104,10 @@ def _check_options(args: argparse.Namespace) -> None:
 
     is_model = args.surface == "model"
     if (args.surface == "layer") != (args.layer is not None):
-        raise BenchError("`megacpp bench layer` takes the name of a layer, no other bench does: "
+        raise BenchError("`megacpp bench layer`, and no other bench, takes the name of a layer: "
                          "A, E, M, R, + or *")  # fmt: skip
     if args.variant is not None and args.surface in ("layer", "model"):
-        raise BenchError("--variant is for a surface")
+        raise BenchError("--variant is for a surface, not for `layer` or `model`")
     if not is_model and (args.layers is not None or args.no_optimizer):
         raise BenchError("--layers and --no-optimizer are for `megacpp bench model`")
     if args.layers is not None and args.layers < 1:

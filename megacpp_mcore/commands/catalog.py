@@ -1,4 +1,4 @@
-"""`megacpp catalog`: which backend serves each surface here and now, and why the others do not."""
+"""`megacpp catalog`: which backend serves each surface on this machine, and why others do not."""
 
 import argparse
 import itertools
@@ -26,20 +26,20 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "catalog",
         help="which backend serves each surface here, and why the others do not",
-        description="The kernel catalog, asked on this machine for the layers of a recipe. "
-        "Exit status 1 when a surface of the recipe has no backend that can serve as asked.",
+        description="The kernel catalog on this machine, for the layers of a recipe. "
+        "Exit status 1 when no backend can serve a surface of the recipe as requested.",
     )
-    parser.add_argument("--surface", metavar="S", help="one surface, its rows in full")
+    parser.add_argument("--surface", metavar="S", help="show only this surface, with all details")
     parser.add_argument(
         "--problem", metavar="RECIPE",
-        help="recipe whose sizes are asked about (default: MEGACPP_RECIPE, else nam56r)",
+        help="recipe with the sizes (default: MEGACPP_RECIPE, else nam56r)",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="the rows, in full, as a list")
+    parser.add_argument("--json", action="store_true", help="print all details as a JSON list")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask, print, and tell by the exit status whether every surface is served."""
+    """Print the catalog. Returns 0 if every surface of the recipe is served, else 1."""
     from megacpp_mcore import catalog
     from megacpp_mcore.recipe import load_recipe, recipe_from_environment
     from megacpp_mcore.surfaces.workload import current_device
@@ -72,7 +72,7 @@ def _print_surface(surface: str, rows: list[dict[str, Any]], in_full: bool) -> N
         head = f"  {mark:<6}  {row['backend']:<16} {row['role']:<12} "
         reason = row["reason"]
         if row["serves"] and requested == "auto":
-            reason = "the first that can"  # the others' reasons stand in their own lines
+            reason = "the first that can"  # the other rows have their own reasons
         print(textwrap.fill(reason, _WIDTH, initial_indent=head, subsequent_indent=" " * 38))
         if in_full:
             _print_details(row)

@@ -8,9 +8,9 @@ from typing import Any
 from megacpp_mcore.errors import MegacppError
 
 _BUILD_EPILOG = """\
-Text: every file of the folders (hidden ones, binary ones and empty ones are left out and counted)
-is one document, as byte-level tokens: 0..255 are the bytes, 256 ends the document. The documents
-are in an order drawn from --seed, because Megatron's --split holds out the last ones.
+Text: every file of the folders is one document of byte-level tokens: 0..255 are the bytes, 256 ends
+the document. Hidden, binary and empty files are left out and counted. Documents are ordered
+pseudo-randomly by --seed, because Megatron's --split holds out the last ones.
 Parquet: every row of one column is one document, in the order of the shards.
 
   megacpp data build --torch-headers --out data/torch-headers
@@ -25,9 +25,7 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("data", help="build or check a Megatron dataset")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _register_build(commands)
-    check = commands.add_parser(
-        "check", help="read a whole dataset and say whether it is what was built"
-    )
+    check = commands.add_parser("check", help="read a whole dataset and check that it is unchanged")
     check.add_argument("prefix", metavar="PREFIX", help="path without .bin and .idx")
     check.set_defaults(run=run_check)
 
@@ -43,21 +41,21 @@ def _register_build(commands: Any) -> None:
     add("sources", metavar="SRC", nargs="*", help="folders, read recursively, or files")
     add("--out", metavar="PREFIX", required=True, help="path of the dataset, without .bin")
     add("--torch-headers", action="store_true", help="add the headers of the installed torch")
-    add("--include", metavar="GLOB", action="append", default=[], help="only files named so")
+    add("--include", metavar="GLOB", action="append", default=[], help="only files that match")
     column = build.add_mutually_exclusive_group()
     column.add_argument("--text-column", metavar="NAME", help="Parquet: a column of text")
     column.add_argument("--tokens-column", metavar="NAME", help="Parquet: lists of token ids")
     add("--vocab-size", type=int, metavar="N", help="with --tokens-column: ids are 0..N-1")
     add("--eod-id", type=int, metavar="ID", help="with --tokens-column (default: N-1)")
     add("--append-eod", action="store_true", help="with --tokens-column: end every row with it")
-    add("--seed", type=int, help="of the order of text documents (default: 1234)")
+    add("--seed", type=int, help="for the order of text documents (default: 1234)")
     add("--overwrite", action="store_true", help="replace an existing dataset")
     add("--quiet", action="store_true", help="no progress bar")
     build.set_defaults(run=run_build)
 
 
 def run_build(args: argparse.Namespace) -> int:
-    """Build, then print what was written. 130 when interrupted: nothing is left behind then."""
+    """Build, then print what was written. Returns 130 when interrupted; nothing is left behind."""
     from megacpp_mcore.training.data.build import build
 
     started = time.monotonic()
@@ -83,9 +81,9 @@ def run_check(args: argparse.Namespace) -> int:
 
     pair = read_pair(args.prefix, verify_hashes=True)
     unigram, bigram = corpus_entropy(args.prefix)
-    print(f"{args.prefix} is whole")
+    print(f"{args.prefix} is complete and unchanged")
     _print_manifest(pair.manifest)
-    print(f"  entropy    unigram {unigram:.4f}, bigram {bigram:.4f} nats a token")
+    print(f"  entropy    unigram {unigram:.4f}, bigram {bigram:.4f} nats per token")
     return 0
 
 
@@ -115,20 +113,22 @@ def _source(args: argparse.Namespace) -> Any:
 
 def _refuse_unused(args: argparse.Namespace) -> None:
     if args.tokens_column is not None and args.vocab_size is None:
-        raise MegacppError("--tokens-column needs --vocab-size, to know which ids are possible")
+        raise MegacppError("--tokens-column needs --vocab-size, to check that ids are below it")
     if args.tokens_column is None:
         for option in ("vocab_size", "eod_id", "append_eod"):
             value = getattr(args, option)
             if value is not None and value is not False:  # an id may be 0
                 raise MegacppError(
-                    f"--{option.replace('_', '-')} belongs to --tokens-column: text becomes bytes, "
-                    f"with vocabulary 257 and end of document 256"
+                    f"--{option.replace('_', '-')} is for --tokens-column only: text becomes "
+                    f"bytes, with vocabulary 257 and end of document 256"
                 )
     if args.text_column is not None or args.tokens_column is not None:
         if args.seed is not None:
-            raise MegacppError("--seed orders text files; Parquet rows keep the order they have")
+            raise MegacppError("--seed is for text files only; Parquet rows keep their order")
         if args.torch_headers:
-            raise MegacppError("--torch-headers is text: it cannot be mixed with Parquet shards")
+            raise MegacppError(
+                "--torch-headers adds text files, which cannot be mixed with Parquet shards"
+            )
 
 
 def _print_manifest(manifest: dict[str, Any]) -> None:

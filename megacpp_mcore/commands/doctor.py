@@ -1,4 +1,4 @@
-"""`megacpp doctor`: is the stack of this machine sound."""
+"""`megacpp doctor`: check this machine's software stack."""
 
 import argparse
 import dataclasses
@@ -13,19 +13,19 @@ def register(subparsers: Any) -> None:
     """Add `doctor`."""
     parser = subparsers.add_parser(
         "doctor",
-        help="check this machine's stack: versions, and the traps that are known",
-        description="Versions against the pinned stack, and every known trap with its remedy. "
-        "Exit status 1 when something would fail a run on this machine.",
+        help="check this machine's stack: versions and known traps",
+        description="Compare versions with the pinned stack, and look for every known trap; each "
+        "finding has a remedy. Exit status 1 when something would make a run fail on this machine.",
     )
     parser.add_argument(
         "--recipe", help="also check the patches that this recipe needs (default: MEGACPP_RECIPE)"
     )
-    parser.add_argument("--json", action="store_true", help="a list of checks")
+    parser.add_argument("--json", action="store_true", help="print the checks as a JSON list")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine this machine and print. 1 when a check fails."""
+    """Examine this machine and print the checks. Returns 1 when a check fails."""
     from megacpp_mcore import stack
     from megacpp_mcore.recipe import load_recipe, patch_needs, recipe_from_environment
     from megacpp_mcore.stack import doctor, facts

@@ -11,8 +11,8 @@ from typing import Any
 from megacpp_mcore.errors import MegacppError
 
 _EPILOG = """\
-exit status: 0 done (status: everything is applied; verify: proved; port: nothing conflicts),
-1 not so, 2 refused, with the reason on stderr and nothing changed.
+exit status: 0 success (status: everything is applied; verify: proved; port: no conflicts),
+1 otherwise, 2 refused, with the reason on stderr and nothing changed.
 
   megacpp patch status
   megacpp patch apply
@@ -22,7 +22,7 @@ exit status: 0 done (status: everything is applied; verify: proved; port: nothin
 """
 
 _EDITED = "edited files, under their paths in site-packages"
-_TEST = "script: exit 1 shows the defect, 0 is right behaviour, 77 cannot run here"
+_TEST = "script: exits 1 with the defect, 0 without it, 77 if it cannot run here"
 
 
 def register(subparsers: Any) -> None:
@@ -47,22 +47,22 @@ def register(subparsers: Any) -> None:
         command.set_defaults(run=run)
         return argument
 
-    argument = add("list", run_list, "what the lane carries, and why")
+    argument = add("list", run_list, "the patches of the lane, and their reasons")
     argument("--json", action="store_true")
     argument = add("status", run_status, "what is applied here", "--site")
     argument("--json", action="store_true")
     for name, text in (
-        ("apply", "put the lane on the installed packages"),
+        ("apply", "apply the lane to the installed packages"),
         ("revert", "restore the original files, byte for byte"),
     ):
         run = functools.partial(run_change, name)
         argument = add(name, run, text, "--site", "--only")
-        wait = "for another run (%(default)s)"
+        wait = "how long to wait for another patch command (%(default)s)"
         argument("--wait", metavar="SECONDS", type=float, default=30.0, help=wait)
         argument("--json", action="store_true")
-    text = "run the reproducing tests without and with the lane"
+    text = "run each patch's reproducer without and with the lane"
     argument = add("verify", run_verify, text, "--site", "--only")
-    argument("--timeout", metavar="SECONDS", type=float, default=600.0, help="of one run")
+    argument("--timeout", metavar="SECONDS", type=float, default=600.0, help="per run")
     argument("--json", action="store_true")
     text = "make a patch from an edited copy of installed files"
     argument = add("new", run_new, text, "--site")
@@ -152,12 +152,12 @@ def run_change(operation: str, args: argparse.Namespace) -> int:
     for package, ids in outcome.applied.items():
         print(f"{package}: applied: {', '.join(ids) or 'no patch'}")
     if not outcome.changed:
-        print(f"nothing to {operation}: it is so already")
+        print(f"nothing to {operation}: nothing would change")
     return 0
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Print each proof as it comes. 0 only when none failed and at least one was proved."""
+    """Print each proof when it is done. Returns 0 if at least one was proved and none failed."""
     from megacpp_mcore.patching import manifest, verify
 
     proofs = []
@@ -208,7 +208,7 @@ def run_new(args: argparse.Namespace) -> int:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Print the mail."""
+    """Print the patch as a mail."""
     from megacpp_mcore.patching import export, manifest
 
     mail = export.export(manifest.load(args.lane), args.id, args.site, args.author)
@@ -219,7 +219,7 @@ def run_export(args: argparse.Namespace) -> int:
 
 
 def run_port(args: argparse.Namespace) -> int:
-    """Print what each patch meets. 0 when none conflicts."""
+    """Print the result for each patch. Returns 0 if none conflicts."""
     from megacpp_mcore.patching import manifest, port
 
     reports = port.port(manifest.load(args.lane), args.to, args.site, args.only)

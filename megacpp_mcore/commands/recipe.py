@@ -14,16 +14,17 @@ from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.recipe.source import KEYS, RecipeError, shipped
 
 _ARGS_EPILOG = """\
-The words are Megatron's alone. It has no flag for a part of a recipe, which travels in
-MEGACPP_RECIPE: --env prints it. With --with-recipe it travels in words of our own before
-Megatron's, which our own module takes and Megatron-LM's pretrain_hybrid.py does not. The words of
-a shipped recipe without --set our own module knows by themselves; where those of another recipe are
-the same, they are not printed without one of the two.
+By default only Megatron's arguments are printed, but Megatron has no flag for some recipe keys.
+Pass the whole recipe in one of two ways:
+  --env          for Megatron-LM's pretrain_hybrid.py: also exports MEGACPP_RECIPE
+  --with-recipe  for `python -m megacpp_mcore.pretrain`: puts --megacpp-recipe before the arguments
+megacpp_mcore.pretrain also recognises the bare arguments of a shipped recipe without --set. If a
+changed recipe has the same arguments as a shipped one, one of the two options is required.
 
 formats:
-  shell  one line, quoted: to copy and paste, and for $(...) as long as no word needs quotes
+  shell  one line, quoted: to copy and paste, and for $(...) if no argument needs quotes
          (a pattern with * or | does; a note on stderr says so)
-  lines  one word a line, unquoted: for `mapfile -t`, and for $(...)
+  lines  one argument per line, unquoted: for `mapfile -t`, and for $(...)
   json   {"argv": [...]}, with --env also {"environment": {...}}
 
 examples:
@@ -44,9 +45,11 @@ def register(subparsers: Any) -> None:
 
     commands.add_parser("list", help="the shipped recipes").set_defaults(run=_list)
 
-    show = _add(commands, "show", _show, "the resolved recipe, with where each key goes")
-    show.add_argument("--all", action="store_true", help="also the keys left to their defaults")
-    show.add_argument("--json", action="store_true", help="every key, with name, sha256 and cost")
+    show = _add(commands, "show", _show, "the resolved recipe, and what each key is lowered to")
+    show.add_argument("--all", action="store_true", help="also the keys with default values")
+    show.add_argument(
+        "--json", action="store_true", help="every key, name, sha256 and cost as JSON"
+    )
 
     _add(commands, "check", _check, "compare with Megatron's own parser and validation", many=True)
 
@@ -56,12 +59,12 @@ def register(subparsers: Any) -> None:
     carrier.add_argument(
         "--env",
         action="store_true",
-        help="the environment too; in the shell format as exports, with the words in MEGATRON_ARGS",
+        help="also the environment; in the shell format as exports, with argv in MEGATRON_ARGS",
     )
     carrier.add_argument(
         "--with-recipe",
         action="store_true",
-        help="begin with --megacpp-recipe, for `python -m megacpp_mcore.pretrain`",
+        help="put --megacpp-recipe first, for `python -m megacpp_mcore.pretrain`",
     )
 
 
@@ -119,7 +122,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _toml(recipe: Recipe, everything: bool) -> Iterator[str]:
-    """The recipe as a file that loads to the same values, each key with where it goes."""
+    """The recipe as a TOML file that loads to the same values, with each key's target."""
     yield f"# {recipe.name}  sha256 {recipe.sha256}"
     yield f"# {recipe.plan.megatron_pattern}"
     cost = count(recipe)
@@ -174,43 +177,43 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _args(args: argparse.Namespace) -> int:
-    from megacpp_mcore.training.gpu.launch import recipe_words
+    from megacpp_mcore.training.gpu.launch import recipe_argv
 
     recipe = load_recipe(args.recipe, args.overrides)
     lowered = lower(recipe)
     if not (args.env or args.with_recipe):
-        _check_alone(recipe, lowered.argv)
+        _check_bare_argv(recipe, lowered.argv)
     environment = lowered.environment if args.env else {}
-    words = [*recipe_words(recipe), *lowered.argv] if args.with_recipe else lowered.argv
+    argv = [*recipe_argv(recipe), *lowered.argv] if args.with_recipe else lowered.argv
     if args.format == "json":
-        print(json.dumps({"argv": words} | ({"environment": environment} if args.env else {})))
+        print(json.dumps({"argv": argv} | ({"environment": environment} if args.env else {})))
     elif args.format == "lines":
-        print("\n".join(_lines(words, environment)))
+        print("\n".join(_lines(argv, environment)))
     else:
-        _print_shell(words, environment)
+        _print_shell(argv, environment)
     return 0
 
 
-def _check_alone(recipe: Recipe, argv: list[str]) -> None:
-    """Refuse words that say less than the recipe and that our own module takes for another one."""
+def _check_bare_argv(recipe: Recipe, argv: list[str]) -> None:
+    """Refuse arguments from which megacpp_mcore.pretrain would infer another, shipped recipe."""
     from megacpp_mcore.training.gpu.launch import shipped_recipe_of
 
     known = shipped_recipe_of(argv)
     if known is not None and known.sha256 != recipe.sha256:
         raise RecipeError(
-            f"the words of {recipe.request} are those of {known.name} as it is shipped: Megatron "
-            "has no flag for what is set apart from it, and a run on the words alone would go "
-            "without. Add --with-recipe, for `python -m megacpp_mcore.pretrain`, or --env, for "
+            f"the arguments of {recipe.request} are the same as those of the shipped recipe "
+            f"{known.name}: Megatron has no flag for the keys that differ, so they would be lost. "
+            "Add --with-recipe, for `python -m megacpp_mcore.pretrain`, or --env, for "
             "Megatron-LM's pretrain_hybrid.py"
         )
 
 
 def _lines(argv: list[str], environment: dict[str, str]) -> list[str]:
-    words = [*(f"{name}={value}" for name, value in environment.items()), *argv]
-    for word in words:
-        if "\n" in word:
-            raise RecipeError(f"{word!r} has a line break, which `lines` cannot show: use json")
-    return words
+    lines = [*(f"{name}={value}" for name, value in environment.items()), *argv]
+    for line in lines:
+        if "\n" in line:
+            raise RecipeError(f"{line!r} has a line break; use --format json")
+    return lines
 
 
 def _print_shell(argv: list[str], environment: dict[str, str]) -> None:
@@ -220,7 +223,7 @@ def _print_shell(argv: list[str], environment: dict[str, str]) -> None:
         print(f"MEGATRON_ARGS=({shlex.join(argv)})")
         return
     print(shlex.join(argv))
-    quoted = [word for word in argv if shlex.quote(word) != word]
+    quoted = [argument for argument in argv if shlex.quote(argument) != argument]
     if quoted:
         print(
             f"megacpp: quoted for the shell: {', '.join(quoted)}. $(...) does not remove quotes: "

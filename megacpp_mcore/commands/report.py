@@ -13,9 +13,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     show.add_argument("receipt", type=Path)
     show.set_defaults(run=_show)
 
-    compare = actions.add_parser(
-        "compare", help="print what B changes against A, and keep, drop or undecided"
-    )
+    compare = actions.add_parser("compare", help="compare B with A; prints keep, drop or undecided")
     compare.add_argument("a", type=Path, metavar="A")
     compare.add_argument("b", type=Path, metavar="B")
     compare.add_argument("--margin", type=float, metavar="SHARE",

@@ -10,9 +10,9 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "train",
         help="train a recipe here: on the CPU, or with --gpus on this machine's GPUs",
-        description="Train a recipe whose launch.device is 'cpu', in one process, through "
-        "Megatron's own arguments, model and data classes; or with --gpus one for GPUs, in "
-        "Megatron's own training loop, one process a GPU.",
+        description="Without --gpus: train a recipe whose launch.device is 'cpu' in one process, "
+        "through Megatron's own arguments, model and data classes. With --gpus: train a recipe for "
+        "GPUs in Megatron's own training loop, one process per GPU.",
     )
     add = parser.add_argument
     add("recipe", metavar="RECIPE", help="a shipped recipe's name, or the path of a TOML file")
@@ -25,11 +25,11 @@ def register(subparsers: Any) -> None:
         help="with --gpus: train Megatron's own blocks of the same sizes instead of ours, Mamba-2 "
         "in place of M and R, to compare with")  # fmt: skip
     add("--steps", type=int, metavar="N",
-        help="stop after N steps in all; the schedule stays the recipe's")  # fmt: skip
+        help="stop after N steps in total; the schedule is not changed")  # fmt: skip
     add("--out", metavar="DIR", help="folder of the run (default: runs/RECIPE)")
     add("--resume", action="store_true",
-        help="go on from the newest complete checkpoint in DIR (with --gpus: in the recipe's "
-        "checkpoint.load), or begin")  # fmt: skip
+        help="resume from the newest complete checkpoint in DIR (with --gpus: in the recipe's "
+        "checkpoint.load), or start if there is none")  # fmt: skip
     add("--overwrite", action="store_true", help="replace the run that DIR holds")
     parser.set_defaults(run=run)
 
@@ -43,16 +43,18 @@ def run(args: argparse.Namespace) -> int:
     if args.steps is not None and args.steps < 1:
         raise MegacppError(f"--steps {args.steps}: at least 1 is needed")
     if args.resume and args.overwrite:
-        raise MegacppError("--resume continues the run in DIR and --overwrite removes it: give one")
+        raise MegacppError(
+            "--resume continues the run in DIR, --overwrite removes it: give only one of them"
+        )
     if args.gpus is not None:
         from megacpp_mcore.training.gpu import run
 
         if args.steps is not None or args.overwrite:
             raise MegacppError(
-                "--steps and --overwrite are the CPU lane's: with --gpus set "
-                "schedule.train_iters=N, and give every run folders of its own"
+                "--steps and --overwrite are for CPU runs: with --gpus, set schedule.train_iters=N "
+                "and choose another --out"
             )
-        return run.run(
+        return run.launch_ranks(
             args.recipe, args.overrides, args.gpus, args.out,
             yardstick=args.yardstick, resume=args.resume,
         )  # fmt: skip

@@ -12,9 +12,9 @@ from megacpp_mcore.hybrid.pattern import ATTENTION, TARGETS, translate
 from megacpp_mcore.hybrid.plan import HybridPlan, Layer
 
 _EPILOG = """\
-letters: {letters}; | cuts the pipeline.
-A pattern without | is tiled to the depth; with | its pieces must add up to it.
-Quote a pattern that holds a | for the shell.
+letters: {letters}; | separates pipeline segments.
+A pattern without | is tiled to the depth; with | its segments must add up to it.
+Quote a pattern with | for the shell.
 
 examples:
   megacpp translate AEMEAEMEAEMR --depth 52
@@ -47,7 +47,7 @@ def register(subparsers) -> None:
     )
     add("--mtp-depths", type=int, default=0, metavar="K", help="multi-token prediction depths")
     add("--mtp-pattern", default="", metavar="AE", help="source letters of each MTP depth")
-    add("--pp", type=int, metavar="P", help="pipeline stages (default: one per piece, else 1)")
+    add("--pp", type=int, metavar="P", help="pipeline stages (default: one per segment, else 1)")
     add("--vpp", type=int, metavar="V", help="virtual stages per pipeline stage")
     add(
         "--target",
@@ -55,7 +55,7 @@ def register(subparsers) -> None:
         metavar="|".join(TARGETS),
         help="nam56r: with this plugin (default); native: what plain Megatron can run",
     )
-    add("--mamba2", action="store_true", help="with native: Megatron's Mamba-2 will do for M")
+    add("--mamba2", action="store_true", help="with native: accept Megatron's Mamba-2 for M")
     add("--json", action="store_true", help="print the whole plan as JSON")
     parser.set_defaults(run=_run)
 
@@ -87,7 +87,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _report(plan: HybridPlan) -> Iterable[str]:
-    """The plan for people. Source and Megatron pattern stand letter under letter."""
+    """The plan as text. The letters of the source and Megatron patterns are aligned."""
     ranks = f" with DSA at A ranks {', '.join(map(str, plan.dsa_ranks))}" if plan.dsa_ranks else ""
     yield f"source    {plan.source_pattern}"
     yield f"Megatron  {plan.megatron_pattern}"
@@ -133,7 +133,7 @@ def _segments(plan: HybridPlan) -> Iterable[str]:
 
 
 def _layer_lines(plan: HybridPlan) -> Iterable[str]:
-    """A line for each layer under a heading; two columns once one would fill a screen."""
+    """A heading and one line per layer, in two columns if there are more than 20 layers."""
     rows = [("layer", "src", "sym", "served by", "rank", "stage")]
     for layer in plan.layers:
         mtp = "" if layer.mtp_depth is None else f"mtp{layer.mtp_depth}:"

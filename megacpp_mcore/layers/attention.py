@@ -14,19 +14,19 @@ from megacpp_mcore.surfaces.workload import current_device
 
 
 class AttentionError(MegacppError):
-    """Angles or a batch that the chosen RoPE cannot turn."""
+    """Angles or a batch that the chosen RoPE backend does not support."""
 
 
 class SelfAttention(upstream.SelfAttention):
-    """Megatron's SelfAttention, whose queries, keys and values come out of one RoPE launch.
+    """Megatron's SelfAttention with one fused kernel that splits QKV and rotates Q and K.
 
-    Upstream cuts the projection apart, copies the queries together, and turns queries and keys one
-    after the other. Here the surface `rope_qk` does all of it on the projection as the GEMM leaves
-    it, in get_query_key_value_tensors; upstream's forward then finds no angles left to apply. Where
-    dispatch chose `megatron`, in generation and without RoPE, upstream's own path runs.
+    Upstream splits the projection, copies the queries into one tensor, and rotates queries and keys
+    in separate calls. Here a backend of the surface `rope_qk` does all of this on the GEMM's output
+    in get_query_key_value_tensors, and upstream's forward receives no angles to apply. Upstream's
+    own path runs when dispatch chose `megatron`, during generation, and without RoPE.
 
-    A spec is made before the config is known, so that it may name the Q/K norms that only a config
-    with qk_layernorm wants; they are dropped for one without.
+    A spec is made before the config is known, so it may name Q/K norms that only a config with
+    qk_layernorm uses; they are dropped otherwise.
     """
 
     def __init__(self, config, submodules, *args, **kwargs) -> None:
@@ -45,13 +45,13 @@ class SelfAttention(upstream.SelfAttention):
         self, hidden_states, attention_mask, key_value_states=None, inference_context=None,
         rotary_pos_emb=None, *args, packed_seq_params=None, inference_params=None, **kwargs,
     ):  # fmt: skip
-        """As upstream's; Megatron gives everything behind rotary_pos_emb by name.
+        """As upstream's; Megatron passes every argument after rotary_pos_emb by name.
 
-        Raises AttentionError for angles that differ between queries and keys or between the rows
-        of a batch, and for a document that is longer than the table of angles.
+        Raises AttentionError when angles differ between queries and keys or between the rows of a
+        batch, and when a document is longer than the table of angles.
         """
-        ours = self.rope is not None and self._turns() and rotary_pos_emb is not None
-        if ours and inference_context is None and inference_params is None:
+        fused = self.rope is not None and self._uses_rope() and rotary_pos_emb is not None
+        if fused and inference_context is None and inference_params is None:
             self._angles = self._table(rotary_pos_emb)
             self._offsets = _offsets(packed_seq_params, self._angles)
             rotary_pos_emb = None
@@ -67,30 +67,30 @@ class SelfAttention(upstream.SelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states, key_value_states=None, output_gate=False, split_qkv=True
     ):
-        """As upstream's; turned already, where forward has put the angles aside."""
+        """As upstream's, but with Q and K already rotated when forward stored the angles."""
         if self._angles is None:
             return super().get_query_key_value_tensors(
                 hidden_states, key_value_states, output_gate, split_qkv
             )
         norms = self.q_layernorm is not None or self.k_layernorm is not None
-        found = super().get_query_key_value_tensors(hidden_states, split_qkv=norms)
-        how = {
+        projected = super().get_query_key_value_tensors(hidden_states, split_qkv=norms)
+        options = {
             "cu_seqlens": self._offsets,
             "interleaved": self.config.rotary_interleaved,
             "mscale": self._yarn_concentration_factor,
         }
         packed = self._offsets is not None
         if norms:
-            q, k, v = found
+            q, k, v = projected
             q, k = (x.squeeze(1) for x in (q, k)) if packed else (q, k)
-            q, k = self.rope.apart(q, k, self._angles, **how)
+            q, k = self.rope.apart(q, k, self._angles, **options)
             return (q.unsqueeze(1), k.unsqueeze(1), v) if packed else (q, k, v)
-        qkv = found[0].squeeze(1) if packed else found[0]
+        qkv = projected[0].squeeze(1) if packed else projected[0]
         heads = self.num_attention_heads_per_partition
-        turned = self.rope.projected(qkv, self._angles, heads=heads, **how)
-        return tuple(x.unsqueeze(1) for x in turned) if packed else turned
+        rotated = self.rope.projected(qkv, self._angles, heads=heads, **options)
+        return tuple(x.unsqueeze(1) for x in rotated) if packed else rotated
 
-    def _turns(self) -> bool:
+    def _uses_rope(self) -> bool:
         skipped = self.config.no_rope_freq
         return not (skipped and skipped[self.layer_number - 1])
 
@@ -100,14 +100,14 @@ class SelfAttention(upstream.SelfAttention):
         if isinstance(table, tuple):
             if table[0] is not table[1]:
                 raise AttentionError(
-                    "queries and keys have angles of their own; give one table for both, or name "
-                    f"rope_qk = '{rope_qk.MEGATRON.name}' in [backends]"
+                    "queries and keys have angles of their own, and rope_qk takes one table for "
+                    f"both; set rope_qk = '{rope_qk.MEGATRON.name}' in [backends]"
                 )
             table = table[0]
         if table.dim() != 4 or table.shape[1:3] != (1, 1):
             raise AttentionError(
                 f"rotary_pos_emb is {tuple(table.shape)}; rope_qk takes (positions, 1, 1, "
-                "rotary_dim), one table for all rows and heads"
+                "rotary_dim), one table for all rows and heads; set rope_qk = 'megatron'"
             )
         table = table[:, 0, 0]
         if self.config.rotary_interleaved:
@@ -116,13 +116,14 @@ class SelfAttention(upstream.SelfAttention):
 
 
 def _offsets(packed_seq_params, angles: Tensor) -> Tensor | None:
-    """cu_seqlens of packed documents, with the padding between them where there is any."""
+    """cu_seqlens of packed documents (padded offsets if there are any), None for whole rows."""
     if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
         return None
     longest = packed_seq_params.max_seqlen_q
     if longest is not None and longest > angles.shape[0]:
         raise AttentionError(
-            f"max_seqlen_q is {longest}, rotary_pos_emb has {angles.shape[0]} positions"
+            f"max_seqlen_q is {longest}, rotary_pos_emb has {angles.shape[0]} positions; "
+            "pack shorter documents"
         )
     padded = packed_seq_params.cu_seqlens_q_padded
     return packed_seq_params.cu_seqlens_q if padded is None else padded

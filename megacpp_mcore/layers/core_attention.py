@@ -1,8 +1,9 @@
 """Causal core attention outside Transformer Engine: the `core_attention` surface's modules.
 
-All take Megatron's layouts, `sbhd` (q, k, v of shape [s, b, heads, dim]) and packed `thd`
-([t, heads, dim] with `cu_seqlens_q`), any head dims (dqk may differ from dv, as in MLA), grouped
-queries, and any strides whose last is 1, and return [s, b, heads * dv] or [t, heads * dv].
+Inputs are in Megatron's layouts: `sbhd` (q, k, v of shape [s, b, heads, dim]) or packed `thd`
+([t, heads, dim] with `cu_seqlens_q`). The output is [s, b, heads * dv] or [t, heads * dv]. Any head
+dims work (dqk may differ from dv, as in MLA), grouped queries too, and any strides with unit stride
+in the last dimension.
 """
 
 import contextlib
@@ -30,19 +31,19 @@ from megacpp_mcore.kernels.core_attention import (
 
 
 class CoreAttentionError(MegacppError):
-    """A mask, layout or parallelism that a core attention does not serve."""
+    """A mask, layout or parallelism that a core attention does not support."""
 
 
 class TorchCoreAttention(MegatronModule):
-    """What the backends share: the constructor Megatron calls, layouts, masks and documents.
+    """Base class of the backends: Megatron's constructor, layouts, masks and documents.
 
     k_channels, v_channels: dqk and dv when they are not config.kv_channels (MLA). softmax_scale:
-    1 / sqrt(dqk) when None. Raises CoreAttentionError for what dispatch does not let through:
-    context parallelism, a mask that is not causal, a window that the kernel does not have.
+    1 / sqrt(dqk) when None. Raises CoreAttentionError for context parallelism, for a mask that is
+    not causal, and for a sliding window without kernel support; dispatch refuses the same earlier.
     """
 
     has_window: ClassVar[bool] = False
-    takes_narrow_v = True  # in packed documents too, where Megatron's MLA pads v for TE
+    takes_narrow_v = True  # dv < dqk works for packed documents too; for TE, Megatron's MLA pads v
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None,
                  k_channels=None, v_channels=None, cp_comm_type=None, pg_collection=None,
@@ -60,7 +61,8 @@ class TorchCoreAttention(MegatronModule):
         self.window = window_of(config, layer_number)
         if self.window is not None and not self.has_window:
             raise CoreAttentionError(
-                f"window_size {config.window_size}: {type(self).__name__} has no sliding window"
+                f"window_size {config.window_size}: {type(self).__name__} has no sliding window; "
+                "use the core_attention backend 'te' or 'reference'"
             )
         self._check_mask(attn_mask_type)
 
@@ -74,15 +76,15 @@ class TorchCoreAttention(MegatronModule):
         attention_bias=None,
         packed_seq_params=None,
     ) -> Tensor:
-        """Attend causally, in packed documents each to itself.
+        """Causal attention; with packed documents, each document attends to itself only.
 
-        attention_mask is not read: a causal mask needs none, and documents come as offsets.
+        attention_mask is not read: causality is implied, and documents come as offsets.
         """
         if attn_mask_type is not None:
             self._check_mask(attn_mask_type)
         if attention_bias is not None:
-            raise CoreAttentionError("attention_bias is not served by this core attention")
-        if not query.numel():  # which not every kernel can be launched for
+            raise CoreAttentionError("attention_bias is not supported here; pass None")
+        if not query.numel():  # not every kernel can be launched without elements
             nothing = query.sum() + key.sum() + value.sum()
             return nothing.expand(*query.shape[:-1], value.shape[-1]).flatten(-2)
         dropout = self.dropout if self.training else 0.0
@@ -94,21 +96,23 @@ class TorchCoreAttention(MegatronModule):
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         """q [s, b, h, dqk], k [s, b, g, dqk], v [s, b, g, dv], h % g == 0 -> [s, b, h, dv]."""
-        raise CoreAttentionError(f"{type(self).__name__} has no kernel for whole rows")
+        raise CoreAttentionError(
+            f"{type(self).__name__} has no kernel for whole rows; name another core_attention"
+        )
 
     def packed(
         self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, dropout: float
     ) -> Tensor:
-        """The same of [t, h, d], each document of the bounds, which end at t, to itself."""
+        """The same for [t, h, d]. bounds: int32 offsets of the documents; the last one is t."""
         raise CoreAttentionError(
             f"{type(self).__name__} has no kernel for packed documents; name another core_attention"
         )
 
     def _random_states(self, dropout: float) -> contextlib.AbstractContextManager:
-        """Other ones on every tensor-parallel rank, whose heads are others, as TE's attention has.
+        """The RNG state for dropout: a different one on each tensor-parallel rank, as in TE.
 
-        Megatron's own attention leaves it to the stack under sequence parallelism; HybridStack
-        does not do it.
+        Under sequence parallelism, Megatron's own attention expects the stack to fork the RNG
+        state; HybridStack does not.
         """
         tracker = get_cuda_rng_tracker()
         if dropout and tracker.is_initialized():
@@ -117,11 +121,13 @@ class TorchCoreAttention(MegatronModule):
 
     def _check_mask(self, mask: AttnMaskType) -> None:
         if mask not in (AttnMaskType.causal, AttnMaskType.padding_causal):
-            raise CoreAttentionError(f"mask {mask.name!r} is not served; use causal")
+            raise CoreAttentionError(
+                f"mask {mask.name!r} is not supported; use causal or padding_causal"
+            )
 
 
 def window_of(config, layer_number: int) -> int | None:
-    """Tokens before its own that a query of this layer sees; None: all."""
+    """How many earlier tokens a query of this layer can see; None: all of them."""
     skip = getattr(config, "window_attn_skip_freq", None)
     if not is_layer_window_attention(config.window_size, skip, layer_number):
         return None
@@ -130,31 +136,31 @@ def window_of(config, layer_number: int) -> int | None:
 
 
 def _documents(packed_seq_params, query: Tensor) -> tuple[Tensor, int]:
-    """Offsets up to the last of the query's tokens, int32, and the longest document.
+    """int32 offsets that end at the query's last token, and the length of the longest document.
 
-    With padding between documents the padded offsets are the ones where documents start; causal
-    attention keeps what stands behind a document's tokens from them. Tokens behind the last offset
-    become a document of their own, so that no kernel leaves their values as the allocator had them.
-    How many they are is known without waiting for the GPU only where total_tokens says it, and
-    max_seqlen_q may leave padding out: where either is open, the whole pack is the longest.
+    With padding between documents, documents start at the padded offsets; the causal mask hides the
+    padding that follows a document. Tokens after the last offset become one more document, so that
+    every kernel writes their outputs. Their number is known without a device synchronisation only
+    from total_tokens, and max_seqlen_q may not count padding. When either is unknown, the bound on
+    the longest document is the whole pack.
     """
     if packed_seq_params.qkv_format != "thd" or packed_seq_params.cu_seqlens_q is None:
         given = "missing" if packed_seq_params.cu_seqlens_q is None else "given"
         raise CoreAttentionError(
             f"packed_seq_params has qkv_format {packed_seq_params.qkv_format!r} and cu_seqlens_q "
-            f"{given}; 'thd' with cu_seqlens_q is needed"
+            f"{given}; give 'thd' with cu_seqlens_q"
         )
     offsets, padded = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded
     bounds = (offsets if padded is None else padded).to(torch.int32)
     tokens, longest = query.shape[0], packed_seq_params.max_seqlen_q
-    as_they_are = padded is None or padded is offsets
-    if as_they_are and packed_seq_params.total_tokens == tokens and longest is not None:
+    no_padding = padded is None or padded is offsets
+    if no_padding and packed_seq_params.total_tokens == tokens and longest is not None:
         return bounds, int(longest)
     return torch.cat([bounds, bounds.new_full((1,), tokens)]), tokens
 
 
 class HeadsFirst(TorchCoreAttention):
-    """One of kernels.core_attention's functions of [b, h, s, d]; documents one after the other."""
+    """A function of kernels.core_attention on [b, h, s, d]; loops over packed documents."""
 
     kernel: ClassVar[Callable[..., Tensor]]
 
@@ -180,27 +186,27 @@ class HeadsFirst(TorchCoreAttention):
 
 
 class SDPACoreAttention(HeadsFirst):
-    """The fused kernel that torch picks."""
+    """scaled_dot_product_attention with the fused kernel that torch selects."""
 
     kernel = staticmethod(sdpa)
 
 
 class ReferenceCoreAttention(HeadsFirst):
-    """The definition, with the scores of every head in memory."""
+    """The reference: plain torch, with the scores of every head in memory."""
 
     kernel = staticmethod(attention)
     has_window = True
 
 
 class CudnnCoreAttention(HeadsFirst):
-    """cuDNN's fused kernel, for whole rows: one by one, short documents would starve the GPU."""
+    """cuDNN's fused kernel, for whole rows only: a launch per document would starve the GPU."""
 
     kernel = staticmethod(sdpa_cudnn)
     packed = TorchCoreAttention.packed
 
 
 class FlashCoreAttention(HeadsFirst):
-    """torch's FlashAttention-2, packed documents in one launch of its varlen form."""
+    """torch's FlashAttention-2; packed documents in one launch of its varlen variant."""
 
     kernel = staticmethod(sdpa_flash)
 
@@ -251,8 +257,8 @@ class Flash4CoreAttention(PackageCoreAttention):
 class CoreAttentionByLayout(MegatronModule):
     """One core attention for whole rows and another for packed documents.
 
-    packed: None where no backend serves them; `refusal` then says why. Neither adds a level to the
-    keys of a distributed checkpoint.
+    packed: None when no backend supports them; `refusal` then says why. Checkpoint keys are those
+    of the inner modules, without a further prefix.
     """
 
     def __init__(self, config, whole, packed, refusal: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Builders that a stack spec names as modules; they ask dispatch with the layer's config."""
+"""Builders for stack specs: each asks dispatch for a module once the layer's config is known."""
 
 from functools import partial
 
@@ -17,18 +17,18 @@ from megacpp_mcore.surfaces.workload import current_device
 class DispatchedCoreAttention:
     """Builds the attention cores that dispatch chooses for the layer's config.
 
-    Whether batches will be packed is not known when a layer is built, so that both layouts are
-    decided and recorded then. One that no backend serves is refused at once for whole rows, and for
-    packed documents when a batch has them.
+    A layer does not know at construction whether batches will be packed, so a backend is chosen and
+    recorded for both layouts. If no backend supports whole rows, construction fails; if none
+    supports packed documents, the first packed batch fails.
     """
 
     def __new__(cls, config, layer_number, **kwargs) -> torch.nn.Module:
         if config.multi_latent_attention and "k_channels" not in kwargs:
-            return IdentityOp()  # MLA's base class builds one with other sizes, and MLA replaces it
+            return IdentityOp()  # a placeholder: MLA replaces what its base class builds here
         dims = kwargs.get("k_channels"), kwargs.get("v_channels")
         window = window_of(config, layer_number)
 
-        def decided(layout: str) -> type:
+        def choose(layout: str) -> type:
             workload = core_attention.workload(current_device(), config, *dims, layout, window)
             requests = plugin_settings(config).backends
             return dispatch.decide("core_attention", workload, requests).load()
@@ -36,9 +36,9 @@ class DispatchedCoreAttention:
         def build(core: type) -> torch.nn.Module:
             return core(config=config, layer_number=layer_number, **kwargs)
 
-        whole = decided("sbhd")
+        whole = choose("sbhd")
         try:
-            packed = decided("thd")
+            packed = choose("thd")
         except dispatch.DispatchError as error:
             return CoreAttentionByLayout(config, build(whole), None, str(error))
         if packed is whole:

@@ -1,9 +1,9 @@
 """Routed experts on torch's grouped matrix product, in Megatron's slot for them.
 
 The interface and the checkpoint are those of Megatron's TEGroupedMLP and SequentialMLP: sharded
-keys `experts.linear_fc1.weight` and `experts.linear_fc2.weight`, one shard an expert, so that a
-model can be saved with one and loaded with another. In memory the weights of a layer's local
-experts are one parameter, which the grouped product reads in place.
+keys `experts.linear_fc1.weight` and `experts.linear_fc2.weight`, one shard per expert. A model
+saved with one implementation loads with another. In memory, all local experts of a layer share one
+parameter, which the grouped product reads in place.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ from torch import Tensor
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.moe_experts import experts_grouped_mm, weighted_swiglu
-from megacpp_mcore.layers.gathered import gathered
+from megacpp_mcore.layers.param_gather import wait_for_param_gather
 
-# Field of Megatron's config that no recipe has -> the one value that is served. What a recipe can
-# ask for is refused by dispatch (`megacpp_mcore.surfaces.moe_experts`).
+# Fields of Megatron's config without a recipe key -> the one value that this backend supports.
+# Values that a recipe can set are refused earlier, by dispatch (`surfaces.moe_experts`).
 _SERVED = {
     "activation_func_clamp_value": None, "glu_linear_offset": 0.0,
     "moe_mlp_glu_interleave_size": None, "moe_latent_size": None, "use_te_activation_func": False,
@@ -37,14 +37,14 @@ _SERVED = {
 
 
 class ExpertsError(MegacppError):
-    """A config or a checkpoint layout that the grouped experts do not serve."""
+    """A config or a checkpoint layout that the grouped experts do not support."""
 
 
 class GroupedMMExperts(MegatronModule):
     """The local experts of a MoE layer. SwiGLU, no bias, bf16 (fp16 and fp32 run too).
 
     counts_on_device: the tokens of each expert are read on the device; no host copy is needed.
-    Raises ExpertsError naming every field of the config that asks for something else.
+    Raises ExpertsError, which names every unsupported field of the config.
     """
 
     counts_on_device = True
@@ -69,8 +69,10 @@ class GroupedMMExperts(MegatronModule):
     ) -> tuple[Tensor, None]:
         """tokens [t, h] sorted by expert, counts [local experts], probs [t] -> [t, h], no bias."""
         output = experts_grouped_mm(
-            permuted_local_hidden_states, tokens_per_expert, gathered(self.linear_fc1).weight,
-            gathered(self.linear_fc2).weight, permuted_probs, activation=self._activation,
+            permuted_local_hidden_states, tokens_per_expert,
+            wait_for_param_gather(self.linear_fc1).weight,
+            wait_for_param_gather(self.linear_fc2).weight,
+            permuted_probs, activation=self._activation,
         )  # fmt: skip
         return output, None
 
@@ -84,8 +86,8 @@ class GroupedMMExperts(MegatronModule):
         """Megatron's keys. Raises ExpertsError for metadata with singleton_local_shards."""
         if (metadata or {}).get("singleton_local_shards", False):
             raise ExpertsError(
-                "singleton_local_shards (a checkpoint with one key an expert) is not served by the "
-                "moe_experts backend 'grouped_mm'; name 'te' or 'reference'"
+                "singleton_local_shards (a checkpoint with one key per expert) is not supported by "
+                "the moe_experts backend 'grouped_mm'; use 'te' or 'reference'"
             )
         first = self.ep_group.rank() * self.num_local_experts
         total = self.ep_group.size() * self.num_local_experts
@@ -97,7 +99,7 @@ class GroupedMMExperts(MegatronModule):
             sharded[f"{local}.weight"] = weights.factory(
                 f"{key}.weight", tuple(sharded_offsets), experts, (0, 0, data_rank)
             )
-            # Nothing, in the place where the other experts keep an FP8 state or nothing.
+            # Empty: the other implementations keep their FP8 state under these keys.
             for i, expert in enumerate(experts):
                 sharded[f"{local}._extra_state{i or ''}"] = make_sharded_object_for_checkpoint(
                     None,
@@ -110,22 +112,22 @@ class GroupedMMExperts(MegatronModule):
 
 def _check(config) -> None:
     differing = [
-        f"{field} is {getattr(config, field)!r}, served: {value!r}"
+        f"{field} is {getattr(config, field)!r}, supported: {value!r}"
         for field, value in _SERVED.items()
         if getattr(config, field) != value
     ]
     if differing:
         raise ExpertsError(
-            f"the moe_experts backend 'grouped_mm' cannot serve: {'; '.join(differing)}. "
-            "Change the recipe, or name the backend 'te' or 'reference'"
+            f"the moe_experts backend 'grouped_mm' does not support: {'; '.join(differing)}. "
+            "Change the recipe, or use the backend 'te' or 'reference'"
         )
 
 
 class _Weights(torch.nn.Module):
-    """One weight (experts, out, in) whose axis `split` of (out, in) lies over the expert TP ranks.
+    """One weight (experts, out, in); axis `split` of (out, in) is split over the expert TP ranks.
 
-    Every expert is initialised as Megatron's parallel linears are. A column-parallel weight (split
-    0) holds a rank's part of the gate above its part of the up projection.
+    Every expert is initialised like Megatron's parallel linears. A column-parallel weight (split 0)
+    holds this rank's rows of the gate first, then its rows of the up projection.
     """
 
     def __init__(
@@ -153,7 +155,7 @@ class _Weights(torch.nn.Module):
         self.weight.allreduce = not (config.expert_model_parallel_size > 1 or other_groups)
 
     def _load_from_state_dict(self, state_dict, prefix, *arguments) -> None:
-        """Without the `_extra_state` of a checkpoint that other experts have written."""
+        """Drops the `_extra_state` of a checkpoint that another implementation wrote."""
         for key in [key for key in state_dict if key.startswith(f"{prefix}_extra_state")]:
             del state_dict[key]
         super()._load_from_state_dict(state_dict, prefix, *arguments)
@@ -162,13 +164,13 @@ class _Weights(torch.nn.Module):
         self, key: str, offsets: tuple, experts: list[tuple[int, int, int]],
         replica_id: tuple[int, int, int],
     ) -> ShardedTensorFactory:  # fmt: skip
-        """The weight as Megatron's shards: one an expert, the gate and the up projection apart."""
+        """The weight as Megatron's shards: one per expert, gate and up projection separately."""
         prepended = len(offsets) + 1
         parts = 2 if self.split == 0 else 1
 
         def build(key, tensor, replica_id, flattened_range):
             if flattened_range is not None:
-                raise ExpertsError(f"{key}: a flattened shard of a weight with experts in it")
+                raise ExpertsError(f"{key}: flattened shards are not supported for expert weights")
             axis = prepended + self.split
             return [
                 ShardedTensor.from_rank_offsets(

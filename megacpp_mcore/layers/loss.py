@@ -1,14 +1,14 @@
-"""The output layer and the losses of a HybridModel, main head and MTP, without the logits.
+"""The output layer and the losses of a HybridModel (main head and MTP) without full logits.
 
-Megatron makes the logits of every token for the main head, and again for every MTP depth, and keeps
-a softmax of each in float32 until the backward pass. Here both heads are calls of the surface
-`linear_cross_entropy`, which is given hidden states and the output layer's weight. The losses, what
-is logged of them and what they add to the gradient are Megatron's (`HybridModel.forward`,
-`process_mtp_loss`, `VocabParallelCrossEntropy`).
+Megatron computes the logits of every token for the main head and for each MTP depth, and keeps a
+float32 softmax of each until the backward pass. Here both heads call the surface
+`linear_cross_entropy` with hidden states and the output layer's weight. Loss values, logging and
+gradient scaling are Megatron's (`HybridModel.forward`, `process_mtp_loss`,
+`VocabParallelCrossEntropy`).
 
-A stack spec has no say in this, only the model's builder (`training/gpu_model.py`): a model that
-Megatron-LM's own pretrain_hybrid.py builds with our `--spec` keeps Megatron's heads, and is refused
-where others are asked for.
+Only the model builder (`training/gpu/model.py`) can install these heads; a stack spec cannot. A
+model that Megatron-LM's own pretrain_hybrid.py builds with our `--spec` keeps Megatron's heads, and
+is refused when the recipe names another backend.
 """
 
 from dataclasses import dataclass
@@ -39,21 +39,24 @@ from megacpp_mcore.surfaces.workload import current_device
 
 SURFACE = linear_cross_entropy.SURFACE.name
 
-# Field of Megatron's config -> the one value that is served, and why no other is.
+# Field of Megatron's config -> the one supported value, and why no other is supported.
 _SERVED = {
-    "mtp_report_acceptance": (False, "counting right predictions takes the logits"),
-    "fine_grained_activation_offloading": (False, "its bookkeeping of the head is not done"),
-    "gtp_weight_remat_size": (1, "the output layer's weight would be a shard of another kind"),
+    "mtp_report_acceptance": (False, "counting correct predictions needs the logits"),
+    "fine_grained_activation_offloading": (
+        False,
+        "the heads do not support it",
+    ),
+    "gtp_weight_remat_size": (1, "the output layer's weight would be sharded in another way"),
 }
 
 
 class LossError(MegacppError):
-    """A model or a call whose losses cannot be made without logits."""
+    """A model or a call whose losses cannot be computed without logits."""
 
 
 @dataclass(frozen=True)
 class _Depth:
-    """What one MTP depth learns. labels, mask: [b, s]; tokens: how many the mask counts."""
+    """Targets of one MTP depth. labels, mask: [b, s]; tokens: the sum of the mask."""
 
     labels: Tensor
     mask: Tensor
@@ -63,13 +66,13 @@ class _Depth:
 class HeadLosses:
     """The losses of one model's heads, through the backend that dispatch chose for it.
 
-    Hidden states come as the last layer leaves them: [s, b, h], of this rank's part of the sequence
-    under sequence parallelism. Labels, masks, weights and losses are [b, s] of the whole sequence,
-    losses in nats, float32.
+    Hidden states are the last layer's output, [s, b, h]; under sequence parallelism s is this
+    rank's part of the sequence. Labels, masks, weights and losses are [b, s] for the whole
+    sequence; losses are float32, in nats.
     """
 
     def __init__(self, model: Any, decision: dispatch.Decision) -> None:
-        """model: a HybridModel that has its output layer, and nothing that takes logits."""
+        """model: a HybridModel with an output layer, whose config does not need logits."""
         self.config = model.config
         self.cp_group = model.pg_collection.cp
         self.tp_group = model.tp_group if model.tp_group.size() > 1 else None
@@ -82,18 +85,19 @@ class HeadLosses:
         self._counts_are_optional = "mtp-acceptance-on-request" in applied("megatron-core")
 
     def per_token(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """The loss of every token, [b, s]. Any gradient may come back for them."""
+        """The loss of every token, [b, s]. The backward pass accepts any gradient for it."""
         targets = labels.t().contiguous()
         losses = self._head.per_token(self._for_all_ranks(hidden), weight, targets, **self._options)
         return losses.t().contiguous()
 
     def total(self, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        """sum(weights * losses), a scalar: its gradient is made in the forward pass."""
+        """sum(weights * losses), a scalar. Its gradient is computed in the forward pass."""
         if not torch.is_grad_enabled():
             return (self.per_token(hidden, weight, labels) * weights).sum()
         hidden = self._for_all_ranks(hidden)
+        weights = _to_loss_dtype(weights.t(), hidden)
         total, _ = self._head.weighted(
-            hidden, weight, labels.t().contiguous(), _wide(weights.t(), hidden), **self._options
+            hidden, weight, labels.t().contiguous(), weights, **self._options
         )
         return total
 
@@ -101,18 +105,19 @@ class HeadLosses:
         self, hidden: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor | None,
         packed_seq_params: PackedSeqParams | None, training: bool,
     ) -> Tensor:  # fmt: skip
-        """The main head's hidden states out of those of all depths, [(1 + depths) s, b, h].
+        """Attach the MTP losses, and return the main head's hidden states, [s, b, h].
 
-        The backward pass through them adds MTP's gradients, scaled as Megatron scales them: by
-        MTPLossAutoScaler's scale, and by the main head's tokens over the depth's own where the
-        gradients are divided by the main head's tokens in the end (calculate_per_token_loss). In
-        training the mean loss of each depth goes to Megatron's log.
+        hidden: of the main head and then of every depth, [(1 + depths) s, b, h]. The backward pass
+        through the result adds MTP's gradients with Megatron's scaling: MTPLossAutoScaler's scale
+        and, with calculate_per_token_loss, the ratio of the main head's tokens to the depth's
+        tokens, because gradients are finally divided by the main head's tokens. In training, the
+        mean loss of each depth goes to Megatron's log.
         """
         depths = self.config.mtp_num_layers
         rows = hidden.shape[0] // (1 + depths)
         hidden, ahead = hidden.split([rows, depths * rows])
         if not (training or torch.is_grad_enabled()):
-            return hidden  # nothing would be done with the losses
+            return hidden  # nobody would use the losses
         if self.config.mtp_detach_heads:
             weight = weight.detach()
         mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
@@ -121,7 +126,7 @@ class HeadLosses:
         total, losses = self._head.weighted(
             self._for_all_ranks(ahead), weight,
             self._rows(torch.stack([depth.labels for depth in targets])),
-            _wide(self._rows(weights), hidden), **self._options,
+            _to_loss_dtype(self._rows(weights), hidden), **self._options,
         )  # fmt: skip
         if training:
             self._log(targets, self._depths_of(losses, depths))
@@ -130,17 +135,17 @@ class HeadLosses:
     def _depths(
         self, labels: Tensor, mask: Tensor, packed_seq_params: PackedSeqParams | None
     ) -> list[_Depth]:
-        """Depth by depth, labels and mask one token further, within documents where packed."""
-        found = []
-        how = {"cp_group": self.cp_group, "packed_seq_params": packed_seq_params}
+        """Labels and mask of each depth: shifted by one more token, within packed documents."""
+        depths = []
+        options = {"cp_group": self.cp_group, "packed_seq_params": packed_seq_params}
         for _ in range(self.config.mtp_num_layers):
-            labels, _ = roll_tensor(labels, **how)
-            mask, tokens = roll_tensor(mask, **how)
-            found.append(_Depth(labels, mask, tokens))
-        return found
+            labels, _ = roll_tensor(labels, **options)
+            mask, tokens = roll_tensor(mask, **options)
+            depths.append(_Depth(labels, mask, tokens))
+        return depths
 
     def _weights(self, depth: _Depth, mask: Tensor) -> Tensor:
-        """What Megatron multiplies the depth's losses by, [b, s]. mask: the main head's."""
+        """Megatron's weights for the depth's losses, [b, s]. mask: the main head's."""
         scale = self.config.mtp_loss_scaling_factor / self.config.mtp_num_layers
         tokens = depth.tokens.clamp(min=1)
         if self.config.calculate_per_token_loss:
@@ -148,10 +153,10 @@ class HeadLosses:
         return scale * depth.mask / tokens
 
     def _log(self, targets: list[_Depth], losses: Tensor) -> None:
-        """Give Megatron's log the mean loss of each depth. losses: [depths, b, s].
+        """Log the mean loss of each depth through Megatron. losses: [depths, b, s].
 
-        Without the patch mtp-acceptance-on-request it takes a count of right predictions too, for
-        which the logits are missing: it is given NaN, which no one can take for a rate.
+        Without the patch mtp-acceptance-on-request, Megatron also logs the number of correct
+        predictions, which cannot be counted without logits; NaN is logged instead.
         """
         counts = (None, None)
         if not self._counts_are_optional:
@@ -163,8 +168,8 @@ class HeadLosses:
             )
 
     def _for_all_ranks(self, hidden: Tensor) -> Tensor:
-        """hidden where every tensor-parallel rank needs it, for its part of the vocabulary: all of
-        the sequence. The ranks' gradients are summed on the way back."""
+        """hidden of the whole sequence on every tensor-parallel rank, each of which has a part of
+        the vocabulary. The backward pass sums the ranks' gradients."""
         if self.tp_group is None:
             return hidden
         if self.config.sequence_parallel:
@@ -173,13 +178,13 @@ class HeadLosses:
 
     def _rows(self, values: Tensor) -> Tensor:
         """[depths, b, s] -> [depths s, b], in the order of the gathered hidden states: under
-        sequence parallelism a rank's part of every depth before the next rank's."""
+        sequence parallelism, all depths of one rank's part come before the next rank's."""
         depths, batch, seq = values.shape
         values = values.transpose(1, 2).reshape(depths, self._parts, -1, batch)
         return values.transpose(0, 1).reshape(depths * seq, batch)
 
     def _depths_of(self, values: Tensor, depths: int) -> Tensor:
-        """[depths s, b] -> [depths, b, s]: `_rows` undone."""
+        """[depths s, b] -> [depths, b, s], the inverse of `_rows`."""
         rows, batch = values.shape
         values = values.reshape(self._parts, depths, -1, batch).transpose(0, 1)
         return values.reshape(depths, rows // depths, batch).transpose(1, 2)
@@ -190,77 +195,76 @@ class HeadLosses:
         return self.tp_group.size() if gathered else 1
 
 
-def _wide(weights: Tensor, hidden: Tensor) -> Tensor:
-    """Loss weights in the losses' dtype: float32, or float64 for float64."""
+def _to_loss_dtype(weights: Tensor, hidden: Tensor) -> Tensor:
+    """Loss weights in the dtype of the losses: float32, or float64 for a float64 model."""
     return weights.to(torch.promote_types(hidden.dtype, torch.float32)).contiguous()
 
 
 _CHOSEN_BY_MODEL = "megacpp_heads_chosen_by_model"
 
 
-def chosen_by_model(config: Any) -> None:
-    """Say that the model of `config` asks `head_losses` for its heads."""
+def model_chooses_heads(config: Any) -> None:
+    """Mark `config` as that of a model that calls `head_losses` for its heads."""
     setattr(config, _CHOSEN_BY_MODEL, True)
 
 
-def check_asked_for(config: Any) -> None:
-    """Raise LossError where heads are named that a model of Megatron's own class would not have;
-    record that it has its own."""
+def check_requested_heads(config: Any) -> None:
+    """Raise LossError if the recipe names a backend for the heads of Megatron's own HybridModel,
+    which cannot use it; else record that the model has Megatron's heads."""
     if getattr(config, _CHOSEN_BY_MODEL, False):
         return
     asked = dispatch.requested(SURFACE, plugin_settings(config).backends)
     if asked not in (dispatch.AUTO, MEGATRON.name):
         raise LossError(
-            f'{SURFACE} = "{asked}" is asked for, and this is Megatron\'s own HybridModel, whose '
-            f'heads no stack spec can change. Name "{MEGATRON.name}" or nothing, or train with '
-            "`megacpp train` or `python -m megacpp_mcore.pretrain`, whose model has them"
+            f'{SURFACE} = "{asked}" is asked for, but this is Megatron\'s own HybridModel, whose '
+            f'heads a stack spec cannot change. Set "{MEGATRON.name}" or remove the key, or train '
+            "with `megacpp train` or `python -m megacpp_mcore.pretrain`, whose model supports it"
         )
-    reason = "a model of Megatron's own class has its own heads"
-    _record_megatrons(asked, reason)
+    _record_megatrons(asked, "Megatron's own model class has its own heads")
 
 
 def _record_megatrons(asked: str, reason: str) -> None:
-    """Megatron's own heads serve, which was not ours to choose."""
+    """Record that the model has Megatron's own heads, which dispatch did not choose."""
     decision = dispatch.Decision(SURFACE, asked, MEGATRON.name, reason, MEGATRON.implementation)
     dispatch.record(decision)
 
 
 def head_losses(model: Any) -> HeadLosses | None:
-    """What dispatch chooses for `model`, a HybridModel; None where that is Megatron's own heads,
-    as it is, unless another backend is named, where the config takes the logits.
+    """The heads that dispatch chooses for `model`, a HybridModel; None for Megatron's own heads.
 
-    Raises DispatchError, and LossError for a config that the named backend cannot serve.
+    Megatron's own heads are also the choice of `auto` when the config needs logits. Raises
+    DispatchError, and LossError when a backend is named that does not support the config.
     """
     config = model.config
     backends = plugin_settings(config).backends
     asked = dispatch.requested(SURFACE, backends)
     _check_fusion(config, asked)
-    takers = _takes_logits(model)
-    if takers and asked == dispatch.AUTO:
-        _record_megatrons(asked, "; ".join(takers))
+    needs = _needs_logits(model)
+    if needs and asked == dispatch.AUTO:
+        _record_megatrons(asked, "; ".join(needs))
         return None
     workload = linear_cross_entropy.workload(current_device(), config, model.vocab_size)
     decision = dispatch.decide(SURFACE, workload, backends)
     if decision.observed == MEGATRON.name:
         return None
-    if takers:
+    if needs:
         raise LossError(
-            f"the losses cannot be made without logits: {'; '.join(takers)}. Change that, or name "
-            f'{SURFACE} = "{MEGATRON.name}" in [backends] for Megatron\'s own heads'
+            f"the losses cannot be computed without logits: {'; '.join(needs)}. Change that, or "
+            f'set {SURFACE} = "{MEGATRON.name}" in [backends] for Megatron\'s own heads'
         )
     return HeadLosses(model, decision)
 
 
-def _takes_logits(model: Any) -> list[str]:
-    """What of the model needs logits, each with why."""
-    takers = [
+def _needs_logits(model: Any) -> list[str]:
+    """Settings of the model that need logits, each with the reason."""
+    needs = [
         f"{name} = {asked!r}: {why}"
         for name, (served, why) in _SERVED.items()
         if (asked := getattr(model.config, name, served)) != served
     ]
     if not model.parallel_output and model.tp_group.size() > 1:
-        takers.append("parallel_output = False: there are no logits to gather")
-    return takers
+        needs.append("parallel_output = False: there are no logits to gather")
+    return needs
 
 
 def _log_group() -> torch.distributed.ProcessGroup:
@@ -281,6 +285,6 @@ def _check_fusion(config: Any, asked: str) -> None:
     fused = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te"
     if fused and asked != MEGATRON.name:
         raise LossError(
-            "cross_entropy_fusion_impl = 'te': its gradients are wrong at times. Take \"native\", "
-            f'or name {SURFACE} = "{MEGATRON.name}" in [backends] for Megatron\'s own heads'
+            "cross_entropy_fusion_impl = 'te': its gradients are wrong in some cases. Set it to "
+            f'"native", or set {SURFACE} = "{MEGATRON.name}" in [backends] to use it all the same'
         )

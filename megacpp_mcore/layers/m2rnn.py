@@ -1,6 +1,6 @@
 """The R block: M2RNN as the token mixer of a Megatron TransformerLayer.
 
-    q, k, v, g, x_f = in_proj(x)              q and k: one head shared by all H heads
+    q, k, v, g, x_f = in_proj(x)              q and k: one head, shared by all H heads of v
     q, k, v = silu(causal_conv(q, k, v))      depthwise
     f   = exp(-exp(A_log) * softplus(x_f + dt_bias))
     y   = m2rnn(q, k, v, W, f)                math: megacpp_mcore.kernels.m2rnn
@@ -8,12 +8,11 @@
 
 The norm runs over all H * V channels, as in the M2RNN authors' models.
 
-Tensor parallelism: v, g, x_f and every parameter of a head are split by head. The shared q and k
-are split too, by channel, through the projection and the (depthwise) convolution, and gathered only
-then; the gradient of each channel comes back summed over the heads of all ranks. So no parameter is
-replicated, and under sequence parallelism none needs its gradient reduced: between in_proj's gather
-and out_proj's reduce-scatter each rank sees the whole sequence. The norm sums its squares over the
-ranks.
+Tensor parallelism: v, g, x_f and every per-head parameter are split by head. The shared q and k are
+split by channel through the projection and the (depthwise) convolution, and all-gathered after it;
+their gradients are summed over the heads of all ranks. No parameter is replicated. Under sequence
+parallelism no gradient needs a reduction either, because each rank sees the whole sequence between
+in_proj's all-gather and out_proj's reduce-scatter. The norm's sum of squares is reduced over ranks.
 """
 
 import math
@@ -47,7 +46,7 @@ from megacpp_mcore.surfaces import m2rnn_prep as m2rnn_prep_surface
 from megacpp_mcore.surfaces.workload import current_device
 
 _FP32_PARAMETERS = ("W", "A_log", "dt_bias", "D")
-_A_RANGE = (1.0, 16.0)  # exp(A_log) is drawn from it, as in Mamba-2
+_A_RANGE = (1.0, 16.0)  # exp(A_log) is initialised uniformly in it, as in Mamba-2
 
 
 @dataclass
@@ -72,12 +71,12 @@ class M2RNNState(NamedTuple):
 class M2RNNMixer(RecurrentMixer):
     """M2RNN with the constructor and forward of a TransformerLayer's `self_attention`.
 
-    settings: None takes those of the recipe (`layers.settings.plugin_settings`), backends included.
-    cp_comm_type is what TransformerLayer passes under context parallelism, which is refused.
+    settings: None takes those of the recipe (`layers.settings.plugin_settings`), including its
+    backends. cp_comm_type: passed by TransformerLayer; context parallelism itself is refused.
 
-    W, A_log, dt_bias and D are float32 and stay it when the model is cast to bf16 or fp16.
-    Random values are drawn for all heads on every rank and then sliced, so a model does not depend
-    on its tensor parallelism. Raises M2RNNMixerError for sizes or parallelism it cannot serve.
+    W, A_log, dt_bias and D stay float32 when the model is cast to bf16 or fp16. Every rank draws
+    the initial values of all heads and keeps its slice, so that initialisation does not depend on
+    tensor parallelism. Raises M2RNNMixerError for unsupported sizes or parallelism.
     """
 
     def __init__(
@@ -101,17 +100,17 @@ class M2RNNMixer(RecurrentMixer):
             submodules.in_proj, config.hidden_size, layout.in_proj, name, layout.padding
         )
         self._add_out_proj(submodules.out_proj, layout.channels, config.hidden_size, name)
-        self.wide = _FP32_PARAMETERS
+        self.fp32_params = _FP32_PARAMETERS
         self.sections |= {"conv1d_weight": layout.conv, "conv1d_bias": layout.conv}
         self.m2rnn = self._choose_backend(plugin)
         self.prep = self._choose_prep(plugin)
 
     def _add_parameters(self) -> None:
-        """Whole parameters, the same on every rank, of which each rank keeps its slice."""
+        """Draw every parameter in full, the same on every rank, and keep this rank's slice."""
         s, dtype = self.settings, self.config.params_dtype
         heads, channels = self.layout.heads, self.layout.channels
         conv_sizes = [s.k_head_dim, s.k_head_dim, channels]
-        bound = s.conv_kernel**-0.5  # torch's own for a depthwise Conv1d
+        bound = s.conv_kernel**-0.5  # torch's default for a depthwise Conv1d
         conv_weight = torch.empty(sum(conv_sizes), 1, s.conv_kernel).uniform_(-bound, bound)
         conv_bias = torch.empty(sum(conv_sizes)).uniform_(-bound, bound)
         low, high = math.log(s.dt_min), math.log(s.dt_max)
@@ -121,12 +120,12 @@ class M2RNNMixer(RecurrentMixer):
         self.W = self._shard(torch.eye(s.v_head_dim).repeat(heads, 1, 1))
         self.A_log = self._shard(torch.empty(heads).uniform_(*_A_RANGE).log())
         self.dt_bias = self._shard(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
-        # One value a channel, and one-dimensional: Megatron does not decay such parameters.
+        # One value per channel. One-dimensional, so that Megatron exempts it from weight decay.
         self.D = self._shard(torch.ones(channels))
         self.norm_weight = self._shard(torch.ones(channels, dtype=dtype))
 
     def _shard(self, whole: Tensor, sections: Sequence[int] | None = None) -> torch.nn.Parameter:
-        """This rank's slice of each section of `whole` along dim 0, marked as such."""
+        """This rank's slice of each section of `whole` along dim 0, marked as tensor-parallel."""
         parts = whole.split(sections or [whole.shape[0]])
         local = [part.chunk(self.layout.tp)[self.tp_group.rank()] for part in parts]
         on_cpu = self.config.use_cpu_initialization or not torch.cuda.is_available()
@@ -138,7 +137,7 @@ class M2RNNMixer(RecurrentMixer):
         return parameter
 
     def _choose_backend(self, plugin: PluginSettings) -> Callable:
-        """The backend of the recurrence; called as `megacpp_mcore.kernels.m2rnn.m2rnn`."""
+        """The backend of the recurrence, with the signature of `kernels.m2rnn.m2rnn`."""
         workload = m2rnn_surface.workload(current_device(), self.config, self.layout, self.settings)
         return dispatch.decide("m2rnn", workload, plugin.backends).load()
 
@@ -163,30 +162,31 @@ class M2RNNMixer(RecurrentMixer):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states [s, b, h] -> (output [s, b, h], bias | None).
 
-        Under sequence parallelism s is the rank's part. A causal recurrence reads no mask and no
-        rotary embedding.
+        Under sequence parallelism s is the rank's part. The mask and the rotary embedding are
+        ignored: the recurrence is causal and has no positions.
 
-        packed_seq_params: THD documents packed into one row (b = 1); each starts anew, in state and
-        convolution. Tokens behind the last are a document of their own. inference_context: static
-        batching only; the state is kept in it between calls. Raises M2RNNMixerError for dynamic
-        batching, packed documents at inference, another packed format, and an attention bias.
+        packed_seq_params: THD documents packed into one row (b = 1); state and convolution are
+        reset at the start of each document. Tokens after the last document form one more.
+        inference_context: static batching only; it keeps the state between calls. Raises
+        M2RNNMixerError for dynamic batching, packed documents at inference, another packed format,
+        and an attention bias.
         """
         context = deprecate_inference_params(inference_context, inference_params)
         if attention_bias is not None:
-            raise M2RNNMixerError("the M2RNN mixer has no scores to add an attention_bias to")
+            raise M2RNNMixerError("attention_bias is not supported: M2RNN has no attention scores")
         if context is not None:
             return self._infer(hidden_states, context, packed_seq_params)
-        return self._again("mixer", self._whole, hidden_states, packed_seq_params)
+        return self._maybe_recompute("mixer", self._mixer, hidden_states, packed_seq_params)
 
-    def _whole(
+    def _mixer(
         self, hidden_states: Tensor, packed_seq_params: PackedSeqParams | None
     ) -> tuple[Tensor, Tensor | None]:
         projected, _ = self.in_proj(hidden_states)
         bounds = _documents(packed_seq_params, projected)
-        return self.out_proj(self._again("core", self._core, projected, bounds))
+        return self.out_proj(self._maybe_recompute("core", self._core, projected, bounds))
 
     def _core(self, projected: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """`_mix` from a zero state, whose next state nobody needs."""
+        """`_mix` from a zero state, without the final state."""
         return self._mix(projected, self.prep, cu_seqlens=cu_seqlens)[0]
 
     def _infer(
@@ -195,12 +195,12 @@ class M2RNNMixer(RecurrentMixer):
         """`step` from the state that the static inference context keeps for this layer."""
         if not context.is_static_batching():
             raise M2RNNMixerError(
-                f"{type(context).__name__} (dynamic batching) is not served by the M2RNN mixer; "
+                f"{type(context).__name__} (dynamic batching) is not supported by the M2RNN mixer; "
                 "use a StaticInferenceContext"
             )
         if packed_seq_params is not None:
             raise M2RNNMixerError(
-                "packed documents are not served at inference; pass one sequence a batch row"
+                "packed documents are not supported at inference; pass one sequence per batch row"
             )
         states = context.key_value_memory_dict
         if context.sequence_len_offset == 0:
@@ -224,18 +224,18 @@ class M2RNNMixer(RecurrentMixer):
     def step(
         self, hidden_states: Tensor, state: M2RNNState
     ) -> tuple[Tensor, Tensor | None, M2RNNState]:
-        """The next tokens of a sequence, [s, b, h]: s = 1 decodes, more prefill.
+        """Process the next tokens of a sequence, [s, b, h]: s = 1 decodes, s > 1 prefills.
 
-        Returns what `forward` returns, and the next state; `state` itself is left as it is. Raises
+        Returns what `forward` returns, and the new state; `state` is not modified. Raises
         M2RNNMixerError under sequence parallelism, which splits the tokens over ranks.
         """
         if self.config.sequence_parallel:
             raise M2RNNMixerError(
-                "sequence_parallel splits the tokens over ranks, and the M2RNN mixer's step needs "
-                "them all; turn it off for inference"
+                "sequence_parallel splits the tokens over ranks, but the M2RNN mixer's step needs "
+                "all of them; set it to false for inference"
             )
         projected, _ = self.in_proj(hidden_states)
-        # Prompts of any length and single tokens: nothing is compiled for them.
+        # The uncompiled prep: prompts have any length, and each would compile anew.
         mixed, recurrent = self._mix(projected, REFERENCE, state)
         inputs = projected[..., : state.conv.shape[-1]]
         conv = torch.cat((state.conv.to(inputs.dtype), inputs))[inputs.shape[0] :]
@@ -247,7 +247,7 @@ class M2RNNMixer(RecurrentMixer):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Everything between the projections: [s, b, in_proj rows] -> [s, b, heads * V].
 
-        Returns the recurrence's last state, too.
+        Also returns the recurrence's final state.
         """
         parts = [*self.layout.in_proj.values(), self.layout.padding]
         *qkv, gate, x_f, _ = projected.split(parts, dim=-1)
@@ -288,13 +288,16 @@ class M2RNNMixer(RecurrentMixer):
         return q, k, v.unflatten(-1, (-1, self.layout.v_dim)).transpose(0, 1)
 
     def _over_ranks(self, squares: Tensor) -> Tensor:
-        """Every rank needs the sum, and every rank sends back a gradient of it."""
+        """Sum over ranks. Each rank uses the sum, so its gradient is summed over ranks, too."""
         squares = reduce_from_tensor_model_parallel_region(squares, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
 
 
 def _documents(packed: PackedSeqParams | None, projected: Tensor) -> Tensor | None:
-    """Bounds of the packed documents, up to the last token, or None; M2RNNMixerError."""
+    """Offsets of the packed documents, ending at the last token; None for whole rows.
+
+    Raises M2RNNMixerError for another format than thd with cu_seqlens_q and batch 1.
+    """
     if packed is None:
         return None
     tokens, batch, _ = projected.shape
@@ -306,12 +309,12 @@ def _documents(packed: PackedSeqParams | None, projected: Tensor) -> Tensor | No
             f"{'missing' if bounds is None else 'given'}, at batch {batch}; the M2RNN mixer takes "
             "'thd' with cu_seqlens_q and batch 1"
         )
-    # Always one more, perhaps empty, document: whether one is needed is known on the device only.
+    # Always append one document, perhaps empty: only the device knows whether it is needed.
     return torch.cat((bounds, bounds.new_full((1,), tokens)))
 
 
 def _offsets_in_document(cu_seqlens: Tensor, projected: Tensor) -> Tensor:
-    """(t, 1, 1): how many tokens of its own document come before each token."""
+    """(t, 1, 1): each token's position in its document."""
     token = torch.arange(projected.shape[0], dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     document = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
     return (token - cu_seqlens[document]).view(-1, 1, 1)

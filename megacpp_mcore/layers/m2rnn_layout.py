@@ -7,7 +7,7 @@ from megacpp_mcore.hybrid.block_settings import M2RNNSettings
 
 
 class M2RNNMixerError(MegacppError):
-    """A config, parallel layout or call that the M2RNN mixer cannot serve."""
+    """A config, parallel layout or call that the M2RNN mixer does not support."""
 
 
 _ROW_MULTIPLE = 16  # what Transformer Engine's FP8 products take, too
@@ -15,12 +15,12 @@ _ROW_MULTIPLE = 16  # what Transformer Engine's FP8 products take, too
 
 @dataclass(frozen=True)
 class M2RNNLayout:
-    """Sizes of the mixer: `heads` of the whole model, the rest of one rank.
+    """Sizes of the mixer. `heads` counts the whole model; other sizes are per rank.
 
-    conv: channels of each part that goes through the convolution. in_proj: rows of each part.
-    padding: rows of zeros behind them, so that a row of the projection's output begins on 16 bytes
-    in any dtype: on an H200 the three products of 1,580 rows in bf16 took 2.43 ms, of 1,584 0.82.
-    They get no gradient, and no checkpoint has them.
+    conv: channels of each part that the convolution sees. in_proj: rows of each part. padding: rows
+    of zeros after them, so that each row of the projection's output is aligned to 16 bytes in any
+    dtype: on an H200 the three GEMMs took 2.43 ms with 1,580 rows in bf16, and 0.82 with 1,584. The
+    padding gets no gradient and is not in checkpoints.
     """
 
     tp: int
@@ -34,7 +34,7 @@ class M2RNNLayout:
 
     @classmethod
     def of(cls, config, settings: M2RNNSettings, tp: int) -> "M2RNNLayout":
-        """Raises M2RNNMixerError for sizes that the mixer cannot serve."""
+        """Raises M2RNNMixerError for sizes that the mixer does not support."""
         if config.context_parallel_size > 1:
             raise M2RNNMixerError(
                 f"context_parallel_size is {config.context_parallel_size}: the M2RNN mixer needs "
@@ -49,13 +49,13 @@ class M2RNNLayout:
             if size is None or size < 1:
                 raise M2RNNMixerError(
                     f"m2rnn.{name} is {size} at hidden_size {config.hidden_size}; it must be at "
-                    "least 1 (num_heads, when not set, is hidden_size // (k_head_dim + v_head_dim))"
+                    "least 1 (num_heads defaults to hidden_size // (k_head_dim + v_head_dim))"
                 )
         for what, size in (("m2rnn heads", heads), ("channels of m2rnn.k_head_dim", k_dim)):
             if size % tp:
                 raise M2RNNMixerError(
-                    f"{size} {what} do not divide over {tp} tensor-parallel ranks; make both the "
-                    "heads and k_head_dim a multiple of tensor_model_parallel_size"
+                    f"{size} {what} do not divide over {tp} tensor-parallel ranks; make the number "
+                    "of heads and k_head_dim multiples of tensor_model_parallel_size"
                 )
         values = heads // tp * v_dim
         conv = {"query": k_dim // tp, "key": k_dim // tp, "value": values}
@@ -65,11 +65,11 @@ class M2RNNLayout:
 
     @property
     def channels(self) -> int:
-        """V of every head of the whole model: the width of the norm."""
+        """heads * v_dim of the whole model: the width of the norm."""
         return self.heads * self.v_dim
 
 
-# lm-engine's name -> ours, of the parameters that are the same but for their shape.
+# lm-engine's name -> ours, for parameters with the same values (D differs in shape).
 _LM_ENGINE_NAMES = {
     "conv1d.weight": "conv1d_weight",
     "conv1d.bias": "conv1d_bias",
@@ -84,13 +84,13 @@ _LM_ENGINE_IN_PROJ = "input_projection.weight"
 
 
 def from_lm_engine(layout: M2RNNLayout, weights: dict) -> dict:
-    """A mixer's weights from those of lm-engine's M2RNN, the layer around XMA's kernels.
+    """Convert weights of lm-engine's M2RNN (the layer around XMA's kernels) to this mixer's.
 
-    weights: `state_dict()` of its module, every parameter once: one head of q and of k, H heads of
-    v, gate, decay and state weight, a convolution with a bias, the residual, an RMS norm and no
-    other bias. layout: of the whole model (tp 1); reshard through a checkpoint. Their projection
-    has the rows [q, k, v, f, g], ours [q, k, v, g, f]; nothing else changes but D's shape. Raises
-    M2RNNMixerError for other names or shapes.
+    weights: `state_dict()` of lm-engine's module, configured with one head of q and of k, H heads
+    of v, gate, decay and state weight, a convolution with a bias, the residual D, an RMS norm and
+    no other bias. layout: of the whole model (tp 1); reshard through a checkpoint. lm-engine's
+    projection rows are [q, k, v, f, g], ours are [q, k, v, g, f]; besides, only D's shape differs.
+    Raises M2RNNMixerError for other names or shapes.
     """
     expected = _lm_engine_shapes(layout, weights.get(_LM_ENGINE_IN_PROJ))
     _check_weights("lm-engine's M2RNN", weights, expected)
@@ -126,11 +126,11 @@ def _lm_engine_rows(layout: M2RNNLayout) -> list[int]:
 
 
 def _lm_engine_shapes(layout: M2RNNLayout, in_proj) -> dict[str, tuple[int, ...]]:
-    """Shapes by lm-engine's names; the model's width and the kernel are taken as they come."""
+    """Shapes by lm-engine's names; hidden_size and the kernel size are not checked."""
     if layout.tp != 1:
         raise M2RNNMixerError(
-            f"the layout is of one of {layout.tp} tensor-parallel ranks; lm-engine's weights are "
-            "whole: convert with tensor_model_parallel_size 1, and reshard through a checkpoint"
+            f"the layout is of one of {layout.tp} tensor-parallel ranks, but lm-engine's weights "
+            "are whole: convert with tensor_model_parallel_size 1, and reshard through a checkpoint"
         )
     hidden = in_proj.shape[-1] if in_proj is not None else None
     heads, channels, conv = layout.heads, layout.channels, sum(layout.conv.values())
@@ -148,7 +148,7 @@ def _lm_engine_shapes(layout: M2RNNLayout, in_proj) -> dict[str, tuple[int, ...]
 
 
 def _check_weights(whose: str, weights: dict, expected: dict[str, tuple]) -> None:
-    """expected: shapes, None for any size."""
+    """expected: name -> shape, with None for any size."""
     if weights.keys() != expected.keys():
         raise M2RNNMixerError(
             f"weights of {whose}: missing {sorted(expected.keys() - weights.keys())}, not known "

@@ -1,15 +1,15 @@
 """The M block: Mamba-3 as the mixer of Megatron's MambaLayer (math: `kernels.mamba3`).
 
-Tensor parallelism. Heads are split over the ranks, and every weight along its first axis; the rows
-of in_proj are eight parts, `[z, x, B, C, dt, A, trap, angle]`, each cut into equal slices. A rank's
-own z, x, dt, A and trap are what its heads need. Its slice of the angles, and of B and C where the
-groups do not divide by the ranks, is gathered: all-gather forward, reduce-scatter backward, which
-sums what the heads of all ranks add to the gradient. So no projection weight is replicated, the
-sequence is gathered once, and a checkpoint is the same for every number of ranks. Only the two norm
-weights are whole everywhere; their gradients are summed over the ranks in the backward pass.
+Tensor parallelism: heads are split over the ranks, and every weight is split along its first axis.
+The rows of in_proj are eight parts, `[z, x, B, C, dt, A, trap, angle]`, each split into equal
+slices. A rank's slices of z, x, dt, A and trap belong to its own heads. The angles, and B and C if
+the groups do not divide by the ranks, are all-gathered in the forward pass and reduce-scattered in
+the backward pass, which sums the gradients of all heads. No projection weight is replicated, the
+sequence is gathered once, and checkpoints do not depend on the number of ranks. Only the two norm
+weights are replicated; their gradients are summed over the ranks in the backward pass.
 
-Against upstream's module: the rows of B and C are ordered (group, rank, state), not (rank, group,
-state), and SISO's B_bias and C_bias have no rank axis.
+Differences from upstream's module: the rows of B and C are ordered (group, rank, state), not (rank,
+group, state), and SISO's B_bias and C_bias have no rank axis.
 """
 
 import math
@@ -30,15 +30,15 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.hybrid.block_settings import Mamba3Settings
 from megacpp_mcore.kernels.mamba3 import mamba3_step
 from megacpp_mcore.kernels.mamba3_prep import mamba3_prep
-from megacpp_mcore.layers.gathered import gathered
 from megacpp_mcore.layers.mamba3_layout import IN_PROJ_PARTS, Mamba3Layout, Mamba3MixerError
 from megacpp_mcore.layers.mixer import RecurrentMixer
+from megacpp_mcore.layers.param_gather import wait_for_param_gather
 from megacpp_mcore.layers.settings import PluginSettings, plugin_settings
 from megacpp_mcore.surfaces import mamba3_prep as mamba3_prep_surface
 from megacpp_mcore.surfaces import mamba3_scan as mamba3_scan_surface
 from megacpp_mcore.surfaces.workload import current_device
 
-_NORM_EPS = 1e-5  # of the B and C norms, as upstream's module; no config field reaches them
+_NORM_EPS = 1e-5  # of the B and C norms, as in upstream's module; not configurable there either
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Mamba3Mixer(RecurrentMixer):
         self.prep = self._choose_prep(plugin)
 
     def _add_parameters(self) -> None:
-        """Upstream's initial values; dt_bias is drawn so that dt starts log-uniform."""
+        """Upstream's initial values; dt_bias makes the initial dt log-uniform."""
         layout, config = self.layout, self.config
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         ranks = (layout.rank,) if self.settings.variant == "mimo" else ()
@@ -106,7 +106,7 @@ class Mamba3Mixer(RecurrentMixer):
             add("mimo_x", ones(*ranks, layout.head_dim) / layout.rank)
             add("mimo_z", ones(*ranks, layout.head_dim))
             add("mimo_o", ones(*ranks, layout.head_dim) / layout.rank)
-        self.wide = tuple(self._parameters)
+        self.fp32_params = tuple(self._parameters)
         if not layout.groups_are_split:
             groups = torch.tensor(layout.local_head_groups, device=device)
             self.register_buffer("head_groups", groups, persistent=False)
@@ -118,7 +118,7 @@ class Mamba3Mixer(RecurrentMixer):
         """(local heads,) the inverse softplus of dt, log-uniform in [dt_min, dt_max]."""
         layout, settings = self.layout, self.settings
         if self.config.use_cpu_initialization:
-            # As Megatron's linears do on a CPU: draw the whole, keep the slice.
+            # As Megatron's linears on a CPU: draw all heads, keep this rank's slice.
             uniform = torch.rand(layout.heads, dtype=torch.float32)
             uniform = uniform[layout.first_head : layout.first_head + layout.local_heads]
         else:
@@ -149,22 +149,22 @@ class Mamba3Mixer(RecurrentMixer):
         """hidden_states [s, b, h] -> (output [s, b, h], None).
 
         packed_seq_params: THD documents packed into one row (b = 1); each starts from a zero state.
-        inference_context: static batching only; the state is kept in it between calls. Raises
+        inference_context: static batching only; it keeps the state between calls. Raises
         Mamba3MixerError for dynamic batching, and for inference with packed documents.
         """
         inference_context = deprecate_inference_params(inference_context, inference_params)
         if inference_context is not None:
             projected, _ = self.in_proj(hidden_states)
-            # Prompts of any length and single tokens: nothing is compiled for them.
+            # The uncompiled prep: prompts have any length, and each would compile anew.
             tokens, parameters = self._scan_arguments(projected.transpose(0, 1), mamba3_prep)
             y = self._infer(tokens, parameters, inference_context, packed_seq_params)
             return self.out_proj(y.transpose(0, 1).flatten(2))
         offsets = _document_offsets(packed_seq_params)
-        return self._again("mixer", self._whole, hidden_states, offsets)
+        return self._maybe_recompute("mixer", self._mixer, hidden_states, offsets)
 
-    def _whole(self, hidden_states: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _mixer(self, hidden_states: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor | None]:
         projected, _ = self.in_proj(hidden_states)
-        return self.out_proj(self._again("core", self._core, projected, offsets))
+        return self.out_proj(self._maybe_recompute("core", self._core, projected, offsets))
 
     def _core(self, projected: Tensor, offsets: Tensor | None) -> Tensor:
         """Everything between the projections: [s, b, in_proj rows] -> [s, b, heads * P]."""
@@ -173,9 +173,9 @@ class Mamba3Mixer(RecurrentMixer):
         return y.transpose(0, 1).flatten(2)
 
     def _scan_arguments(self, projected: Tensor, prep) -> tuple[dict, dict]:
-        """projected (b, s, in_proj rows) -> the scan's per-token tensors, and its parameters.
+        """projected (b, s, in_proj rows) -> the scan's per-token tensors and its parameters.
 
-        prep: a backend of mamba3_prep.
+        prep: the backend of mamba3_prep to use.
         """
         layout, settings = self.layout, self.settings
         z, x, B, C, dd_dt, dd_A, trap, angle = projected.split(layout.in_proj, dim=-1)
@@ -202,13 +202,13 @@ class Mamba3Mixer(RecurrentMixer):
         return tokens, parameters
 
     def _norm_weight(self, norm: torch.nn.RMSNorm) -> Tensor:
-        """The ranks' heads each add to this weight's gradient: sum it, in float32."""
-        weight = gathered(norm).weight
+        """The weight in float32; its gradient is summed over the ranks, whose heads all use it."""
+        weight = wait_for_param_gather(norm).weight
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
         return copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
 
     def _gather(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """The whole of parts whose last dim is split over the ranks, in one collective."""
+        """All-gather parts whose last dim is split over the ranks, in one collective."""
         if self.layout.tp == 1:
             return parts
         widths = [part.shape[-1] for part in parts]
@@ -219,14 +219,15 @@ class Mamba3Mixer(RecurrentMixer):
         return tuple(piece.flatten(-2) for piece in pieces)
 
     def _infer(self, tokens: dict, parameters: dict, context, packed_seq_params) -> Tensor:
-        """The scan on top of the state that the static inference context keeps for this layer."""
+        """The scan, from the state that the static inference context keeps for this layer."""
         if not context.is_static_batching():
             raise Mamba3MixerError(
-                "dynamic batching is not served by the Mamba-3 mixer; use a StaticInferenceContext"
+                "dynamic batching is not supported by the Mamba-3 mixer; use a "
+                "StaticInferenceContext"
             )
         if packed_seq_params is not None:
             raise Mamba3MixerError(
-                "packed documents are not served at inference; pass one sequence a batch row"
+                "packed documents are not supported at inference; pass one sequence per batch row"
             )
         states = context.key_value_memory_dict
         state = states.get(self.layer_number) if context.sequence_len_offset else None
@@ -251,15 +252,15 @@ class Mamba3Mixer(RecurrentMixer):
         return y
 
     def mamba_state_shapes_per_request(self):
-        """Refused: Megatron's dynamic engine asks for it, to keep a conv and an SSM state."""
+        """Refused. Megatron's dynamic engine calls this to allocate a conv and an SSM state."""
         raise Mamba3MixerError(
-            "Mamba-3 has no conv state and four other ones (angle, ssm, k, v), which Megatron's "
-            "dynamic inference engine cannot keep; use a StaticInferenceContext"
+            "Megatron's dynamic inference engine stores a conv and an SSM state, but Mamba-3 has "
+            "four others (angle, ssm, k, v); use a StaticInferenceContext"
         )
 
 
 def _document_offsets(packed_seq_params) -> Tensor | None:
-    """Where packed documents start in the row, padding included; None for unpacked rows."""
+    """Offsets of the packed documents, padding included; None for unpacked rows."""
     if packed_seq_params is None:
         return None
     padded = packed_seq_params.cu_seqlens_q_padded

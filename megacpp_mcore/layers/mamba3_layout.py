@@ -10,7 +10,7 @@ IN_PROJ_PARTS = ("z", "x", "B", "C", "dt", "A", "trap", "angle")
 
 
 class Mamba3MixerError(MegacppError):
-    """A config, parallel layout or call that the Mamba-3 mixer cannot serve."""
+    """A config, parallel layout or call that the Mamba-3 mixer does not support."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Mamba3Layout:
 
     @classmethod
     def of(cls, config, settings: Mamba3Settings, pg_collection) -> "Mamba3Layout":
-        """Raises Mamba3MixerError for sizes that the mixer cannot serve."""
+        """Raises Mamba3MixerError for sizes that the mixer does not support."""
         _check_settings(settings)
         if config.context_parallel_size > 1:
             raise Mamba3MixerError(
@@ -38,7 +38,9 @@ class Mamba3Layout:
                 "the whole sequence on each rank; use 1, and tensor or sequence parallelism instead"
             )
         if config.mamba_num_heads is None:
-            raise Mamba3MixerError("mamba_num_heads is not set; the Mamba-3 mixer has no default")
+            raise Mamba3MixerError(
+                "mamba_num_heads is not set; the Mamba-3 mixer has no default for it"
+            )
         tp, tp_rank = pg_collection.tp.size(), pg_collection.tp.rank()
         heads, groups, state_dim = (
             config.mamba_num_heads, config.mamba_num_groups, config.mamba_state_dim
@@ -49,11 +51,11 @@ class Mamba3Layout:
         if state_dim % 2 or not 1 <= angles <= state_dim // 2:
             raise Mamba3MixerError(
                 f"mamba_state_dim {state_dim} with rope_fraction {settings.rope_fraction} rotates "
-                f"{angles} pairs; the state dim must be even and 1 to {state_dim // 2} pairs rotate"
+                f"{angles} pairs; the state dim must be even, and the pairs 1 to {state_dim // 2}"
             )
         if heads % groups:
             raise Mamba3MixerError(
-                f"mamba_num_heads {heads} is no multiple of mamba_num_groups {groups}"
+                f"mamba_num_heads {heads} must be a multiple of mamba_num_groups {groups}"
             )
         for what, size in (
             ("mamba_num_heads", heads),
@@ -86,7 +88,7 @@ class Mamba3Layout:
 
     @property
     def scan_groups(self) -> int:
-        """G as the scan sees it: where groups are not split, each head brings its own."""
+        """The scan's number of groups: one per local head when groups are not split."""
         return self.groups // self.tp if self.groups_are_split else self.local_heads
 
     @property

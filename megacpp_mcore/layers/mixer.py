@@ -1,4 +1,4 @@
-"""What the M and the R mixer share: projections, float32 parameters, checkpoints, recomputation."""
+"""Base class of the M and R mixers: projections, float32 parameters, checkpoints, recomputation."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,33 +17,33 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from megacpp_mcore.layers.precision import fitting_linear
+from megacpp_mcore.layers.precision import fp8_compatible_linear
 from megacpp_mcore.layers.recompute import recomputed
 
 
 class RecurrentMixer(MegatronModule):
-    """A token mixer between two projections, every own parameter split over the ranks on axis 0.
+    """A token mixer between two projections, with its own parameters split over ranks on axis 0.
 
-    recompute: what the backward pass makes again, "core" (all between the projections), "mixer"
-    (the projections too) or None. A subclass fills in `wide` and `sections`.
+    recompute: what the backward pass recomputes, "core" (everything between the projections),
+    "mixer" (the projections, too) or None. A subclass fills in `fp32_params` and `sections`.
     """
 
     def __init__(self, config, pg_collection, recompute: str | None) -> None:
         super().__init__(config)
         self.tp_group = pg_collection.tp
         self.recompute = recompute
-        # Own parameters that stay at least float32 when the model is cast to 16 bits.
-        self.wide: tuple[str, ...] = ()
-        # Weight -> rows of its parts on this rank: each part is split on its own.
+        # Names of parameters that stay at least float32 when the model is cast to 16 bits.
+        self.fp32_params: tuple[str, ...] = ()
+        # Weight -> rows of each of its parts on this rank; parts are split over ranks separately.
         self.sections: dict[str, Mapping[str, int]] = {}
 
     def _add_in_proj(
         self, linear: Any, columns: int, parts: Mapping[str, int], name, padding: int = 0
     ) -> None:
-        """A column-parallel linear whose rows are `parts`, and on every rank `padding` zeros."""
+        """A column-parallel linear. parts: name -> rows on this rank; padding: rows of zeros."""
         rows = sum(parts.values()) + padding
         self.in_proj = build_module(
-            fitting_linear(linear, self.config, columns, rows),
+            fp8_compatible_linear(linear, self.config, columns, rows),
             columns, rows * self.tp_group.size(), init_method=self.config.init_method,
             gather_output=False, skip_bias_add=False, tp_comm_buffer_name="fc1",
             **self._common("in_proj", name),
@@ -53,13 +53,13 @@ class RecurrentMixer(MegatronModule):
         if padding and self.config.perform_initialization:
             with torch.no_grad():
                 self.in_proj.weight[-padding:].zero_()
-        # How resharding tools know of the parts.
+        # Resharding tools read the parts from here.
         self.in_proj.weight.partition_sizes = [*parts.values(), *([padding] if padding else [])]
 
     def _add_out_proj(self, linear: Any, columns: int, rows: int, name) -> None:
-        """A row-parallel linear. columns: of all ranks."""
+        """A row-parallel linear. columns: summed over the ranks."""
         self.out_proj = build_module(
-            fitting_linear(linear, self.config, columns // self.tp_group.size(), rows),
+            fp8_compatible_linear(linear, self.config, columns // self.tp_group.size(), rows),
             columns, rows, init_method=self.config.output_layer_init_method,
             input_is_parallel=True, skip_bias_add=True, tp_comm_buffer_name="fc2",
             **self._common("out_proj", name),
@@ -74,21 +74,21 @@ class RecurrentMixer(MegatronModule):
             "name": f"{name}.{part}" if name else None,
         }
 
-    def _again(self, part: str, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(*args)`, made again in the backward pass where `recompute` is `part`."""
+    def _maybe_recompute(self, part: str, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(*args)`, recomputed in the backward pass if `recompute` is `part`."""
         if self.recompute != part:
             return function(*args)
         return recomputed(self.config, self.tp_group, function, *args)
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """Megatron asks for it where the norm before us is recomputed under FP8."""
+        """Megatron calls this when the norm before the mixer is recomputed under FP8."""
         from megatron.core.extensions.transformer_engine import set_save_original_input
 
         set_save_original_input(self.in_proj)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
-        """Module casts and moves, without the cast to 16 bits for the `wide` parameters."""
-        parameters = [getattr(self, name) for name in self.wide]
+        """As torch's, but `fp32_params` are not cast to 16 bits."""
+        parameters = [getattr(self, name) for name in self.fp32_params]
         kept = parameters + [p.grad for p in parameters if p.grad is not None]
 
         def apply(tensor: Tensor) -> Tensor:
@@ -101,10 +101,8 @@ class RecurrentMixer(MegatronModule):
         return super()._apply(apply, recurse)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict:
-        """Every own parameter split on axis 0, and each of `sections` part by part.
-
-        So a checkpoint loads under any tensor parallelism.
-        """
+        """Own parameters split on axis 0, and weights in `sections` part by part, so that a
+        checkpoint loads at any tensor parallelism."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         own = dict(self.named_parameters(recurse=False))
         sharded = make_sharded_tensors_for_checkpoint(

@@ -1,8 +1,8 @@
-"""The A block as MLA: Megatron's module, with what stands between its projections and its core
-attention in one operator, chosen by dispatch.
+"""The A block as MLA: Megatron's module, with one dispatched operator between its projections and
+its core attention.
 
-Modules, parameters and checkpoint keys are Megatron's. Inference, and training where the mla_rope
-backend `megatron` is chosen, take Megatron's own path from end to end.
+Modules, parameters and checkpoint keys are Megatron's. Inference, and training with the mla_rope
+backend `megatron`, use Megatron's own path entirely.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from torch import Tensor
 from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.mla_rope import RotaryTable
-from megacpp_mcore.layers.gathered import gathered
+from megacpp_mcore.layers.param_gather import wait_for_param_gather
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.surfaces import mla_rope
 from megacpp_mcore.surfaces.support import TE
@@ -34,25 +34,25 @@ from megacpp_mcore.surfaces.workload import current_device
 
 
 class MLAError(MegacppError):
-    """A config or a layout that MLA does not serve."""
+    """A config or a layout that MLA does not support."""
 
 
-class _OnTheSurface(upstream.MLASelfAttention):
-    """What both classes below replace of Megatron's.
+class _DispatchedMLA(upstream.MLASelfAttention):
+    """The overrides that both classes below share.
 
-    Takes hidden states [s, b, h], or [t, 1, h] with packed documents, as upstream's; any rank of q
-    and kv, q_lora_rank None included, and Transformer Engine's linears or Megatron's own. Raises
-    MLAError for rotary_interleaved and for packed layouts other than thd, DispatchError when no
-    backend of mla_rope can serve.
+    As upstream's, it takes hidden states [s, b, h], or [t, 1, h] with packed documents, any LoRA
+    rank of q and kv (q_lora_rank None included), and Transformer Engine's or Megatron's linears.
+    Raises MLAError for rotary_interleaved and for packed layouts other than thd, and DispatchError
+    when no backend of mla_rope supports the config.
     """
 
     def __init__(self, config, *args, **kwargs) -> None:
         super().__init__(config, *args, **kwargs)
         if config.rotary_interleaved:
             raise MLAError(
-                "rotary_interleaved with MLA: Megatron turns neighbours there by angles of "
-                "different pairs, which is no rotation; leave it off (MLA's own interleaving of "
-                "the checkpoint is always on)"
+                "rotary_interleaved with MLA: Megatron gives the two elements of a pair the angles "
+                "of different pairs, which is not a rotation; set it to false (MLA's own "
+                "interleaving of the checkpoint is always on)"
             )
         workload = mla_rope.workload(current_device(), config)
         decision = dispatch.decide("mla_rope", workload, plugin_settings(config).backends)
@@ -61,11 +61,11 @@ class _OnTheSurface(upstream.MLASelfAttention):
         self._table: RotaryTable | None = None
 
     def _resolve_qk_norm_config(self, submodules):
-        """A spec may name Q/KV norms that the config does not want.
+        """Drop Q/KV norms that the spec names but the config does not use.
 
-        With `qk_layernorm`, upstream fuses the norms into TE's up-projections; a spec of other
-        linears must name norm modules, which upstream then refuses without `qk_layernorm`. A spec
-        is made before the config is known, so ours names them and this drops them.
+        With `qk_layernorm`, upstream fuses the norms into TE's up-projections; a spec with other
+        linears must name norm modules, which upstream refuses without `qk_layernorm`. A spec is
+        made before the config is known, so ours always names them.
         """
         if not self.config.qk_layernorm:
             submodules = replace(submodules, q_layernorm=IdentityOp, kv_layernorm=IdentityOp)
@@ -75,10 +75,10 @@ class _OnTheSurface(upstream.MLASelfAttention):
         self, hidden_states, key_value_states=None, position_ids=None, packed_seq_params=None,
         inference_context=None, *, inference_params=None,
     ):  # fmt: skip
-        """q, k [s, b, heads, dims], v, and the latents of q and kv; [t, heads, dims] when packed.
+        """q, k, v [s, b, heads, dims], and the latents of q and kv; [t, heads, dims] when packed.
 
-        Positions start anew in every document of packed_seq_params, however long the longest is
-        said to be. (Upstream does not start anew when max_seqlen_q is the length of the row.)
+        Positions restart at zero in every document of packed_seq_params. (Upstream does not restart
+        them when max_seqlen_q equals the length of the row.)
         """
         inference = inference_context is not None or inference_params is not None
         if self._rope is None or inference:
@@ -107,21 +107,21 @@ class _OnTheSurface(upstream.MLASelfAttention):
         return q, k, v, q_latent, kv_latent
 
     def _latents(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Latents of q and kv, of this rank's tokens under sequence parallelism, and k_pos of all.
+        """Latents of q and kv, and k_pos.
 
-        Every rank's heads have the rotated k_pos in their k, so that its gradient is a sum over
-        the ranks.
+        Under sequence parallelism the latents are of this rank's tokens, k_pos is of all tokens.
+        The heads of every rank use the rotated k_pos, so its gradient is summed over the ranks.
         """
         sizes = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         q_latent, kv = self._qkv_down_projection(hidden_states)
-        is_cut = kv.size(-1) != sum(sizes)
-        if is_cut:
+        is_split = kv.size(-1) != sum(sizes)
+        if is_split:
             kv = gather_from_tensor_model_parallel_region(kv, group=self.tp_group)
         kv_latent, k_pos = kv.split(sizes, dim=-1)
-        if is_cut and self.config.sequence_parallel:
+        if is_split and self.config.sequence_parallel:
             kv_latent = scatter_to_sequence_parallel_region(kv_latent, group=self.tp_group)
         if self.tp_group.size() > 1:
-            if self.config.sequence_parallel and not is_cut:
+            if self.config.sequence_parallel and not is_split:
                 k_pos = gather_from_sequence_parallel_region(k_pos, group=self.tp_group)
             else:
                 k_pos = copy_to_tensor_model_parallel_region(k_pos, group=self.tp_group)
@@ -142,11 +142,11 @@ class _OnTheSurface(upstream.MLASelfAttention):
         )
 
     def _rotary_table(self, tokens: int, device) -> RotaryTable:
-        """Kept from call to call; grows to the longest row seen."""
+        """The table of angles, cached; it grows to the longest row seen."""
         if self._table is None or self._table.cos.shape[0] < tokens:
-            found = self.rotary_pos_emb.get_emb(tokens)
-            # [tokens, 1, 1, 2 * pairs], the pairs' angles twice; YaRN's mscale beside it
-            emb, mscale = found if isinstance(found, tuple) else (found, 1.0)
+            result = self.rotary_pos_emb.get_emb(tokens)
+            # [tokens, 1, 1, 2 * pairs] with each angle twice; YaRN also returns its mscale
+            emb, mscale = result if isinstance(result, tuple) else (result, 1.0)
             angles = emb[:, 0, 0, : emb.shape[-1] // 2]
             self._table = RotaryTable.of(angles.to(device), mscale)
         return self._table
@@ -155,7 +155,7 @@ class _OnTheSurface(upstream.MLASelfAttention):
         self, query, key, value, attention_mask, packed_seq_params=None, attn_mask_type=None,
         **extra,
     ):  # fmt: skip
-        """Without upstream's padding of v for packed documents, where the core needs none."""
+        """As upstream's, but v is not padded for packed documents if the core needs no padding."""
         if not getattr(self.core_attention, "takes_narrow_v", False):
             return super()._run_core_attention(
                 query, key, value, attention_mask, packed_seq_params, attn_mask_type, **extra
@@ -166,15 +166,15 @@ class _OnTheSurface(upstream.MLASelfAttention):
         )  # fmt: skip
 
 
-class MLASelfAttention(_OnTheSurface):
-    """Megatron's MLASelfAttention on the `mla_rope` surface."""
+class MLASelfAttention(_DispatchedMLA):
+    """Megatron's MLASelfAttention with a dispatched `mla_rope`."""
 
 
-class FusedMLASelfAttention(_OnTheSurface, upstream.FusedMLASelfAttention):
-    """The same with q's and kv's down projections in one product (mla_down_proj_fusion)."""
+class FusedMLASelfAttention(_DispatchedMLA, upstream.FusedMLASelfAttention):
+    """The same with the down projections of q and kv in one GEMM (mla_down_proj_fusion)."""
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        """Upstream saves the product's extra state under the names of both, and loads neither."""
+        """Upstream saves the fused GEMM's extra state under both old names, and loads neither."""
         extra = [state_dict.pop(f"{prefix}linear_{x}_down_proj._extra_state", None)
                  for x in ("q", "kv")]  # fmt: skip
         state_dict.setdefault(f"{prefix}linear_qkv_down_proj._extra_state", extra[0])
@@ -182,11 +182,11 @@ class FusedMLASelfAttention(_OnTheSurface, upstream.FusedMLASelfAttention):
 
 
 class MLALayer(TransformerLayer):
-    """The layer around MLA, whose fused attention is ours in any stack.
+    """The layer around MLA; it replaces Megatron's fused attention class with ours.
 
-    With mla_down_proj_fusion HybridStack puts Megatron's own class into the spec. MTP's layers are
-    built by HybridStack itself, whatever the model's stack is. Raises MLAError for a named backend
-    that the fused layer has no room for.
+    With mla_down_proj_fusion, HybridStack puts Megatron's own class into the spec, and it builds
+    MTP's layers itself, so the replacement happens here. Raises MLAError for a named backend that
+    the fused layer cannot use.
     """
 
     def __init__(self, config, submodules, *args, **kwargs) -> None:
@@ -201,39 +201,40 @@ class MLALayer(TransformerLayer):
 class AbsorbedMLASelfAttention(absorbed.AbsorbedMLASelfAttention):
     """Megatron's attention of DSA layers, whose heads share one latent key.
 
-    Raises MLAError for Megatron's own linears: DSA's indexer cannot be built of them, and over
-    tensor-parallel ranks the shared key's rotary part would hear of one rank's heads only.
+    Raises MLAError for Megatron's own linears: DSA's indexer cannot be built from them, and over
+    tensor-parallel ranks the rotary part of the shared key would get one rank's gradient only.
     """
 
     def __init__(self, config, submodules, *args, **kwargs) -> None:
         if submodules.linear_kv_down_proj is ColumnParallelLinear:
             raise MLAError(
-                "a DSA layer of Megatron's own linears: its indexer takes Transformer Engine's "
+                "a DSA layer with Megatron's own linears: its indexer takes Transformer Engine's "
                 f'only; train on cuda with linear = "{TE}", or choose another attention.kind'
             )
         super().__init__(config, submodules, *args, **kwargs)
 
     def _get_kv_up_weights(self) -> tuple[Tensor, Tensor]:
-        """Upstream reads the weight without a call of its module."""
-        gathered(self.linear_kv_up_proj)
+        """Upstream reads the weight without calling its module."""
+        wait_for_param_gather(self.linear_kv_up_proj)
         return super()._get_kv_up_weights()
 
 
 def _check_fused(backends: Mapping[str, str]) -> None:
-    """The fused projection has the layer's norm inside, and both are Transformer Engine's."""
+    """Refuse backends that the fused projection, a TE linear with a TE norm inside, rules out."""
     for surface in ("linear", "norm"):
         if (asked := dispatch.requested(surface, backends)) not in (dispatch.AUTO, TE):
             raise MLAError(
-                f'{surface} = "{asked}" is asked for, and mla_down_proj_fusion has Transformer '
-                f'Engine\'s linear with the norm inside. Name "{TE}" or nothing, or leave it off'
+                f'{surface} = "{asked}" is asked for, but mla_down_proj_fusion uses Transformer '
+                f'Engine\'s linear with the norm inside. Set "{TE}" or remove the key, or turn the '
+                "fusion off"
             )
 
 
 def _document_bounds(packed_seq_params) -> Tensor | None:
-    """Where the documents start, padding counted with the document before it."""
+    """Offsets of the packed documents, padding counted with the document before it."""
     if packed_seq_params is None:
         return None
     if packed_seq_params.qkv_format != "thd":
-        raise MLAError(f"qkv_format {packed_seq_params.qkv_format!r} is not served; use 'thd'")
+        raise MLAError(f"qkv_format {packed_seq_params.qkv_format!r} is not supported; use 'thd'")
     padded = packed_seq_params.cu_seqlens_q_padded
     return packed_seq_params.cu_seqlens_q if padded is None else padded

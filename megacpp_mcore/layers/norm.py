@@ -1,6 +1,6 @@
-"""Normalisation modules for Megatron's norm slots, other than Transformer Engine's.
+"""Normalisation modules for Megatron's norm slots, as alternatives to Transformer Engine's.
 
-What each can serve is in `megacpp_mcore.surfaces.norm`.
+What each supports is declared in `megacpp_mcore.surfaces.norm`.
 """
 
 import torch
@@ -28,32 +28,32 @@ _KINDS = {"RMSNorm": _RMSNorm, "LayerNorm": _LayerNorm}
 class TorchNorm:
     """Builds torch's RMSNorm or LayerNorm, as the config's `normalization` says.
 
-    Of a float32 residual stream (fp32_residual_connection) they give the linears behind them the
-    weights' dtype, as Transformer Engine's norms do.
+    With a float32 residual stream (fp32_residual_connection) the output has the weights' dtype, as
+    with Transformer Engine's norms.
 
-    Megatron's own wrapper refuses sequence parallelism; all it takes is to mark the weights, whose
-    gradients each rank sees for its part of the sequence only.
+    Megatron's own wrapper refuses sequence parallelism. It only requires marking the weights, so
+    that Megatron sums their gradients, each of a part of the sequence, over the ranks.
     """
 
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:
-        return _marked(_KINDS[config.normalization](hidden_size, eps=eps), config)
+        return _mark_sequence_parallel(_KINDS[config.normalization](hidden_size, eps=eps), config)
 
 
 class LigerNorm:
     """Builds Liger's RMSNorm.
 
-    casting_mode "gemma" computes in float32 up to the last rounding, as torch and TE do. Liger's
-    default, in_place, overwrites the gradient that comes in, which other branches may still read.
+    casting_mode "gemma" computes in float32 and rounds once, as torch and TE do. in_place, Liger's
+    default, would overwrite the incoming gradient, which other branches may still read.
     """
 
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:
         from liger_kernel.transformers.rms_norm import LigerRMSNorm
 
         norm = LigerRMSNorm(hidden_size, eps=eps, casting_mode="gemma", in_place=False)
-        return _marked(norm, config)
+        return _mark_sequence_parallel(norm, config)
 
 
-def _marked(norm: torch.nn.Module, config) -> torch.nn.Module:
+def _mark_sequence_parallel(norm: torch.nn.Module, config) -> torch.nn.Module:
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel
     return norm

@@ -1,4 +1,4 @@
-"""The parts that stack specs are put together from, one function a backend of dispatch.REGISTRY."""
+"""Building blocks of stack specs, one function per backend of the surfaces' registry."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -8,8 +8,8 @@ from functools import partial
 class Linears:
     """Linear classes of one backend.
 
-    duplicated: weights whole on every tensor-parallel rank. is_te: they are Transformer Engine's,
-    which can hold a norm inside.
+    duplicated: with the whole weight on every tensor-parallel rank. is_te: Transformer Engine's,
+    which can fuse a norm.
     """
 
     column: type
@@ -30,7 +30,7 @@ def te_linears() -> Linears:
 
 
 def megatron_linears() -> Linears:
-    """Megatron's own, in plain torch. Duplicated is its column-parallel one, gathered."""
+    """Megatron's own, in plain torch. Duplicated is its column-parallel class, which gathers."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     return Linears(ColumnParallelLinear, RowParallelLinear, ColumnParallelLinear, is_te=False)
@@ -65,7 +65,7 @@ def te_experts():
 
 
 def sequential_experts():
-    """One MLP after another."""
+    """One MLP per expert, run one after another."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import SequentialMLP
@@ -82,14 +82,14 @@ def grouped_mm_experts():
 
 
 def megatron_residual():
-    """Megatron's bias-dropout-add, one compiled kernel where the config has bias_dropout_fusion."""
+    """Megatron's bias-dropout-add, one compiled kernel if the config has bias_dropout_fusion."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
     return get_bias_dropout_add
 
 
 def plain_residual():
-    """Bias, dropout and addition one after another, whatever bias_dropout_fusion says."""
+    """Bias, dropout and addition as separate operations; bias_dropout_fusion is ignored."""
     from megacpp_mcore.layers.residual import get_bias_dropout_add
 
     return get_bias_dropout_add

@@ -1,12 +1,12 @@
-"""FP8 and the layers of our own: which products are made in it, and which in the model's dtype."""
+"""FP8 in our own layers: which GEMMs run in FP8, and which in the model's dtype."""
 
 from megatron.core.quantization.quant_config import MatchContext, QuantizationConfig
 
 from megacpp_mcore import dispatch
 
-_MULTIPLE = 16  # of both sizes of a weight, as an FP8 product needs
+_MULTIPLE = 16  # an FP8 GEMM needs both sizes of a weight to be multiples of it
 
-# Megatron's words for "no FP8 in this linear, whatever is around it".
+# Megatron's configuration for a linear without FP8 inside an FP8 context.
 _MODEL_DTYPE = QuantizationConfig(
     {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}},
     MatchContext("", None),
@@ -14,11 +14,11 @@ _MODEL_DTYPE = QuantizationConfig(
 )
 
 
-def fitting_linear(linear: type, config, *sizes: int) -> type:
-    """`linear`, or under FP8 and with sizes that it does not take, one in the model's dtype.
+def fp8_compatible_linear(linear: type, config, *sizes: int) -> type:
+    """`linear`, or a variant in the model's dtype if FP8 is on and does not support the sizes.
 
-    linear: a Transformer Engine linear of Megatron's where config.fp8 is set. sizes: columns and
-    rows of the weight on this rank. What is not made in FP8 is recorded as dispatch's decisions.
+    linear: one of Megatron's Transformer Engine linears if config.fp8 is set. sizes: columns and
+    rows of the weight on this rank. The receipt lists each variant among the dispatch decisions.
     """
     if not config.fp8 or not any(size % _MULTIPLE for size in sizes):
         return linear

@@ -1,4 +1,4 @@
-"""Intermediate results made again in the backward pass instead of kept, in layers of our own."""
+"""Activation recomputation in our own layers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,10 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recomputed(config, tp_group, function: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    """What `function(*args, **more)` returns; the backward pass calls it again for what it needs.
+    """`function(*args, **more)`, whose intermediate results the backward pass recomputes.
 
-    function: draws no random numbers, so that no random state is kept for the second call. more:
-    nothing that has a gradient. Under FP8 it is Transformer Engine's checkpoint, whose second call
+    function: must draw no random numbers, because no random state is saved. more: arguments
+    without gradients. Under FP8 this uses Transformer Engine's checkpoint, so that the second call
     computes in FP8 as the first did.
     """
     function = partial(function, **more)
@@ -23,5 +23,5 @@ def recomputed(config, tp_group, function: Callable[..., Any], *args: Any, **mor
         from megatron.core.extensions.transformer_engine import te_checkpoint
 
         return te_checkpoint(function, False, get_cuda_rng_tracker, tp_group, *args)
-    # Reentrant, as Megatron's own: mamba-ssm reads its saved tensors twice, which the other refuses
+    # Reentrant, as Megatron's: mamba-ssm reads saved tensors twice, which non-reentrant refuses
     return checkpoint(function, *args, use_reentrant=True, preserve_rng_state=False)

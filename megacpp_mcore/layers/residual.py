@@ -1,4 +1,4 @@
-"""Bias-dropout-add in the form Megatron's layers ask for it."""
+"""Bias-dropout-add with the interface of Megatron's layers."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from megacpp_mcore.kernels.residual import bias_dropout_add
 def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
     """(x_with_bias, residual, dropout) -> Tensor, as Megatron's function of that name returns.
 
-    fused is the config's bias_dropout_fusion, which has no say here: nothing is compiled.
+    fused: the config's bias_dropout_fusion, ignored here: nothing is compiled.
     """
 
     def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:

@@ -1,8 +1,8 @@
-"""Where a layer finds the plugin's own settings: on Megatron's config, or through MEGACPP_RECIPE.
+"""The plugin's settings of a layer: attached to Megatron's config, or read through MEGACPP_RECIPE.
 
-Megatron hands every layer its `TransformerConfig` and nothing else of ours. Our own entry points
-attach the settings to it; Megatron's stock `pretrain_hybrid.py` cannot, so there they come from the
-recipe that the environment names, which must then agree with the config Megatron parsed.
+Megatron passes every layer its `TransformerConfig`. Our own entry points attach our settings to it.
+Megatron's stock `pretrain_hybrid.py` cannot, so there the settings come from the recipe that
+MEGACPP_RECIPE names, which must agree with the config that Megatron parsed.
 """
 
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from megacpp_mcore.hybrid.block_settings import M2RNNSettings, Mamba3Settings, R
 
 _ATTRIBUTE = "megacpp_settings"
 
-# (section, key) of a recipe -> field of Megatron's config. A command line of one recipe with the
-# environment of another would otherwise train a model that nobody asked for.
+# (section, key) of a recipe -> field of Megatron's config. The check catches a command line made
+# from one recipe with the environment of another.
 _SHARED_FIELDS = {
     ("model", "depth"): "num_layers",
     ("model", "hidden_size"): "hidden_size",
@@ -29,14 +29,14 @@ _SHARED_FIELDS = {
 
 
 class SettingsError(MegacppError):
-    """No settings for our layers, or settings of another recipe than Megatron's command line."""
+    """No settings for our layers, or a recipe that disagrees with Megatron's command line."""
 
 
 @dataclass(frozen=True)
 class PluginSettings:
     """What our layers need beyond Megatron's config.
 
-    backends: surface -> requested backend. optimizer: which one will train the weights.
+    backends: surface -> requested backend. optimizer: the recipe's optimizer.optimizer.
     """
 
     mamba3: Mamba3Settings = field(default_factory=Mamba3Settings)
@@ -47,7 +47,7 @@ class PluginSettings:
 
 
 def attach(config, settings: PluginSettings):
-    """Put `settings` on a Megatron TransformerConfig, and return the config."""
+    """Attach `settings` to a Megatron TransformerConfig, and return the config."""
     setattr(config, _ATTRIBUTE, settings)
     return config
 
@@ -55,8 +55,8 @@ def attach(config, settings: PluginSettings):
 def plugin_settings(config) -> PluginSettings:
     """The settings for layers built from `config`.
 
-    Raises SettingsError when neither the config carries settings nor MEGACPP_RECIPE names a recipe,
-    and when the recipe it names disagrees with `config`; MissingPatchError when it needs a patch
+    Raises SettingsError when the config has no settings attached and MEGACPP_RECIPE is not set, or
+    names a recipe that disagrees with `config`; MissingPatchError when the recipe needs a patch
     that is not applied.
     """
     attached = getattr(config, _ATTRIBUTE, None)
@@ -67,7 +67,7 @@ def plugin_settings(config) -> PluginSettings:
     recipe = recipe_from_environment()
     if recipe is None:
         raise SettingsError(
-            "our layers have no settings: MEGACPP_RECIPE is not set. Export it as "
+            "no settings for megacpp's layers: MEGACPP_RECIPE is not set. Export it as "
             "`megacpp recipe args RECIPE --env` prints it, or call "
             "megacpp_mcore.layers.settings.attach(config, PluginSettings(...))"
         )

@@ -1,8 +1,8 @@
-"""The stack spec: which module serves each symbol of a hybrid pattern, put together from parts.
+"""The stack spec: which module implements each symbol of a hybrid pattern.
 
 `stack_spec` returns what Megatron's `HybridModel(hybrid_stack_spec=...)` and `--spec` take. Linears
-and residuals, which decide what a spec looks like, are chosen by dispatch when it is made; what
-depends on the model's config (norms, experts, attention core, scans) when a layer is built.
+and residuals determine the spec's structure, so dispatch chooses them when the spec is made. Norms,
+experts, attention cores and scans depend on the model's config: they are chosen layer by layer.
 """
 
 import importlib
@@ -35,21 +35,21 @@ _DEFAULT = "".join(entry.letter for entry in table.SHIPPED if entry.spec is None
 
 
 class MegacppStack(HybridStack):
-    """Megatron's HybridStack with our settings checked, and the final norm that the spec names.
+    """Megatron's HybridStack, which checks our settings and builds the spec's final norm.
 
     Upstream hard-codes TENorm. With the patch final-norm-from-spec the norm is one of the
-    submodules, and final_norm is None. MTP's inner stack has no final norm, so that upstream's own
-    class serves there.
+    submodules, and final_norm is None. MTP's inner stack has no final norm, so upstream's own class
+    is used there.
     """
 
     def __init__(self, config, submodules, final_norm=None, post_layer_norm=True, **kwargs) -> None:
         bridges.install()
         optimizer_bridges.install()
         if config.expert_model_parallel_size > 1:
-            bridges.experts_of_few_rows()
-        # Fails here, with the reason, rather than in some layer.
+            bridges.uncompiled_swiglu_for_few_rows()
+        # Fail here, with the reason, rather than in one of the layers.
         requests = plugin_settings(config).backends
-        loss.check_asked_for(config)
+        loss.check_requested_heads(config)
         dispatch.decide("linear", linear.workload(current_device(), config), requests)
         upstream_builds_it = post_layer_norm and final_norm is None
         super().__init__(config, submodules, post_layer_norm=upstream_builds_it, **kwargs)

@@ -169,7 +169,7 @@ def _parse(question: Mapping[str, Any]) -> dict[str, Any]:
     sys.argv = ["Megatron", *question["argv"]]
     usage = io.StringIO()
     try:
-        with bridges.answering_for_a_gpu(), contextlib.redirect_stderr(usage):
+        with bridges.pretend_h200(), contextlib.redirect_stderr(usage):
             args = parse_and_validate_args()
             core_transformer_config_from_args(args)
     except SystemExit:  # argparse, after its words on stderr

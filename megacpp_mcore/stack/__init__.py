@@ -1,9 +1,9 @@
-"""The pinned stack, and what is to be known of a machine to hold it against the pins.
+"""The pinned software stack, and the facts about a machine that `doctor` checks against it.
 
-    facts = stack_facts.gather()      what this machine has
-    checks = doctor.examine(facts)    what of it is sound, one Check each
+    stack_facts = facts.gather()              what this machine has
+    checks = doctor.examine(stack_facts)      one Check per pin and known trap
 
-Facts are plain data, so that a stack which is not on this machine can be examined too.
+Facts are plain data, so the stack of another machine can be examined, too.
 """
 
 from dataclasses import dataclass, field
@@ -19,9 +19,9 @@ PYTHON = (3, 12)
 class Pin:
     """A package of the pinned stack.
 
-    cuda: part of the `[cuda]` extra, which a machine without a GPU does not have. missing, other:
-    what it means on a machine where it is wanted that it is absent, or of another version. get: how
-    to install it.
+    cuda: part of the `[cuda]` extra, which machines without a GPU do not need. missing, other: the
+    status if the package is needed, but absent or of another version. why: what it is for. get: the
+    command that installs it.
     """
 
     name: str
@@ -66,13 +66,13 @@ PINS = (
     ),
     Pin("liger-kernel", "0.8.5", cuda=True, missing=WARN, why="fused loss and norm kernels"),
 )
-# Used where they are installed, in whatever version: a receipt names it.
+# Optional, in any version; receipts record which one was used.
 NOT_PINNED = ("cut-cross-entropy", "deep-ep", "flash-attn", "flash-attn-3", "flash-attn-4")
 
 
 @dataclass(frozen=True)
 class Library:
-    """A shared library on disk. version: None when nothing tells it. of_torch: it came with it."""
+    """A shared library on disk. version: None if unknown. of_torch: installed with torch."""
 
     path: str
     version: str | None
@@ -81,7 +81,7 @@ class Library:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What torch says of the GPUs. error: why it cannot use them, else "".
+    """What torch reports about the GPUs. error: why it cannot use them, or "".
 
     cudnn: as torch.backends.cudnn.version() (91900 is 9.19.0). nccl: of the library in use.
     """
@@ -94,13 +94,13 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a machine has. Every check reads only this.
+    """What a machine has; the only input of every check.
 
-    versions: distribution -> version, absent ones not in it. gpu: None without NVIDIA's driver.
-    cudnn: libcudnn in the order in which Transformer Engine looks for it. cudnn_of_torch: where the
-    one that torch brings belongs. modules: those found, of the ones the checks ask about.
-    programs: name -> path, absent ones not in it. deep_ep_nvshmem: whether it was built with it.
-    lane: `patching` status rows; lane_error: why there are none.
+    versions: distribution -> version of those installed. gpu: None without NVIDIA's driver. cudnn:
+    the libcudnn files in Transformer Engine's search order. cudnn_of_torch: the folder of torch's
+    own cuDNN. modules: the importable ones among those that checks ask about. programs: name ->
+    path of those found. deep_ep_nvshmem: whether DeepEP was built with NVSHMEM; None if absent.
+    lane: status rows of the patch lane; lane_error: why they could not be read.
     """
 
     python: tuple[int, int, int]
@@ -121,7 +121,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Check:
-    """One check: what was found, and what to do about it ("" when nothing is to be done)."""
+    """The result of one check. remedy: what to do about it, or ""."""
 
     name: str
     status: Status

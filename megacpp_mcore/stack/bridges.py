@@ -1,9 +1,9 @@
-"""What Megatron-Core 0.19.2 cannot do as it is installed, bridged in this one place.
+"""Bridges: small run-time changes to Megatron-Core 0.19.2 where it does not work as installed.
 
-All but `dataset_helper`, `operators_alone`, `without` and `experts_of_few_rows` is for machines
-with no GPU and changes nothing with CUDA. Each bridge names its reason; one that a patch of the
-lane makes needless is not laid where that is applied.
-The distributed optimizer's checkpoints have their own: `megacpp_mcore.stack.optimizer_bridges`.
+`dataset_helper`, `import_ops_only`, `hide_packages` and `uncompiled_swiglu_for_few_rows` are for
+every machine. The others are for machines without a GPU, and do nothing when CUDA is available.
+Each bridge states its reason, and is skipped if a patch of the patch lane already fixes the cause.
+Bridges for the distributed optimizer's checkpoints: `megacpp_mcore.stack.optimizer_bridges`.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from megacpp_mcore.patching import applied
 def before_megatron() -> None:
     """Prepare this process for Megatron's first import.
 
-    Megatron catches only ImportError around Transformer Engine, and TE without a driver dies with
-    `OSError: libcuda.so.1`. A None in sys.modules makes Megatron take its path without TE; with the
-    patch te-import-without-driver Megatron does so itself.
+    Megatron catches only ImportError around Transformer Engine, but without a driver TE raises
+    `OSError: libcuda.so.1`. A None in sys.modules makes Megatron run without TE; with the patch
+    te-import-without-driver Megatron does so itself.
 
-    Megatron compiles elementwise functions with torch.compile as it defines them. On a CPU that
-    costs some 20 s of C++ compilation a process and gains nothing.
+    Megatron compiles elementwise functions with torch.compile at import. On a CPU that costs about
+    20 s of C++ compilation per process without a benefit, so torch.compile is disabled.
 
-    Megatron warns of each CUDA package that is not there, torch of CUDA itself: nobody asked.
+    Warnings about absent CUDA packages are silenced.
     """
     if torch.cuda.is_available():
         return
@@ -49,11 +49,11 @@ def install() -> None:
     """Let Megatron's modules be built, run and saved where there is no CUDA device."""
     if torch.cuda.is_available():
         return
-    # RoPE tables, the router's expert bias, MTP's counters, sequence-parallel gathers: each asks
-    # for the current CUDA device to place a tensor, although the model is on the CPU. The patch
-    # rope-tables-on-cpu serves the first of them only, so that it cannot replace this.
+    # RoPE tables, the router's expert bias, MTP's counters and sequence-parallel gathers place
+    # tensors on the current CUDA device even if the model is on the CPU. The patch
+    # rope-tables-on-cpu fixes only the first of these, so this is needed with it, too.
     torch.cuda.current_device = _cpu
-    # dist_checkpointing waits for the device before it writes, without asking whether there is one.
+    # dist_checkpointing synchronises the CUDA device before it writes, whether or not there is one.
     torch.cuda.synchronize = _nothing
 
 
@@ -68,9 +68,10 @@ def _nothing(device=None) -> None:
 def dataset_helper() -> None:
     """Let Megatron's training loop start from a wheel.
 
-    initialize_megatron runs `make` in the installed package, whose wheel has the helper compiled
-    and no Makefile: it would end the process. With the patch dataset-helper-without-makefile
-    Megatron does this itself. Raises ImportError when the compiled helper is not there either.
+    initialize_megatron runs `make` in the installed package, and exits if that fails. The wheel has
+    the compiled helper, but no Makefile; the helper is imported instead. With the patch
+    dataset-helper-without-makefile Megatron does so itself. The import raises ImportError when the
+    compiled helper is missing, too.
     """
     from megatron.core.datasets import utils
 
@@ -84,12 +85,12 @@ def _import_the_helper() -> None:
     importlib.import_module("megatron.core.datasets.helpers_cpp")
 
 
-def experts_of_few_rows() -> None:
-    """Let the experts' SwiGLU of no row or of one run as it is written, not compiled.
+def uncompiled_swiglu_for_few_rows() -> None:
+    """Run the experts' SwiGLU eagerly for zero rows and for one row.
 
-    Megatron compiles it for any number of rows, but torch.compile never takes 0 and 1 for any: it
-    compiles anew when a rank's experts first get no token and when they first get one, 0.5 and
-    1.7 s on an H200 in the middle of a run, and all other ranks of expert parallelism wait.
+    Megatron compiles it with a dynamic number of rows, but torch.compile specialises on 0 and 1. It
+    recompiles when a rank's experts first get no token, and when they first get one: 0.5 s and
+    1.7 s on an H200 in the middle of a run, while all other expert-parallel ranks wait.
     """
     from megatron.core.fusions import fused_bias_swiglu
 
@@ -117,11 +118,11 @@ def has_apex() -> bool:
 
 @contextlib.contextmanager
 def fused_accumulation_without_apex() -> Iterator[None]:
-    """Let a model with gradient_accumulation_fusion be built where apex is not installed.
+    """Let a model with gradient_accumulation_fusion be built without apex.
 
     Transformer Engine's linears accumulate weight gradients into main_grad by themselves. Only
-    Megatron's own linears need apex, and refuse to be built without it; the one in a model of
-    Transformer Engine's linears is the output layer, whose builder turns the fusion off again.
+    Megatron's own linears need apex, and refuse to be built without it. In a model of Transformer
+    Engine's linears the only one is the output layer; the model turns the fusion off for it.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -133,34 +134,34 @@ def fused_accumulation_without_apex() -> Iterator[None]:
         layers._grad_accum_fusion_available = known
 
 
-def operators_alone(package: str) -> None:
-    """Let `import PACKAGE.ops...` leave PACKAGE's own __init__ for whoever asks for what is in it.
+def import_ops_only(package: str) -> None:
+    """Let `import PACKAGE.ops...` skip PACKAGE/__init__.py until something asks for its contents.
 
-    mamba_ssm's imports its models, and transformers with them, at every rank's start, for nothing
-    that is used here.
+    mamba_ssm/__init__.py imports its models, and with them transformers. This package uses only the
+    operators, so every rank starts faster without them.
     """
     spec = None if package in sys.modules else importlib.util.find_spec(package)
     if spec is None or spec.loader is None:
         return
     module = importlib.util.module_from_spec(spec)
 
-    def whole(name: str):
-        if name.startswith("__") and name != "__version__":  # what Python itself looks for
+    def load_package(name: str):
+        if name.startswith("__") and name != "__version__":  # the import system looks for these
             raise AttributeError(name)
         del module.__getattr__
         spec.loader.exec_module(module)
         return getattr(module, name)
 
-    module.__getattr__ = whole
+    module.__getattr__ = load_package
     sys.modules[package] = module
 
 
 @contextlib.contextmanager
-def without(*packages: str) -> Iterator[None]:
-    """Let imports that only try a package find it absent, and find it again afterwards.
+def hide_packages(*packages: str) -> Iterator[None]:
+    """Make optional imports of these packages fail inside the block.
 
-    For what others import wherever it is installed, and a run then never asks for: seconds of every
-    rank's start. A package that is imported already stays.
+    For packages that a dependency imports whenever they are installed, and that a run never uses:
+    each costs seconds at every rank's start. A package that is already imported stays visible.
     """
     hidden = [package for package in packages if package not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))
@@ -173,10 +174,10 @@ def without(*packages: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def answering_for_a_gpu() -> Iterator[None]:
-    """Answer Megatron's questions about the GPU as an H200 would, while arguments are validated.
+def pretend_h200() -> Iterator[None]:
+    """Report the properties of an H200 inside the block if there is no GPU.
 
-    validate_args asks for the compute capability whatever the launch; nothing is run meanwhile.
+    Megatron's validate_args always asks for the compute capability; nothing runs on the device.
     """
     if torch.cuda.is_available():
         yield

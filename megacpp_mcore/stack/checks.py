@@ -1,4 +1,4 @@
-"""The known traps of the pinned stack, one check each. Every one was seen on a machine."""
+"""Checks for the known traps of the pinned stack. Each trap was seen on a real machine."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -24,7 +24,7 @@ def gpu(facts: Facts) -> Check:
         return Check("gpu", NOT_APPLICABLE, "no NVIDIA driver: the CPU lane")
     if facts.gpu.error:
         return Check(
-            "gpu", FAIL, f"the driver is there, torch cannot use it: {facts.gpu.error}",
+            "gpu", FAIL, f"the driver is installed, but torch cannot use it: {facts.gpu.error}",
             "install torch from PyPI (its 2.11.0 is the CUDA 13.0 build) and a driver for CUDA 13",
         )  # fmt: skip
     return Check("gpu", OK, ", ".join(facts.gpu.devices))
@@ -36,17 +36,17 @@ def te_without_driver(facts: Facts) -> Check:
     if facts.version(_TE) is None:
         return Check(name, NOT_APPLICABLE, _NO_TE)
     if facts.gpu is not None:
-        return Check(name, OK, "the driver is there")
+        return Check(name, OK, "the driver is installed")
     if _applied(facts, "megatron-core", TE_DRIVER_PATCH):
         return Check(name, OK, f"no driver, and patch {TE_DRIVER_PATCH} is applied")
     return Check(
-        name, FAIL, "Transformer Engine without a driver: `import megatron.core` dies of OSError "
+        name, FAIL, "Transformer Engine without a driver: `import megatron.core` raises OSError "
         "libcuda.so.1", f"pip uninstall {_TE} (the [cuda] extra is for GPU machines), or {_PATCH}",
     )  # fmt: skip
 
 
 def te_parts(facts: Facts) -> Check:
-    """TE is three distributions, whose versions it asserts to be the same when it is imported."""
+    """TE is three distributions; its import asserts that their versions are equal."""
     name, version = "te-parts", facts.version(_TE)
     if version is None or facts.gpu is None:
         return Check(name, NOT_APPLICABLE, _NO_GPU if facts.gpu is None else _NO_TE)
@@ -55,7 +55,7 @@ def te_parts(facts: Facts) -> Check:
     if all(have == version for have in parts.values()):
         return Check(name, OK, found)
     return Check(
-        name, FAIL, f"{_TE} {version} with {found}; the three must be of one version",
+        name, FAIL, f"{_TE} {version} with {found}; the three must have the same version",
         f"pip install --no-build-isolation '{_TE}[pytorch]=={version}'",
     )  # fmt: skip
 
@@ -92,32 +92,32 @@ def te_attention_cudnn(facts: Facts) -> Check:
     if _forced(facts).get("core_attention") == TE:
         return Check(
             name, FAIL, f"{found}, and MEGACPP_BACKENDS forces it",
-            "take core_attention=te out of MEGACPP_BACKENDS, or put a newer cuDNN first on the "
+            "remove core_attention=te from MEGACPP_BACKENDS, or put a newer cuDNN first on the "
             "library path",
         )  # fmt: skip
     return Check(
-        name, WARN, f"{found}; core_attention is served by torch instead",
-        "nothing, unless a recipe names core_attention = 'te': that is refused here",
+        name, WARN, f"{found}; core_attention uses torch instead",
+        "nothing, unless a recipe names core_attention = 'te', which is refused here",
     )  # fmt: skip
 
 
 def cudnn_order(facts: Facts) -> Check:
-    """TE looks in the system first; an older cuDNN loaded there breaks torch's."""
+    """TE searches the system first; loading an older cuDNN from there breaks torch's."""
     name = "cudnn-order"
     if facts.version(_TE) is None or facts.gpu is None:
         return Check(name, NOT_APPLICABLE, _NO_GPU if facts.gpu is None else _NO_TE)
     if not facts.cudnn:
         return Check(
-            name, FAIL, "no libcudnn to be found: Transformer Engine cannot be imported",
-            "pip install nvidia-cudnn-cu13==9.19.0.56, the one that torch 2.11.0 asks for",
+            name, FAIL, "libcudnn not found: Transformer Engine cannot be imported",
+            "pip install nvidia-cudnn-cu13==9.19.0.56, the version that torch 2.11.0 requires",
         )  # fmt: skip
     first, torchs = facts.cudnn[0], facts.version("nvidia-cudnn-cu13")
     if first.of_torch:
         return Check(name, OK, f"{first.path}, torch's own")
     found = f"Transformer Engine loads {first.path} ({first.version or 'of unknown version'}), "
-    found += f"torch brings {torchs or 'none'}"
+    found += f"torch ships {torchs or 'none'}"
     if first.version and torchs and release(first.version)[:3] == release(torchs)[:3]:
-        return Check(name, OK, f"{found}, the same")
+        return Check(name, OK, f"{found}, the same version")
     older = first.version and torchs and release(first.version) < release(torchs)
     own = facts.cudnn_of_torch
     return Check(
@@ -127,7 +127,7 @@ def cudnn_order(facts: Facts) -> Check:
 
 
 def nccl(facts: Facts) -> Check:
-    """Megatron's `ncclep` dispatcher needs a newer NCCL than torch brings."""
+    """Megatron's `ncclep` dispatcher needs a newer NCCL than torch ships."""
     name = "nccl-ncclep"
     if facts.gpu is None or facts.gpu.error:
         return Check(name, NOT_APPLICABLE, _NO_GPU)
@@ -159,25 +159,25 @@ def numpy_triton(facts: Facts) -> Check:
 
 
 def mamba_extension(facts: Facts) -> Check:
-    """`import mamba_ssm` asks for its CUDA extension, which Mamba-3 does not need."""
+    """`import mamba_ssm` imports its CUDA extension, which Mamba-3 does not need."""
     name = "mamba-ssm-extension"
     if facts.version("mamba-ssm") is None:
         return Check(name, NOT_APPLICABLE, "mamba-ssm is not installed")
     if "selective_scan_cuda" in facts.modules:
-        return Check(name, OK, "selective_scan_cuda is there")
+        return Check(name, OK, "selective_scan_cuda is installed")
     if _applied(facts, "mamba-ssm", MAMBA_PATCH):
         return Check(name, OK, f"no selective_scan_cuda, and patch {MAMBA_PATCH} is applied")
     return Check(
         name, WARN, "no selective_scan_cuda: `import mamba_ssm` raises ModuleNotFoundError, and "
-        "Mamba-3's Triton kernels count as absent", _PATCH,
+        "Mamba-3's Triton kernels are unavailable", _PATCH,
     )  # fmt: skip
 
 
 def deep_ep(facts: Facts) -> Check:
-    """Megatron 0.19.2 works with DeepEP v1.2.1 built with NVSHMEM, and with no other."""
+    """Megatron 0.19.2 works only with DeepEP v1.2.1 built with NVSHMEM."""
     name, version = "deep-ep", facts.version("deep-ep")
     if version is None:
-        return Check(name, NOT_APPLICABLE, "not installed; only the flex dispatcher asks for it")
+        return Check(name, NOT_APPLICABLE, "not installed; only the flex dispatcher needs it")
     if release(version) >= (2,):
         return Check(
             name, FAIL, f"{version}, its V2: Megatron imports EventOverlap from deep_ep.utils, "
@@ -210,7 +210,7 @@ def compiler(facts: Facts) -> Check:
 
 
 def nvcc(facts: Facts) -> Check:
-    """Only for building packages of the [cuda] extra, and DeepEP."""
+    """nvcc is needed only to build packages of the [cuda] extra and DeepEP."""
     if facts.gpu is None:
         return Check("nvcc", NOT_APPLICABLE, _NO_GPU)
     if "nvcc" in facts.programs:
@@ -218,7 +218,7 @@ def nvcc(facts: Facts) -> Check:
     builds = (f"{_TE}-torch", "mamba-ssm", "causal-conv1d")
     missing = [name for name in builds if facts.version(name) is None]
     if not missing:
-        return Check("nvcc", NOT_APPLICABLE, "absent, and everything that it builds is installed")
+        return Check("nvcc", NOT_APPLICABLE, "absent, but every package that needs it is installed")
     return Check(
         "nvcc", WARN, f"absent; {', '.join(missing)} cannot be built here",
         "install the CUDA 13.0 toolkit, or build wheels elsewhere for the same Python and torch",
@@ -226,7 +226,7 @@ def nvcc(facts: Facts) -> Check:
 
 
 def forced_backends(facts: Facts) -> Check:
-    """MEGACPP_BACKENDS that cannot be read stops the first layer that is built."""
+    """An invalid MEGACPP_BACKENDS makes the construction of the first layer fail."""
     text = facts.environment.get("MEGACPP_BACKENDS", "")
     if not text:
         return Check("forced-backends", NOT_APPLICABLE, "MEGACPP_BACKENDS is not set")
@@ -238,7 +238,7 @@ def forced_backends(facts: Facts) -> Check:
 
 
 def patch_lane(facts: Facts) -> Iterator[Check]:
-    """What of the patch lane is on the installed packages, one check a package."""
+    """Which patches of the patch lane are applied, one check per package."""
     if facts.lane_error:
         yield Check("patch-lane", FAIL, facts.lane_error, "megacpp patch status")
     for row in facts.lane:
@@ -246,7 +246,7 @@ def patch_lane(facts: Facts) -> Iterator[Check]:
 
 
 def patches_of_recipe(facts: Facts, needs: Mapping[str, str] | None) -> Check:
-    """Whether the patches without which the recipe's results are wrong are applied."""
+    """Whether the patches that the recipe needs for correct results are applied."""
     name = "recipe-patches"
     if needs is None:
         return Check(name, NOT_APPLICABLE, "no recipe: name one with --recipe, or MEGACPP_RECIPE")
@@ -307,4 +307,4 @@ def _forced(facts: Facts) -> dict[str, str]:
     try:
         return _parse(facts.environment.get("MEGACPP_BACKENDS", ""))
     except MegacppError:
-        return {}  # reported by the check of the variable itself
+        return {}  # forced_backends reports it

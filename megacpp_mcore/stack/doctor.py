@@ -1,4 +1,4 @@
-"""What of a machine's stack is sound, what is not, and what to do about it."""
+"""Examine a machine's software stack: versions against the pins, then known traps."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from megacpp_mcore.stack.checks import TRAPS, patch_lane, patches_of_recipe
 def examine(facts: Facts, needs: Mapping[str, str] | None = None) -> list[Check]:
     """Every check on `facts`: versions against the pins, then the known traps.
 
-    needs: what `patch_needs.needed` says of the recipe to be run; None when there is none.
+    needs: `patch_needs.needed` of the recipe to run; None without a recipe.
     """
     checks = [_python(facts), *(_pin(facts, pin) for pin in PINS)]
     checks += [trap(facts) for trap in TRAPS]
@@ -30,7 +30,7 @@ def _pin(facts: Facts, pin: Pin) -> Check:
     found = facts.version(pin.name)
     get = pin.get or f"pip install {pin.name}=={pin.version}"
     if found is None and pin.cuda and facts.gpu is None:
-        return Check(pin.name, NOT_APPLICABLE, "absent, and there is no GPU to use it")
+        return Check(pin.name, NOT_APPLICABLE, "absent; not needed without a GPU")
     if found is None:
         return Check(pin.name, pin.missing, f"absent; pinned {pin.version}: {pin.why}", get)
     if found.split("+")[0] == pin.version:

@@ -1,4 +1,4 @@
-"""What this machine has, for `stack.doctor.examine`. Imports torch only where a GPU is."""
+"""Gather the facts about this machine for `stack.doctor`. Imports torch only if there is a GPU."""
 
 import ctypes
 import glob
@@ -31,7 +31,7 @@ _ENVIRONMENT = ("MEGACPP_BACKENDS", "TRITON_INTERPRET")
 
 
 def gather() -> Facts:
-    """Read this machine. What is not there is left out; nothing raises."""
+    """The facts about this machine. Absent things are left out; nothing raises."""
     own = Path(sysconfig.get_path("purelib")) / "nvidia" / "cudnn"
     lane, lane_error = _lane()
     return Facts(
@@ -50,7 +50,7 @@ def gather() -> Facts:
 
 
 def cudnn_in_order(environment: Mapping[str, str], of_torch: Path) -> Iterator[Library]:
-    """Every libcudnn that Transformer Engine may load, in the order in which it looks.
+    """Every libcudnn that Transformer Engine may load, in its search order.
 
     Under CUDNN_HOME, CUDNN_PATH, CUDA_HOME, CUDA_PATH and /usr/local/cuda, then by the loader
     (LD_LIBRARY_PATH and the system's folders), last in torch's own packages. (TE 2.17,
@@ -103,7 +103,7 @@ def _gpu() -> Gpu | None:
             cudnn=torch.backends.cudnn.version(),
             nccl=".".join(map(str, torch.cuda.nccl.version())),
         )
-    except Exception as error:  # whatever a broken CUDA stack raises is the finding
+    except Exception as error:  # any exception of a broken CUDA stack is the finding
         return Gpu(error=f"{type(error).__name__}: {error}")
 
 
@@ -111,8 +111,8 @@ def _programs() -> dict[str, str]:
     chosen = {"cc": os.environ.get("CC"), "c++": os.environ.get("CXX")}
     found = {}
     for name, candidates in _PROGRAMS.items():
-        words = (chosen.get(name) or "").split()  # CC may carry options
-        wanted = words[:1] or candidates
+        command = (chosen.get(name) or "").split()  # CC may include options
+        wanted = command[:1] or candidates
         path = next(filter(None, map(shutil.which, wanted)), None)
         if path:
             found[name] = path
@@ -130,7 +130,7 @@ def _spec(module: str) -> Any:
 
 
 def _deep_ep_nvshmem() -> bool | None:
-    """A build without NVSHMEM carries the sentence of its assertion; None when not installed."""
+    """A build without NVSHMEM contains an assertion's message; None if not installed."""
     spec = _spec("deep_ep_cpp")
     if spec is None or spec.origin is None:
         return None

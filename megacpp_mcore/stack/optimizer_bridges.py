@@ -1,7 +1,7 @@
-"""Checkpoints of Megatron-Core 0.19.2's DistributedOptimizer, where it saves or loads wrong state.
+"""Bridges for Megatron-Core 0.19.2's DistributedOptimizer, which saves and loads some state wrong.
 
-Its training is right. A patch of the lane makes each bridge needless, and where that is applied it
-is not laid. Upstream: issue 2777, pull requests 5835, 5929 and 5077, none of them in 0.19.
+Only checkpoints are affected, not training. Each bridge is skipped if its patch of the patch lane
+is applied. Upstream: issue 2777, pull requests 5835, 5929 and 5077, none of them in 0.19.
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ _PADDING = "optimizer-state-behind-padding"
 
 
 def install() -> None:
-    """Let a model with float32 and 16-bit parameters, as M and R make it, be saved and loaded; and
-    let an optimizer's state be loaded at another layout than it was saved at."""
+    """Fix checkpoints of models with both float32 and 16-bit parameters (as M and R have), and
+    loading optimizer state in another parallel layout than it was saved in."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     if hasattr(DistributedOptimizer, "megacpp_bridges"):
@@ -31,8 +31,9 @@ def install() -> None:
 
 
 def _number_float32_first(optimizer_class: Any) -> None:
-    """The optimizer's groups have the float32 parameters before the 16-bit ones, and their state is
-    looked up at the place that each had before."""
+    """Order each group's float32 parameters before its 16-bit ones, as the optimizer does.
+
+    Upstream looks up their state by the positions before this reordering."""
     build = optimizer_class._build_optimizer_group_ranges
 
     def build_in_order(cls, param_groups, gbuf_ranges):
@@ -50,14 +51,16 @@ def _number_float32_first(optimizer_class: Any) -> None:
 
 
 def _copy_without_gradients(optimizer_class: Any) -> None:
-    """What is loaded for a float32 parameter is copied into a view of it: autograd refuses that."""
+    """Load without autograd, which refuses the copy into a view of a float32 parameter."""
     copy = optimizer_class._set_main_param_and_optimizer_states
     optimizer_class._set_main_param_and_optimizer_states = torch.no_grad()(copy)
 
 
 def _keep_padding(optimizer_class: Any) -> None:
-    """The state of all buckets is joined without the padding between them, and each parameter's cut
-    out of it at its place with padding: from the second bucket on, at other parameters' elements.
+    """Join the buckets' state with the padding between them.
+
+    Upstream joins it without padding, but slices each parameter's state at its padded offset: from
+    the second bucket on, it takes elements of other parameters.
     """
     shard = optimizer_class.sharded_param_state_fully_reshardable
 

@@ -1,4 +1,4 @@
-"""The variables of a launch: its own are set, but the user's own are kept and reported."""
+"""Set a launch's environment variables, except those that the user has set already."""
 
 import os
 import sys
@@ -8,10 +8,10 @@ from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE
 
 
 def apply_environment(wanted: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Set the variables in this process, but keep what the user has set; rank 0 says so.
+    """Set the variables in this process, but keep the user's values; rank 0 reports them.
 
-    MEGACPP_RECIPE is set in any case: one that an earlier launch left is not what was asked for.
-    Returns {"applied": ..., "kept": ...}, as a receipt has it.
+    MEGACPP_RECIPE is always set: an existing value may come from an earlier launch. Returns
+    {"applied": ..., "kept": ...}, as written to the receipt.
     """
     kept = {name: os.environ[name] for name in wanted if name in os.environ}
     kept.pop(ENVIRONMENT_VARIABLE, None)
@@ -20,7 +20,7 @@ def apply_environment(wanted: Mapping[str, str]) -> dict[str, dict[str, str]]:
     for name, value in kept.items():
         if value != wanted[name] and os.environ.get("RANK", "0") == "0":
             print(
-                f"megacpp: kept {name}={value} of the environment; this launch has {wanted[name]}",
+                f"megacpp: kept {name}={value} from the environment; the recipe has {wanted[name]}",
                 file=sys.stderr,
             )
     return {"applied": applied, "kept": kept}

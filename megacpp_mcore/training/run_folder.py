@@ -1,4 +1,4 @@
-"""The folder of one run, and who may write into it."""
+"""The folder of one run, and the lock that lets only one process write into it."""
 
 import fcntl
 import shutil
@@ -13,7 +13,7 @@ class RunFolderError(MegacppError):
 
 
 class RunFolder:
-    """OUT with receipt.json, curves.png, checkpoints/ and an index cache, held by one process."""
+    """OUT with receipt.json, curves.png, checkpoints/ and cache/, locked by one process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -24,12 +24,12 @@ class RunFolder:
         self._lock: IO[str] | None = None
 
     def claim(self, *, resume: bool, overwrite: bool) -> Path | None:
-        """Make the folder ours. Returns the checkpoint to resume from, or None to begin anew.
+        """Lock the folder. Returns the checkpoint to resume from, or None to start at step 0.
 
-        Raises RunFolderError when another process trains there, or when it holds a run and neither
-        resume nor overwrite was asked for.
+        Raises RunFolderError when another process trains in it, or when it holds a run and both
+        resume and overwrite are false.
         """
-        # Imports Megatron, which the GPU lane must not before it has checked and bridged it.
+        # Imported here because it imports Megatron, which GPU runs must check and bridge first.
         from megacpp_mcore.training.cpu import checkpoint
 
         try:
@@ -52,12 +52,12 @@ class RunFolder:
             self.curves.unlink(missing_ok=True)
         elif latest or self.receipt.exists():
             raise RunFolderError(
-                f"{self.path} holds a run already; continue it with --resume, replace it with "
+                f"{self.path} already holds a run; continue it with --resume, replace it with "
                 "--overwrite, or choose another --out"
             )
         return None
 
     def release(self) -> None:
-        """Let another process have it."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.close()

@@ -137,7 +137,7 @@ class Packed:
         """The words and the environment of one host's torchrun. port: where hosts meet."""
         from megacpp_mcore.recipe import load_recipe
         from megacpp_mcore.recipe.lowering import lower
-        from megacpp_mcore.training.gpu.launch import OUT, recipe_words
+        from megacpp_mcore.training.gpu.launch import OUT, recipe_argv
 
         recipe = load_recipe(str(self.out / "recipe.toml"), self._overrides(run))
         lowered = lower(recipe)
@@ -157,7 +157,7 @@ class Packed:
         if run.script:
             script = Path(os.environ["MEGACPP_MEGATRON_LM"]).resolve() / run.script
             return [*torchrun, str(script), *lowered.argv], environment | lowered.environment
-        words = [*recipe_words(recipe), OUT, str(self.out / run.name), *lowered.argv]
+        words = [*recipe_argv(recipe), OUT, str(self.out / run.name), *lowered.argv]
         return [*torchrun, "-m", "megacpp_mcore.pretrain", *words], environment
 
     def _overrides(self, run: Run) -> list[str]:

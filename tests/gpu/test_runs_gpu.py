@@ -132,7 +132,7 @@ def test_a_killed_run_goes_on_to_the_losses_of_an_unbroken_one(corpus, tmp_path)
     (rank,) = ranks_of(run)
     rank.kill()
     assert run.wait(timeout=90) == 128 + signal.SIGKILL
-    assert "go on from it with --resume" in (tmp_path / "killed.err").read_text()
+    assert "resume from it with --resume" in (tmp_path / "killed.err").read_text()
     assert max(series(out, "step")) < 15 and result(out)["status"] == "failed"
     subprocess.run([*words, "--resume"], check=True)
     assert runs["unbroken"][0].wait(timeout=300) == 0

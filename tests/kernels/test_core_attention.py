@@ -588,8 +588,8 @@ class TestByLayout:
     ("build", "call", "message"),
     [
         ({"context_parallel_size": 2}, {}, "context_parallel_size 2"),
-        ({}, {"attn_mask_type": AttnMaskType.no_mask}, "mask 'no_mask' is not served"),
-        ({}, {"attention_bias": torch.zeros(1)}, "attention_bias is not served"),
+        ({}, {"attn_mask_type": AttnMaskType.no_mask}, "mask 'no_mask' is not supported"),
+        ({}, {"attention_bias": torch.zeros(1)}, "attention_bias is not supported"),
         ({}, {"packed_seq_params": PackedSeqParams(qkv_format="bshd")}, "qkv_format 'bshd'"),
         ({}, {"packed_seq_params": PackedSeqParams(qkv_format="thd")}, "cu_seqlens_q missing"),
         ({"window_size": (3, 0)}, {}, "SDPACoreAttention has no sliding window"),

@@ -227,5 +227,5 @@ def choose(backend, cfg, optimizer="adam"):
 
 
 def test_a_config_that_no_recipe_has_is_refused_by_the_experts_themselves():
-    with pytest.raises(ExpertsError, match=r"glu_linear_offset is 1\.0, served: 0\.0"):
+    with pytest.raises(ExpertsError, match=r"glu_linear_offset is 1\.0, supported: 0\.0"):
         grouped(config(glu_linear_offset=1.0))

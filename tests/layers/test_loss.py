@@ -201,7 +201,7 @@ def test_the_backend_is_recorded_and_megatrons_own_heads_can_be_named(serving):
         ours, megatrons = models("mtp.mtp_num_layers=1", "backends.linear_cross_entropy=megatron")
         decided = [d for d in dispatch.decisions() if d.surface == "linear_cross_entropy"]
         assert [(d.requested, d.observed) for d in decided] == [("megatron", "megatron")] * 2
-        assert "named" in decided[0].reason and "Megatron's own class" in decided[1].reason
+        assert "named" in decided[0].reason and "Megatron's own model class" in decided[1].reason
         found = run(ours, step.forward_step, batches())
         expected = run(megatrons, megatrons_step, batches())
         for name, gradient in expected.gradients.items():
@@ -306,4 +306,4 @@ def test_megatrons_own_model_is_recorded_with_its_own_heads(environment, asked):
     assert [(d.requested, d.observed) for d in found] == [
         ("reference", "reference"), (asked, "megatron"),
     ]  # fmt: skip
-    assert "Megatron's own class" in found[1].reason
+    assert "Megatron's own model class" in found[1].reason

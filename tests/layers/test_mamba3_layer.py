@@ -322,7 +322,7 @@ class TestInference:
     def test_refusals(self):
         mixer, hidden = build().mixer, torch.randn(1, 1, HIDDEN)
         dynamic = SimpleNamespace(is_static_batching=lambda: False)
-        with pytest.raises(MegacppError, match="dynamic batching is not served"):
+        with pytest.raises(MegacppError, match="dynamic batching is not supported"):
             mixer(hidden, inference_context=dynamic)
         with pytest.raises(MegacppError, match="StaticInferenceContext"):
             mixer.mamba_state_shapes_per_request()
@@ -330,7 +330,7 @@ class TestInference:
         context.sequence_len_offset = 4
         with pytest.raises(MegacppError, match="no state at token 4"):
             mixer(hidden, inference_context=context)
-        with pytest.raises(MegacppError, match="packed documents are not served"):
+        with pytest.raises(MegacppError, match="packed documents are not supported"):
             packed = TestDocuments().packed([0, 1])
             mixer(hidden, inference_context=context, packed_seq_params=packed)
 
@@ -343,7 +343,7 @@ class TestConstruction:
             (
                 SISO,
                 {"mamba_num_heads": 5},
-                "mamba_num_heads 5 is no multiple of mamba_num_groups 2",
+                "mamba_num_heads 5 must be a multiple of mamba_num_groups 2",
             ),
             (SISO, {"mamba_state_dim": 7}, "mamba_state_dim 7"),
             (Mamba3Settings(rope_fraction=0.1), {}, "rotates 0 pairs"),

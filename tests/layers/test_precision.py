@@ -110,13 +110,13 @@ def test_a_product_that_is_not_made_in_fp8_is_told_and_in_the_receipt(monkeypatc
 
 
 def test_sizes_that_fit_are_those_of_one_rank():
-    from megacpp_mcore.layers.precision import fitting_linear
+    from megacpp_mcore.layers.precision import fp8_compatible_linear
 
     config = SimpleNamespace(fp8="hybrid")
-    assert fitting_linear(Column, config, 32, 48) is Column
-    assert fitting_linear(Column, config, 32, 24) is not Column
-    assert fitting_linear(Column, config, 24, 32) is not Column
-    assert fitting_linear(Column, SimpleNamespace(fp8=None), 32, 24) is Column
+    assert fp8_compatible_linear(Column, config, 32, 48) is Column
+    assert fp8_compatible_linear(Column, config, 32, 24) is not Column
+    assert fp8_compatible_linear(Column, config, 24, 32) is not Column
+    assert fp8_compatible_linear(Column, SimpleNamespace(fp8=None), 32, 24) is Column
 
 
 def test_fp8_without_transformer_engine_is_refused_before_any_layer():

@@ -38,7 +38,7 @@ def check(found, plain):
 
 
 @pytest.mark.parametrize("override", OURS)
-def test_what_our_layers_make_again(override, plain):
+def test_what_our_layers_recompute(override, plain):
     check(train_once(small(override)), plain)
 
 
@@ -50,7 +50,7 @@ def test_all_of_ours_together(plain):
 
 
 @pytest.mark.parametrize("module", MEGATRONS)
-def test_what_megatron_makes_again_around_our_layers(module, plain, monkeypatch):
+def test_what_megatron_recomputes_around_our_layers(module, plain, monkeypatch):
     """Without CUDA there is no random state of its to keep; nothing here draws a random number."""
     from megatron.core.tensor_parallel import random
 
@@ -60,7 +60,7 @@ def test_what_megatron_makes_again_around_our_layers(module, plain, monkeypatch)
 
 
 @pytest.mark.parametrize("override", OURS)
-def test_without_a_gradient_nothing_is_made_again(override, monkeypatch):
+def test_without_a_gradient_nothing_is_recomputed(override, monkeypatch):
     """Evaluation runs a block once, as if nothing had been asked."""
     from megacpp_mcore.layers import recompute
 

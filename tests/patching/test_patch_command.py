@@ -35,7 +35,7 @@ def test_the_usual_way(run, site):
     assert "fakepkg: applied: alpha, beta, gamma" in out
     status, out, _ = run("status")
     assert status == 0 and f"fakepkg 1.0 in {site}\n  applied       alpha\n" in out
-    assert "it is so already" in run("apply")[1]
+    assert "nothing would change" in run("apply")[1]
     assert run("revert", "--only", "gamma", "--only", "beta")[0] == 0
     status, out, _ = run("status", "--json")
     assert status == 1

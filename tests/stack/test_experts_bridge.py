@@ -34,8 +34,8 @@ def test_a_rank_without_tokens_compiles_nothing(monkeypatch):
     run(0), run(1)
     assert len(made) > for_any, "torch.compile takes 0 and 1 for any number: the bridge is needless"
     torch._dynamo.reset()
-    bridges.experts_of_few_rows()
-    bridges.experts_of_few_rows()
+    bridges.uncompiled_swiglu_for_few_rows()
+    bridges.uncompiled_swiglu_for_few_rows()
     for rows in (1, 0, 5, 7):
         run(rows)
     for_any = len(made)

@@ -353,11 +353,11 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("extra", "message"),
         [
-            (["--vocab-size", "300"], "--vocab-size belongs to --tokens-column"),
-            (["--eod-id", "0"], "--eod-id belongs to --tokens-column"),
-            (["--append-eod"], "--append-eod belongs to --tokens-column"),
+            (["--vocab-size", "300"], "--vocab-size is for --tokens-column only"),
+            (["--eod-id", "0"], "--eod-id is for --tokens-column only"),
+            (["--append-eod"], "--append-eod is for --tokens-column only"),
             (["--tokens-column", "ids"], "needs --vocab-size"),
-            (["--text-column", "t", "--seed", "3"], "--seed orders text files"),
+            (["--text-column", "t", "--seed", "3"], "--seed is for text files only"),
             (["--text-column", "t", "--torch-headers"], "cannot be mixed"),
         ],
     )

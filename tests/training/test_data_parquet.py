@@ -144,7 +144,7 @@ def test_rows_are_counted_against_the_footer(tmp_path):
     at = data.index(b"\x16\xd0\x0f", footer)
     shard.write_bytes(data[:at] + b"\x16\xd2\x0f" + data[at + 3 :])
     assert pq.read_metadata(shard).num_rows == 1001
-    with pytest.raises(DataError, match="gave 1000 rows, its footer promised 1001"):
+    with pytest.raises(DataError, match="gave 1000 rows, but its footer says 1001"):
         build(ParquetShards([shard], "t", "text"), tmp_path / "c")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 

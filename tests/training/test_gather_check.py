@@ -1,9 +1,9 @@
-"""Weights that are read without a call of their module, under overlap_param_gather."""
+"""Weights that are read without calling their module, under overlap_param_gather."""
 
 import pytest
 import torch
 
-from megacpp_mcore.layers.gathered import gathered
+from megacpp_mcore.layers.param_gather import wait_for_param_gather
 from megacpp_mcore.training.gpu.gather_check import GatherCheck, GatherError
 
 
@@ -25,7 +25,7 @@ class Model(torch.nn.Module):
         }
 
     def forward(self, x):
-        second = gathered(self.second) if self.waits else self.second
+        second = wait_for_param_gather(self.second) if self.waits else self.second
         return self.first(x) @ second.weight.t() + second.bias
 
 
@@ -38,7 +38,9 @@ def step(model):
 @pytest.mark.parametrize("buckets", [1, 2])
 def test_a_weight_that_nobody_waits_for_is_refused_whoever_is_in_its_bucket(buckets):
     """The others of its bucket may be called after it is read."""
-    with pytest.raises(GatherError, match=r"read second\.weight, second\.bias without a call"):
+    with pytest.raises(
+        GatherError, match=r"read second\.weight, second\.bias without calling the module"
+    ):
         step(Model(waits=False, buckets=buckets))
 
 

@@ -83,7 +83,7 @@ def test_the_report_names_the_largest_first():
     lines = report(found, stats, total=140 * GIB, rank=3).splitlines()
     assert lines[0] == (
         "GPU memory of rank 3: 140.00 GiB on the device, 130.00 GiB in use, 135.00 GiB at most, "
-        "8.00 GiB held by torch and free"
+        "8.00 GiB reserved by torch but free"
     )
     names = ("optimizer states", "other", "gradients", "parameters")
     assert all(name in line for name, line in zip(names, lines[1:5], strict=True))
@@ -121,29 +121,31 @@ def test_what_is_there_of_a_model_that_is_not_finished():
 
     halves, doubled = [Half(2**18) for _ in range(3)], Doubled(2**22)
     view = halves[0].weight.detach()  # the same storage
-    found = memory._alive("cpu")
+    found = memory._live_tensors("cpu")
     assert found["parameters of Half"] == 3 * 4 * 2**18
     assert found["parameters of Doubled"] == 4 * 2**22
     del doubled
     others = "buffers, main parameters, states, others"
-    assert "parameters of Doubled" not in memory._alive("cpu")
+    assert "parameters of Doubled" not in memory._live_tensors("cpu")
     gc.collect()  # what other tests have left
-    before, more = memory._alive("cpu")[others], torch.zeros(2**20)
+    before, more = memory._live_tensors("cpu")[others], torch.zeros(2**20)
     with FakeTensorMode():
         fake = torch.zeros(2**21)  # as torch.compile keeps many, which say that they are on a GPU
     sparse = torch.ones(2**20).to_sparse()
-    assert abs(memory._alive("cpu")[others] - before - 4 * 2**20) < 2**20
+    assert abs(memory._live_tensors("cpu")[others] - before - 4 * 2**20) < 2**20
     assert fake.numel() == 2 * sparse.numel()
     assert len(halves) == 3 and len(view) == 2**18 and len(more)
 
 
 def test_the_report_of_a_model_that_is_not_finished(monkeypatch):
     found = Counter({"parameters of MoELayer": 3 * GIB, "parameters of Mixer": 5 * GIB})
-    monkeypatch.setattr(memory, "_alive", lambda device: found)
+    monkeypatch.setattr(memory, "_live_tensors", lambda device: found)
     first, *rows, last = unfinished_report(
         {"allocated_bytes.all.current": GIB}, total=2 * GIB, rank=1
     ).splitlines()
-    assert first.startswith("GPU memory of rank 1 as the model was built: 2.00 GiB on the device")
+    assert first.startswith(
+        "GPU memory of rank 1 while the model was being built: 2.00 GiB on the device"
+    )
     assert [row.split()[0] for row in rows] == ["5.00", "3.00"]
     assert rows[0].endswith("parameters of Mixer") and "use_distributed_optimizer" in last
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megacpp_mcore.training.gpu.ranks import Ended, run_ranks
+from megacpp_mcore.training.gpu.ranks import RanksOutcome, run_ranks
 
 # A training loop in miniature: gloo's all-reduce, and a rank that ends in its midst.
 RANK = """
@@ -57,7 +57,7 @@ def module(tmp_path: Path, monkeypatch) -> str:
 
 
 def test_ranks_that_end_well(module):
-    assert run_ranks(module, ["ends"], 2) == Ended(0)
+    assert run_ranks(module, ["ends"], 2) == RanksOutcome(0)
 
 
 def test_a_killed_rank_ends_the_others_within_a_minute(module, tmp_path):
@@ -70,7 +70,7 @@ def test_a_killed_rank_ends_the_others_within_a_minute(module, tmp_path):
 
 def test_a_rank_that_raises_is_named_with_its_error(module):
     ended = run_ranks(module, ["raises"], 2)
-    assert ended == Ended(1, "rank 1 of 2 failed: RuntimeError: loss is NaN")
+    assert ended == RanksOutcome(1, "rank 1 of 2 failed: RuntimeError: loss is NaN")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.recipe.lowering import lower
-from megacpp_mcore.training.gpu.launch import Launch, recipe_words
+from megacpp_mcore.training.gpu.launch import Launch, recipe_argv
 
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost",
         "MASTER_PORT": "29500"}  # fmt: skip
@@ -23,14 +23,14 @@ from megacpp_mcore.training.gpu import train
 from megacpp_mcore.training.gpu.launch import launch
 
 bridges.before_megatron()
-with bridges.answering_for_a_gpu():
+with bridges.pretend_h200():
     train.megatron_args(launch(sys.argv[1:]))
 """
 
 
-def python(script: str, *words: str, environment: dict[str, str]) -> subprocess.CompletedProcess:
+def python(script: str, *argv: str, environment: dict[str, str]) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-c", script, *words], env=os.environ | environment,
+        [sys.executable, "-c", script, *argv], env=os.environ | environment,
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 
@@ -49,8 +49,8 @@ def test_transformers_is_imported_for_its_own_tokenizer_alone(small_recipe: Path
     recipe = load_recipe(str(small_recipe), changed)
 
     def start(*more: str) -> subprocess.CompletedProcess:
-        words = [*recipe_words(recipe), *lower(recipe).argv, *more]
-        return python(ARGUMENTS, *words, environment=RANK | {"PYTHONPATH": path})
+        argv = [*recipe_argv(recipe), *lower(recipe).argv, *more]
+        return python(ARGUMENTS, *argv, environment=RANK | {"PYTHONPATH": path})
 
     assert recipe.data.tokenizer_type == "NullTokenizer" and start().returncode == 0
     other = start("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "name")

@@ -1,7 +1,7 @@
-"""Checkpoints of the CPU lane through megatron.core.dist_checkpointing: atomic and resumable.
+"""Checkpoints of the CPU lane, written atomically through megatron.core.dist_checkpointing.
 
-DIR/iter_0000100/ is one checkpoint, under Megatron's own names; it is written as DIR/.tmp-... and
-renamed when all of it is on the disk, so that a half-written one never has a checkpoint's name.
+DIR/iter_0000100/ is one checkpoint, named as Megatron names it. It is written as DIR/.tmp-... and
+renamed once it is synced to disk, so an incomplete one never has a checkpoint's name.
 DIR/latest_checkpointed_iteration.txt names the newest complete one.
 """
 
@@ -28,13 +28,13 @@ from megacpp_mcore.training.cpu.step import Trainer
 
 TRACKER = "latest_checkpointed_iteration.txt"
 PROGRESS = "progress.json"
-# A damaged file or a full disk surfaces as many types (OSError, pickle's, zip's, Megatron's own);
-# torch's CheckpointException is no Exception at all, but a BaseException.
+# A damaged file or a full disk raises one of many types (OSError, pickle's, zip's, Megatron's own);
+# torch's CheckpointException is a BaseException.
 _ANY_FAILURE = (Exception, CheckpointException)
 
 
 class CheckpointError(MegacppError):
-    """A checkpoint that cannot be read, or that belongs to another recipe or to other data."""
+    """A checkpoint that cannot be read, or that was made with another recipe or other data."""
 
 
 class CheckpointWriteError(CheckpointError):
@@ -45,9 +45,9 @@ class CheckpointWriteError(CheckpointError):
 
 @dataclass
 class Progress:
-    """Where a run stands. recipe: the resolved one, section -> key -> value.
+    """The progress of a run. recipe: the resolved recipe, section -> key -> value.
 
-    data_digest: of the order of training samples (`datasets.order_digest`).
+    data_digest: digest of the order of training samples (`datasets.order_digest`).
     """
 
     iteration: int
@@ -73,7 +73,7 @@ def save(directory: Path, trainer: Trainer, progress: Progress) -> Path:
             dist_checkpointing.save(_sharded_state(trainer), str(partial))
         (partial / PROGRESS).write_text(json.dumps(asdict(progress)))
         _sync(partial)
-        if final.exists():  # the same iteration, saved by the run that this one resumed
+        if final.exists():  # saved at the same iteration before the run was resumed
             shutil.rmtree(final)
         partial.rename(final)
         _write_tracker(directory, progress.iteration)
@@ -89,8 +89,8 @@ def save(directory: Path, trainer: Trainer, progress: Progress) -> Path:
 def latest(directory: Path) -> Path | None:
     """The newest complete checkpoint in `directory`, or None.
 
-    The tracker file is a hint for Megatron's tools; the complete folders themselves are the truth,
-    as a run may be killed between the rename and the tracker.
+    Found by looking at the folders. The tracker file is for Megatron's tools only: a run may be
+    killed between the rename and the update of the tracker.
     """
     if not directory.is_dir():
         return None
@@ -105,9 +105,9 @@ def latest(directory: Path) -> Path | None:
 def load(checkpoint: Path, trainer: Trainer, current: Progress) -> Progress:
     """Load `checkpoint` into the trainer. Returns the progress saved with it.
 
-    current: of the run that wants to go on. Raises CheckpointError when the checkpoint cannot be
-    read, or was trained with another recipe (the keys that differ are named) or on other data; the
-    trainer is then not to be used.
+    current: of the run that is resumed. Raises CheckpointError when the checkpoint cannot be read,
+    or was made with another recipe (the differing keys are named) or other data; the trainer must
+    then not be used.
     """
     try:
         progress = Progress(**json.loads((checkpoint / PROGRESS).read_text()))
@@ -115,13 +115,13 @@ def load(checkpoint: Path, trainer: Trainer, current: Progress) -> Progress:
         raise CheckpointError(f"{checkpoint} cannot be read: {error}") from error
     if changed := _differences(progress.recipe, current.recipe):
         raise CheckpointError(
-            f"{checkpoint} was trained with another recipe: {'; '.join(changed)}. Train with the "
-            "recipe it was made with, or into another --out"
+            f"{checkpoint} was trained with another recipe: {'; '.join(changed)}. Use the same "
+            "recipe, or another --out"
         )
     if progress.data_digest != current.data_digest:
         raise CheckpointError(
             f"{checkpoint} was trained on other data than {current.recipe['data']['data_path']} "
-            "holds now: the samples come in another order. Restore the data, or train anew"
+            "holds now: the order of samples differs. Restore the data, or use another --out"
         )
     try:
         with quiet():
@@ -133,14 +133,14 @@ def load(checkpoint: Path, trainer: Trainer, current: Progress) -> Progress:
 
 
 def _sharded_state(trainer: Trainer) -> dict[str, Any]:
-    """What is saved, and the template of what is loaded: Megatron's sharded state dict."""
+    """Megatron's sharded state dict: what is saved, and the template for loading."""
     model = trainer.model.module.sharded_state_dict()
     optimizer = trainer.optimizer.state_dict()
     parameters = [p for group in trainer.optimizer.param_groups for p in group["params"]]
     optim_state_to_sharding_state(
         optimizer, get_param_id_to_sharded_param_map(model, parameters), exclude_keys=("step",)
     )
-    # AdamW counts its steps per parameter; they are all the same and not sharded.
+    # AdamW counts steps per parameter; all counts are equal, so one is saved, unsharded.
     optimizer["step"] = trainer.optimizer.state[parameters[0]]["step"].item()
     return {
         "model": model,
@@ -176,14 +176,14 @@ def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
 
 
 def _cause(error: BaseException) -> str:
-    """The first rank's own failure, without the tracebacks that torch puts into its message."""
+    """The first rank's failure, without the tracebacks in torch's message."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return f"{type(error).__name__}: {error}".strip().splitlines()[-1]
 
 
 def _check_space(directory: Path, trainer: Trainer) -> None:
-    """Refuse before writing what cannot fit: parameters and AdamW's two moments, and a tenth."""
+    """Raise OSError if parameters and AdamW's two moments, plus 10 %, do not fit on the disk."""
     needed = int(1.1 * sum(3 * p.numel() * p.element_size() for p in trainer.parameters))
     free = shutil.disk_usage(directory).free
     if free < needed:

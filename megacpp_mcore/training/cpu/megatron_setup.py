@@ -1,7 +1,7 @@
-"""From a recipe's Megatron argv to Megatron's arguments, process groups and model, in one process.
+"""Megatron's arguments, process groups and model for a recipe's argv, in a single process.
 
-The CPU lane takes the same road as a launch on GPUs: the argv that `megacpp recipe args` prints,
-Megatron's own parser and validation, Megatron's config and model builder, our spec by name.
+The CPU lane follows the same path as a GPU run: the argv that `megacpp recipe args` prints,
+Megatron's own parser and validation, its config and model builder, and our spec by name.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from megacpp_mcore.training.environment import apply_environment
 def megatron_args(argv: Sequence[str], environment: Mapping[str, str]) -> Namespace:
     """Megatron's parsed and validated arguments for `argv`, as the only rank of a world of one.
 
-    environment: the launch variables of the recipe; those the user has set already are kept, but
-    for MEGACPP_RECIPE.
+    environment: the recipe's launch variables. Those that the user has set already are kept, except
+    MEGACPP_RECIPE.
     """
     apply_environment({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **environment})
     bridges.before_megatron()
-    with quiet(), bridges.answering_for_a_gpu(), _argv(argv):
+    with quiet(), bridges.pretend_h200(), _argv(argv):
         from megatron.training.arguments import parse_args, validate_args
 
         args = parse_args()
@@ -40,8 +40,8 @@ def build_model(args: Namespace) -> torch.nn.Module:
     """Megatron's HybridModel for `args`, built by Megatron's own builder.
 
     On the CPU with use_cpu_initialization, else on this process's GPU. Needs the process groups of
-    `single_process`. The stack spec is the one `--spec` names; raises StackSpecError when Megatron
-    could not import it and would take its own.
+    `single_process`. The stack spec is the one that `--spec` names; raises StackSpecError when
+    Megatron could not import it and would use its own.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import hybrid_config_from_args
@@ -58,14 +58,14 @@ def build_model(args: Namespace) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def single_process(seed: int, device: str = "cpu") -> Iterator[None]:
-    """A world of one with Megatron's process groups, seeded; taken down at the end.
+    """Megatron's process groups for a world of one rank, seeded, and destroyed at the end.
 
-    Of gloo for "cpu"; of NCCL for "cuda", with Megatron's random states of the first GPU.
+    Uses gloo for "cpu", and NCCL for "cuda" with Megatron's CUDA random states.
     """
     from megatron.core import parallel_state, tensor_parallel
 
     bridges.install()
-    _forget_the_last_model()
+    _reset_loss_trackers()
     backend = "nccl" if device == "cuda" else "gloo"
     torch.distributed.init_process_group(
         backend, store=torch.distributed.HashStore(), rank=0, world_size=1
@@ -83,8 +83,8 @@ def single_process(seed: int, device: str = "cpu") -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def _forget_the_last_model() -> None:
-    """Megatron keeps logs and scales of MTP and MoE losses per process, sized for one model."""
+def _reset_loss_trackers() -> None:
+    """Reset Megatron's process-wide logs and scales of MTP and MoE losses, sized for one model."""
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.multi_token_prediction import (
@@ -100,9 +100,9 @@ def _forget_the_last_model() -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without Megatron's listing of its arguments and its warnings about absent CUDA packages."""
+    """Suppress Megatron's listing of its arguments and its warnings about absent CUDA packages."""
     logging.getLogger("megatron").setLevel(logging.WARNING)
-    # not a file that closes: a logging handler made meanwhile keeps the stream
+    # StringIO, which is never closed: a logging handler created inside keeps the stream
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
@@ -110,7 +110,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _argv(argv: Sequence[str]) -> Iterator[None]:
-    """Megatron's parser reads sys.argv."""
+    """Set sys.argv, which Megatron's parser reads."""
     saved = sys.argv
     sys.argv = [sys.argv[0], *argv]
     try:

@@ -1,7 +1,7 @@
 """AdamW with Megatron's parameter groups, clipping and learning-rate schedule, on the CPU.
 
-Megatron's own optimizer wrapper (`get_megatron_optimizer`) makes CUDA tensors as it is built, so
-torch's AdamW steps here; the schedule is Megatron's OptimizerParamScheduler itself.
+Megatron's own optimizer (`get_megatron_optimizer`) allocates CUDA tensors when it is built, so
+torch's AdamW is used here. The schedule is Megatron's OptimizerParamScheduler.
 """
 
 from argparse import Namespace
@@ -15,7 +15,7 @@ from megacpp_mcore.training.cpu.megatron_setup import quiet
 def build_optimizer(model: torch.nn.Module, args: Namespace) -> torch.optim.AdamW:
     """AdamW over the model's parameters in Megatron's two groups: with and without weight decay.
 
-    As in Megatron, biases and one-dimensional parameters are not decayed.
+    As in Megatron, biases and one-dimensional parameters have no weight decay.
     """
     decayed, exempt = [], []
     for name, parameter in model.named_parameters():
@@ -34,7 +34,7 @@ def build_optimizer(model: torch.nn.Module, args: Namespace) -> torch.optim.Adam
         weight_decay=args.weight_decay,
         fused=True,
     )
-    # torch makes the moments in the first step; a checkpoint is loaded into them before it.
+    # torch allocates the moments in the first step, but a checkpoint is loaded before it.
     for parameter in (p for group in groups for p in group["params"]):
         optimizer.state[parameter] = {
             "step": torch.tensor(0.0),

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar on a terminal, lines everywhere else."""
+"""Progress output of a run: a bar on a terminal, lines otherwise."""
 
 import sys
 import time
@@ -7,7 +7,7 @@ from tqdm import tqdm
 
 
 class ProgressLog:
-    """Progress on stderr: loss, tokens/s, ETA. Lines every `log_interval` steps off a terminal."""
+    """Progress on stderr: loss, tokens/s, ETA. Without a terminal, a line per `log_interval`."""
 
     def __init__(self, start: int, total: int, log_interval: int) -> None:
         self._interval = log_interval
@@ -45,5 +45,5 @@ class ProgressLog:
         sys.stderr.flush()
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Close the bar, and leave it on screen."""
         self._bar.close()

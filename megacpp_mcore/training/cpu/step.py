@@ -1,4 +1,4 @@
-"""One training step and one evaluation in one process, through Megatron's schedule functions."""
+"""Training steps and evaluation in a single process, through Megatron's schedule functions."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -24,9 +24,9 @@ class TrainingError(MegacppError):
 
 
 class NoGradientSync(MegatronModule):
-    """The model as Megatron's schedules want it, for a world of one.
+    """A model wrapper with the interface that Megatron's schedules need, for one rank.
 
-    Megatron's DistributedDataParallel needs CUDA streams; with one rank there is nothing to reduce.
+    Megatron's DistributedDataParallel needs CUDA streams; one rank has no gradients to reduce.
     """
 
     def __init__(self, model: MegatronModule) -> None:
@@ -41,17 +41,17 @@ class NoGradientSync(MegatronModule):
 
 
 def loss_func(loss_mask: torch.Tensor, total: torch.Tensor) -> tuple:
-    """Megatron's three-value loss: (sum of masked losses, tokens counted, what to report).
+    """Megatron's loss_func: (sum of masked losses, number of tokens, what to report).
 
     total: that sum, in nats, as the model returns it for `loss_weights=loss_mask`.
     """
     tokens = loss_mask.sum().to(torch.int)
-    # A copy each: Megatron divides the first of them in place.
+    # Copies, because Megatron divides the first value in place.
     return total.clone(), tokens, (total.detach().clone(), tokens)
 
 
 def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple:
-    """Megatron's forward_step_func: the summed loss of the next micro batch, and what to count."""
+    """Megatron's forward_step_func: the summed loss of the next micro batch, and its loss_func."""
     batch = next(batches)
     total = model(
         input_ids=batch["tokens"],
@@ -107,7 +107,7 @@ class Trainer:
             return self._run(micro_batches, forward_only=True).item()
 
     def _run(self, micro_batches: list[Batch], forward_only: bool) -> torch.Tensor:
-        """Forward, and backward unless forward_only; the loss over all of the batches' tokens."""
+        """Forward, and backward unless forward_only; returns the mean loss over all tokens."""
         reports: list[tuple[torch.Tensor, torch.Tensor]] = []
         batches = iter(micro_batches)
         for index in range(len(micro_batches)):

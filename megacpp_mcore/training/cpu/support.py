@@ -1,8 +1,8 @@
-"""Which recipe keys the CPU lane serves; any other key that the recipe sets is refused.
+"""Which recipe keys the CPU lane supports; a recipe that sets others is refused.
 
-The model's own sections are served by Megatron's model code and ours. Of the rest the lane serves
-what is listed here; a key that it does not know must stand at its default, so that no option is
-parsed and then ignored.
+The model's sections are all supported, by Megatron's model code and ours. Of the other sections,
+the CPU lane supports the keys listed here. Any other key must have its default, so that no option
+is silently ignored.
 """
 
 from dataclasses import MISSING, fields
@@ -37,7 +37,7 @@ _SERVED: dict[str, set[str]] = {
     "checkpoint": {"save_interval"},
     "launch": {"device", "environment", "distributed_backend", "use_cpu_initialization"},
 }  # fmt: skip
-# key -> the values that are served, where the default is not the only one
+# key -> the supported values, for keys where these are not just the default
 _ONLY: dict[tuple[str, str], tuple[Any, ...]] = {
     ("launch", "distributed_backend"): ("gloo",),
     ("launch", "use_cpu_initialization"): (True,),
@@ -51,13 +51,13 @@ _ONLY: dict[tuple[str, str], tuple[Any, ...]] = {
 
 
 class CpuLaneError(MegacppError):
-    """The recipe asks for something that the CPU lane does not do."""
+    """The recipe asks for something that the CPU lane does not support."""
 
 
 def check(recipe: Recipe, steps: int | None = None) -> None:
     """Refuse a recipe that the CPU lane would not run as written.
 
-    Raises CpuLaneError naming every key, its value, and the one that is served.
+    Raises CpuLaneError, which names every such key, its value and the supported one.
     """
     if recipe.launch.device != "cpu":
         raise CpuLaneError(
@@ -73,7 +73,7 @@ def check(recipe: Recipe, steps: int | None = None) -> None:
     for (section, key), served in _ONLY.items():
         asked = getattr(getattr(recipe, section), key)
         if asked not in served:
-            problems.append(f"{section}.{key} is {asked!r}; the CPU lane serves {served[-1]!r}")
+            problems.append(f"{section}.{key} is {asked!r}; the CPU lane supports {served[-1]!r}")
     for section, cls in SECTIONS.items():
         if section in _MODEL_SECTIONS:
             continue
@@ -84,7 +84,7 @@ def check(recipe: Recipe, steps: int | None = None) -> None:
                 default = field.default_factory()
             if field.name not in _SERVED[section] and asked != default:
                 problems.append(
-                    f"{section}.{field.name} is {asked!r}; the CPU lane serves {default!r}"
+                    f"{section}.{field.name} is {asked!r}; the CPU lane supports {default!r}"
                 )
     if not recipe.data.data_path:
         problems.append("data.data_path is not set; build one with `megacpp data build`")

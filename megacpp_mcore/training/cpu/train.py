@@ -1,6 +1,6 @@
 """`megacpp train` on a machine with no GPU: Megatron's HybridModel with our spec, in one process.
 
-What a run does at step n depends on the recipe and on n alone, so that a run killed at any moment
+What a run does at step n depends only on the recipe and n, so a run that is killed at any moment
 and resumed ends with the same losses.
 """
 
@@ -49,11 +49,11 @@ def train(
     """Train `recipe` on the CPU into the folder `out`.
 
     steps: stop after this many steps in all (the schedule stays the recipe's); None: train_iters.
-    resume: go on from the newest complete checkpoint in `out`, or begin when there is none.
-    SIGINT and SIGTERM finish the step, save and return.
+    resume: resume from the newest complete checkpoint in `out`, or start if there is none. On
+    SIGINT and SIGTERM the current step is finished and saved before the function returns.
 
     Raises CpuLaneError for a recipe that the lane cannot run as written, MissingPatchError for one
-    that needs a patch which is not applied, RunFolderError, DataError, CheckpointError, and
+    that needs a patch that is not applied, RunFolderError, DataError, CheckpointError, and
     TrainingError when the loss or a gradient is not finite; the receipt then says so, and the last
     good checkpoint is kept.
     """
@@ -76,7 +76,7 @@ def train(
 
 
 class _Run:
-    """One process's part of a run."""
+    """The part of a run that one process does: it ends, or is resumed by another."""
 
     def __init__(
         self, recipe: Recipe, args: Namespace, folder: RunFolder, goodput: Goodput,
@@ -108,7 +108,7 @@ class _Run:
         )
 
     def resume(self, latest: Path) -> None:
-        """Go on from a checkpoint of this recipe and this data."""
+        """Load a checkpoint, which must be of this recipe and this data."""
         with self.goodput.span("checkpoint"):
             progress = checkpoint.load(latest, self.trainer, self._progress())
         self.iteration = progress.iteration
@@ -121,7 +121,7 @@ class _Run:
         return self.args.global_batch_size * self.args.seq_length
 
     def until(self, last: int, stop: "_StopSignals") -> Outcome:
-        """Train up to iteration `last`, then evaluate, save and judge."""
+        """Train up to iteration `last`, then evaluate, save and write the result."""
         log = ProgressLog(self.iteration, last, self.recipe.schedule.log_interval)
         log.say(self._headline(last))
         try:
@@ -142,14 +142,14 @@ class _Run:
                 f"{checkpoint.latest(self.folder.checkpoints) or 'none'}"
             ) from error
         except checkpoint.CheckpointWriteError as error:
-            with contextlib.suppress(receipts.ReceiptError):  # the disk may be full for it too
+            with contextlib.suppress(receipts.ReceiptError):  # the disk may be full
                 self.receipt.write("failed", f"after step {self.iteration}: {error}")
             raise
         finally:
             log.close()
 
     def _due(self, interval: int | None, last: int) -> bool:
-        """At the interval, but not at the end, where saving and evaluating happen anyway."""
+        """True at the interval, except at the end, which always saves and evaluates."""
         return bool(interval) and self.iteration % interval == 0 and self.iteration != last
 
     def _global_batches(self, last: int) -> Iterator[list[Batch]]:
@@ -180,7 +180,7 @@ class _Run:
         if self.valid_data is None:
             return
         schedule, size = self.recipe.schedule, self.args.micro_batch_size
-        # always the same ones: the dataset is longer, a whole epoch of the held-out documents
+        # always the first ones: the dataset is a whole epoch of the held-out documents
         count = schedule.eval_iters * schedule.global_batch_size // size
         with self.goodput.span("evaluation"):
             loss = self.trainer.evaluate(list(islice(batches(self.valid_data, size), count)))
@@ -188,8 +188,8 @@ class _Run:
         log.say(f"step {self.iteration} | held-out loss {loss:.4f} nats per token")
 
     def _save(self) -> None:
-        # First the receipt: what it has beyond a checkpoint is dropped when a run resumes from
-        # that, but steps before the checkpoint that it has not are lost.
+        # The receipt first: a resumed run can drop steps after the checkpoint from it, but cannot
+        # restore missing steps before the checkpoint.
         self.receipt.write("running")
         with self.goodput.span("checkpoint"):
             checkpoint.save(self.folder.checkpoints, self.trainer, self._progress())
@@ -204,7 +204,7 @@ class _Run:
 
     def _interrupted(self, number: int, log: ProgressLog) -> Outcome:
         name = signal.Signals(number).name
-        log.say(f"{name}: stopped after step {self.iteration}, which is saved; go on with --resume")
+        log.say(f"{name}: stopped after step {self.iteration}, which is saved; use --resume")
         written = self.receipt.write("interrupted", f"{name} after step {self.iteration}")
         return Outcome(written, 128 + number)
 
@@ -212,7 +212,7 @@ class _Run:
         self._evaluate(log)
         self._save()
         result: dict[str, Any] = {}
-        if len(self.recipe.data.data_path) == 1:  # the entropy of a blend would be another's
+        if len(self.recipe.data.data_path) == 1:  # a blend of corpora has another entropy
             with self.goodput.span("data"):
                 unigram, bigram = corpus_entropy(self.recipe.data.data_path[0])
             result = {"unigram_entropy": unigram, "bigram_entropy": bigram}
@@ -227,7 +227,7 @@ class _Run:
 
 
 def _datasets(recipe: Recipe, cache: Path) -> tuple[TokenDataset, TokenDataset | None]:
-    """Training samples for the whole schedule, and held-out ones for one evaluation, or more."""
+    """Training samples for the whole schedule, and held-out ones for at least one evaluation."""
     schedule, data = recipe.schedule, recipe.data
     held_out = schedule.eval_iters * schedule.global_batch_size if schedule.eval_interval else 0
     train_data, valid_data, _ = build_datasets(
@@ -246,12 +246,12 @@ def _datasets(recipe: Recipe, cache: Path) -> tuple[TokenDataset, TokenDataset |
 
 
 def peak_memory_bytes() -> int:
-    """The most memory this process has had resident so far."""
+    """The peak resident memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class _StopSignals:
-    """Notes SIGINT and SIGTERM instead of dying of them; a second SIGINT interrupts at once."""
+    """Records SIGINT and SIGTERM instead of exiting; a second signal raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.signal: int | None = None

@@ -1,4 +1,4 @@
-"""Write a corpus as a Megatron `.bin/.idx` pair with a manifest: all of it, or nothing."""
+"""Write a corpus as a Megatron `.bin/.idx` pair with a manifest, atomically."""
 
 import errno
 import hashlib
@@ -31,9 +31,9 @@ class DocumentSource(Protocol):
     paths: list[Path]
     total: int  # work to do, in `unit`, for the progress bar
     unit: str
-    max_tokens: int | None  # None where only reading tells
+    max_tokens: int | None  # None if unknown before reading
     max_documents: int
-    skipped: Counter[str]  # what was left out and how often, once `documents` has ended
+    skipped: Counter[str]  # what was left out and how often; complete when `documents` ends
 
     def documents(self, advance: Callable[[int], Any]) -> Iterator[np.ndarray]:
         """Each document as a non-empty uint16 array; `advance` is told the work done."""
@@ -47,15 +47,15 @@ def build(
 ) -> dict[str, Any]:
     """Write PREFIX.bin, PREFIX.idx and PREFIX.json, and return the manifest (what the .json holds).
 
-    One sequence a document, uint16 tokens. The same input gives the same bytes. The files are
-    written and synced in a hidden folder beside PREFIX and moved into place at the end, the `.idx`
-    last; with `overwrite` the old `.idx` goes first. So whatever interrupts this, PREFIX is the old
-    dataset, the new one, or no `.idx` at all. Only a kill that Python cannot see leaves the hidden
-    folder behind. A progress bar is drawn on stderr where that is a terminal, unless `quiet`.
+    One sequence per document, uint16 tokens. The same input gives the same bytes. The files are
+    written and synced in a hidden folder next to PREFIX, and moved into place at the end, the
+    `.idx` last; with `overwrite` the old `.idx` is removed first. If the build is interrupted,
+    PREFIX is the old dataset, the new one, or has no `.idx`. Only SIGKILL leaves the hidden folder
+    behind. A progress bar is shown on stderr if that is a terminal, unless `quiet`.
 
-    Raises DataError: PREFIX exists and not `overwrite`; PREFIX would replace one of its own sources
-    or leave Megatron's index cache of the replaced data behind; no document; no room on the disk;
-    whatever the source refuses.
+    Raises DataError if PREFIX exists and `overwrite` is false; if PREFIX would replace one of its
+    sources, or has an index cache of an earlier dataset; if there is no document or not enough disk
+    space; and for what the source refuses.
     """
     targets = paths(prefix)
     _check_targets(prefix, targets, source, overwrite)
@@ -91,7 +91,7 @@ def _check_targets(
     if cache.exists():
         raise DataError(
             f"{cache} holds index files that Megatron made from an earlier dataset of this name, "
-            f"and Megatron would read the new one with them: remove that folder first"
+            f"and would use them for the new one: remove that folder first"
         )
 
 
@@ -129,12 +129,10 @@ def _write(source: DocumentSource, written: tuple[Path, Path, Path], quiet: bool
                 num_tokens += tokens.size
                 num_documents += 1
         if num_documents == 0:
-            raise DataError(
-                f"the sources hold no document (passed over: {_listed(source.skipped)})"
-            )
+            raise DataError(f"the sources hold no document (left out: {_listed(source.skipped)})")
         builder.finalize(str(idx_path))
     finally:
-        # A full disk refuses the buffered rest once more; the first error is the one to report.
+        # On a full disk closing fails, too; the first error is the one to report.
         with suppress(OSError):
             builder.data_file.close()
     manifest = {
@@ -160,7 +158,7 @@ def _indexed_dataset_builder(bin_path: Path) -> Any:
 
     bridges.before_megatron()
     with warnings.catch_warnings():
-        # Importing Megatron warns about optional GPU packages; none has a part in writing tokens.
+        # Importing Megatron warns about optional GPU packages; none is used here.
         warnings.simplefilter("ignore")
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     return IndexedDatasetBuilder(str(bin_path), dtype=_DTYPE)
@@ -173,7 +171,7 @@ def _move_into_place(
     if overwrite:
         idx_path.unlink(missing_ok=True)
     else:
-        # Claim the name: of two builds that both found it free, one fails here.
+        # Claim the name: of two concurrent builds that both found it free, one fails here.
         os.close(os.open(bin_path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     os.replace(written[0], bin_path)
     os.replace(written[2], json_path)

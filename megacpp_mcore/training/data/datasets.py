@@ -1,8 +1,9 @@
 """Read `.bin/.idx` pairs through Megatron's own GPTDataset, on any machine.
 
-Megatron builds the sample order with its C++ helper, which the wheel ships compiled; nothing here
-compiles. What Megatron answers with an assertion, an endless loop or a shorter dataset (an empty
-split, one smaller than a sequence, a blend that cannot give what was asked) is refused before.
+Megatron builds the sample order with its C++ helper, which its wheel ships compiled; nothing is
+compiled here. Requests for which Megatron fails an assertion, loops forever or returns a shorter
+dataset (an empty split, a split smaller than one sequence, a blend with too few samples) are
+refused first.
 """
 
 import contextlib
@@ -49,23 +50,24 @@ def build_datasets(
 ) -> tuple[TokenDataset | None, TokenDataset | None, TokenDataset | None]:
     """The (train, valid, test) datasets of one prefix or of a blend. Raises DataError.
 
-    Attention masks are never made: the model's attention is causal on its own. Works without
-    `torch.distributed`; where it is initialised, call it on every rank.
+    No attention masks are made: the model's attention is causal by itself. Works without
+    `torch.distributed`; if that is initialised, call this on every rank.
 
     Args:
-        data_path: a prefix, or what Megatron's `--data-path` takes: prefixes, or weights and
-            prefixes in turn (`["30", "a", "70", "b"]`).
-        seq_length: tokens a sample; a sample draws one token more, for the labels.
-        num_samples: at least so many of each split, in whole epochs (a split of 2000 samples has
-            2000 when 10 are asked for); None: one epoch; 0: not wanted, None comes back. Beyond one
-            epoch the order depends on this number: a resumed run must ask for the same.
-        split: Megatron's `--split`, `"98,2,0"`: shares of the documents, cut by position; share 0
-            gives None.
-        seed: of the order of documents and samples. Same seed, same order.
-        vocab_size: every token of every pair is read and must lie below it.
-        eod_mask_loss: no loss where the input is `eod_id`: the first token of the next document.
+        data_path: a prefix, or a list as for Megatron's `--data-path`: prefixes, or alternating
+            weights and prefixes (`["30", "a", "70", "b"]`).
+        seq_length: tokens per sample; a sample reads one token more, for the labels.
+        num_samples: minimum samples of each split, rounded up to whole epochs (a split of 2000
+            samples has 2000 if 10 are requested). None: one epoch. 0: the dataset is None. Beyond
+            one epoch the order depends on this number: a resumed run must use the same.
+        split: Megatron's `--split`, such as `"98,2,0"`: shares of the documents, split by position;
+            the dataset of share 0 is None.
+        seed: for the order of documents and samples.
+        vocab_size: all tokens are read, and must be below it.
+        eod_mask_loss: no loss where the input is `eod_id` and the label is the first token of the
+            next document.
         reset_position_ids: position ids restart after `eod_id`.
-        cache_dir: where Megatron keeps its index files; None: made in memory, nothing is written.
+        cache_dir: where Megatron keeps its index files; None: in memory only.
     """
     _check_sizes(seq_length, num_samples)
     prefixes, weights = _parse_data_path(data_path)
@@ -92,7 +94,7 @@ def build_datasets(
 
 
 def split_documents(num_documents: int, split: str) -> list[tuple[int, int] | None]:
-    """Documents [begin, end) of train, valid and test, as Megatron cuts them; None for share 0.
+    """Documents [begin, end) of train, valid and test, as Megatron splits them; None for share 0.
 
     Raises DataError for a split that is not one to three shares separated by commas.
     """
@@ -102,7 +104,7 @@ def split_documents(num_documents: int, split: str) -> list[tuple[int, int] | No
             f"split {split!r}: give up to three shares of train, valid and test, such as '98,2,0'"
         )
     if not any(float(share) for share in shares):
-        raise DataError(f"split {split!r} leaves no document to any split")
+        raise DataError(f"split {split!r} gives every split the share 0; make one positive")
     matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     return [
         bounds and (round(bounds[0] * num_documents), round(bounds[1] * num_documents))
@@ -113,14 +115,14 @@ def split_documents(num_documents: int, split: str) -> list[tuple[int, int] | No
 def batches(
     dataset: TokenDataset, micro_batch_size: int, start_sample: int = 0
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Micro-batches in the dataset's own order, from `start_sample` (samples already consumed) on.
+    """Micro batches in the dataset's order, starting at `start_sample` (samples consumed so far).
 
     Each is a dict of [micro_batch_size, seq_length] tensors: tokens, labels and position_ids int64,
-    loss_mask float32. A last batch that is not full is dropped, as Megatron's samplers do. Starting
-    at n gives what remains of the whole iteration after n samples, always.
+    loss_mask float32. An incomplete last batch is dropped, as by Megatron's samplers. Starting at n
+    gives exactly what a full iteration yields after n samples.
 
-    Raises DataError, at the call: a size below 1, a start outside the dataset, a dataset with less
-    than one batch.
+    Raises DataError, at the call, for a size below 1, a start outside the dataset, and a dataset
+    with less than one batch.
     """
     if micro_batch_size < 1:
         raise DataError(f"micro batch size {micro_batch_size}: at least 1 is needed")
@@ -135,10 +137,10 @@ def batches(
 
 
 def order_digest(dataset: TokenDataset) -> str:
-    """Hex sha256 of the order of samples: which document and offset each one starts at.
+    """Hex sha256 of the order of samples: the document and offset at which each one starts.
 
-    Two runs that see the same digest of the same files see the same samples in the same order. Kept
-    in a checkpoint, it tells a resumed run that its data was changed.
+    Runs with equal digests of the same files see the same samples in the same order. It is stored
+    in checkpoints, so that a resumed run detects changed data.
     """
     digest = hashlib.sha256()
     parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
@@ -160,7 +162,7 @@ def _batches(
 
 
 def _check_sizes(seq_length: int, num_samples: Sequence[int | None]) -> None:
-    if seq_length < 2:  # Megatron's C++ helper asserts it, and would end the process
+    if seq_length < 2:  # Megatron's C++ helper asserts this, which would end the process
         raise DataError(f"sequence length {seq_length}: at least 2 is needed")
     if len(num_samples) != len(Split) or any(n is not None and n < 0 for n in num_samples):
         raise DataError(
@@ -171,7 +173,7 @@ def _check_sizes(seq_length: int, num_samples: Sequence[int | None]) -> None:
 def _parse_data_path(
     data_path: str | os.PathLike | Sequence[str],
 ) -> tuple[list[str], list[float] | None]:
-    """Prefixes and weights, by Megatron's own rule for `--data-path`."""
+    """(prefixes, weights), parsed by Megatron's rule for `--data-path`."""
     if isinstance(data_path, str | os.PathLike):
         return [os.fspath(data_path)], None
     parts = [str(part).strip() for part in data_path]
@@ -226,7 +228,7 @@ def _check_splits(
                 continue
             begin, end = documents
             tokens = int(pair.lengths[begin:end].sum(dtype=np.int64))
-            # Megatron repeats epochs until it has enough tokens: for ever when there are none.
+            # Megatron repeats epochs until it has enough tokens: forever if there are none.
             if tokens < seq_length + 1:
                 raise DataError(
                     f"the {kind.name} split of {pair.prefix} is too small: {end - begin} documents "
@@ -236,12 +238,13 @@ def _check_splits(
 
 
 def _cache_folder(cache_dir: str | os.PathLike | None, prefixes: Sequence[str]) -> str:
-    """A folder named after what the `.idx` files hold.
+    """A cache folder named by the digest of the `.idx` files' contents.
 
-    Megatron's own key has only their path: a dataset built again would be read with the old index.
+    Megatron's own cache key has only their paths, so a rebuilt dataset would be read with the old
+    index.
     """
     if cache_dir is None:
-        return ""  # Megatron writes a folder beside the data for None, nothing for an empty path
+        return ""  # for None, Megatron writes a folder next to the data; for "", nothing
     content = "".join(sha256_file(paths(prefix)[1]) for prefix in prefixes)
     folder = os.path.join(cache_dir, hashlib.sha256(content.encode()).hexdigest()[:16])
     try:
@@ -254,7 +257,7 @@ def _cache_folder(cache_dir: str | os.PathLike | None, prefixes: Sequence[str]) 
 
 
 def _tokenizer(vocab_size: int, eod_id: int) -> Any:
-    """What `--tokenizer-type NullTokenizer --vocab-size N --null-tokenizer-eod-id E` builds."""
+    """As `--tokenizer-type NullTokenizer --vocab-size N --null-tokenizer-eod-id E`."""
     return MegatronTokenizer.from_pretrained(
         metadata_path={"library": "null-text"}, vocab_size=vocab_size, eod_id=eod_id
     )
@@ -262,7 +265,7 @@ def _tokenizer(vocab_size: int, eod_id: int) -> Any:
 
 @contextlib.contextmanager
 def _no_cache_warning() -> Iterator[None]:
-    """Megatron warns that it cannot save an index that it was told not to save."""
+    """Suppress Megatron's warning that it cannot save an index, when it is not meant to."""
     loggers = [logging.getLogger(cls.__module__) for cls in (GPTDataset, BlendedDataset)]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -279,7 +282,7 @@ def _build(config: GPTDatasetConfig, sizes: list[int | None]) -> list[TokenDatas
     try:
         with _no_cache_warning():
             built = builder.build()
-    except IndexError as error:  # a blend draws more from one dataset than Megatron planned
+    except IndexError as error:  # a blend that needs more samples than Megatron planned
         raise DataError(str(error)) from error
     except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
         where = f" (index cache: {config.path_to_cache}; remove it if it is damaged)"

@@ -1,4 +1,4 @@
-"""The entropy of a corpus: what a model that only counts would reach."""
+"""The unigram and bigram entropy of a corpus, as reference values for a training loss."""
 
 import os
 
@@ -7,13 +7,13 @@ import numpy as np
 from megacpp_mcore.training.data.files import DataError, read_pair
 
 _CHUNK_TOKENS = 1 << 22
-_DENSE_CODES = 1 << 24  # up to here a table of all pairs is cheaper than sorting those that occur
+_DENSE_CODES = 1 << 24  # up to here, a table of all pairs is cheaper than sorting
 
 
 def corpus_entropy(
     prefix: str | os.PathLike, documents: tuple[int, int] | None = None
 ) -> tuple[float, float]:
-    """`(unigram, bigram)` entropy in nats a token, exact, of documents [begin, end) or of all.
+    """Exact `(unigram, bigram)` entropy in nats per token, of documents [begin, end) or of all.
 
     With c(a) the count of token a, the end-of-document token included, and N the number of tokens:
 
@@ -21,15 +21,15 @@ def corpus_entropy(
 
     With c(a, b) the count of b right after a in the same document, c(a, .) = sum_b c(a, b), and M
     the number of such pairs (a document of n tokens, end included, has n - 1; no pair crosses
-    documents, so the first token of a document is predicted by nothing):
+    documents, so the first token of a document is not predicted):
 
         bigram = -sum_ab c(a, b)/M log(c(a, b)/c(a, .))
 
-    They are the lowest mean losses, on these very tokens, of a model that sees no context and of
-    one that sees the token before. Documents are counted as `GPTDataset` counts them: sequences of
-    the `.idx`.
+    These are the lowest mean losses on these tokens of a model without context, and of one that
+    sees only the previous token. Documents are the sequences of the `.idx`, as in `GPTDataset`.
 
-    Raises DataError: a damaged pair, a range outside the corpus, no pair of tokens in it.
+    Raises DataError for a damaged pair, a range outside the corpus, and a range without two tokens
+    in one document.
     """
     pair = read_pair(prefix)
     begin, end = documents if documents is not None else (0, pair.lengths.size)

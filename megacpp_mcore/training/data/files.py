@@ -1,13 +1,13 @@
-"""A Megatron `.bin/.idx` pair on disk, checked to the byte before anything reads it.
+"""A Megatron `.bin/.idx` pair on disk, fully validated before it is read.
 
 Layout of the `.idx`, little-endian: the magic `MMIDIDX\\0\\0`, version 1 (u64), a dtype code (u8),
 the number of sequences n (u64) and of document bounds m (u64), then n lengths in tokens (i32), n
 byte offsets into the `.bin` (i64) and m document bounds (i64: 0, ..., n). The `.bin` is the tokens
-of all sequences, back to back. `megacpp data build` writes one sequence a document and, beside the
-pair, a manifest `PREFIX.json`; pairs from other tools have none, and are read without it.
+of all sequences, back to back. `megacpp data build` writes one sequence per document and a manifest
+`PREFIX.json`. Pairs from other tools have no manifest, and are read without it.
 
-Megatron checks the magic, the version and the last bound, with assertions. Everything else that is
-wrong in a pair shows up there as a crash or as other tokens, so all of it is checked here.
+Megatron only asserts the magic, the version and the last bound. Any other damage would make it
+crash or read wrong tokens, so everything is checked here.
 """
 
 import hashlib
@@ -73,10 +73,10 @@ def read_pair(
 ) -> TokenFiles:
     """Check a pair and open it.
 
-    The `.idx` must be whole and consistent, the `.bin` exactly as long as it says, and both must be
-    what the manifest, if there is one, says. With `vocab_size` every token is read and must lie in
-    [0, vocab_size). With `verify_hashes` a manifest is required, the `.bin` is hashed too, and the
-    manifest's vocabulary is checked where none is given.
+    The `.idx` must be complete and consistent, the `.bin` must have the length that it implies, and
+    both must match the manifest if there is one. With `vocab_size` every token is read and must be
+    in [0, vocab_size). With `verify_hashes` a manifest is required, the `.bin` is hashed, too, and
+    tokens are checked against the manifest's vocabulary if `vocab_size` is None.
 
     Raises DataError.
     """
@@ -137,7 +137,7 @@ def _read_index(stream: BinaryIO, path: Path) -> tuple[np.dtype, np.ndarray]:
         raise DataError(f"{path} is truncated: {size} bytes, the header alone is {_HEADER.size}")
     magic, version, code, num_sequences, num_bounds = _HEADER.unpack(header)
     if magic != _MAGIC:
-        raise DataError(f"{path} is no Megatron index: it starts with {magic!r}, not {_MAGIC!r}")
+        raise DataError(f"{path} is not a Megatron index: it starts with {magic!r}, not {_MAGIC!r}")
     if version != 1:
         raise DataError(f"{path} has index version {version}; only version 1 can be read")
     if code not in _TOKEN_DTYPES:
@@ -216,7 +216,7 @@ def _check_manifest(
     if vocab_size is not None and manifest["vocab_size"] > vocab_size:
         raise DataError(
             f"{json_path} says vocab_size {manifest['vocab_size']}, above the {vocab_size} asked "
-            f"for: its tokens would have no embedding"
+            f"for: some tokens would have no embedding"
         )
 
 

@@ -1,4 +1,4 @@
-"""Parquet shards as documents: one row is one document, read one row group at a time."""
+"""Parquet shards as documents: one document per row, read one row group at a time."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -26,17 +26,16 @@ _BATCH_ROWS = 1024
 class ParquetShards:
     """Documents from one column of the shards, in shard and row order.
 
-    A stream cannot be shuffled, so Megatron's `--split` holds out the last rows: shuffle the shards
-    upstream if their order means something.
+    Rows are not shuffled, so Megatron's `--split` holds out the last ones: shuffle the shards first
+    if their order is meaningful.
 
     `kind` "text": a string or binary column, as byte-level tokens with an end of document.
-    `kind` "tokens": a column of integer lists, each id in [0, vocab_size), written as they are,
-    with `eod_id` added at the end of every row when `append_eod`. Null and empty rows are left out
-    and counted.
+    `kind` "tokens": a column of integer lists, each id in [0, vocab_size), written unchanged; with
+    `append_eod`, `eod_id` is appended to every row. Null and empty rows are left out and counted.
     """
 
     unit = "row"
-    max_tokens = None  # only reading the column tells
+    max_tokens = None  # unknown before reading the column
 
     def __init__(
         self,
@@ -71,12 +70,12 @@ class ParquetShards:
         self.total = self.max_documents = sum(self._rows.values())
 
     def documents(self, advance: Callable[[int], Any]) -> Iterator[np.ndarray]:
-        """Each document as uint16 tokens; `advance` is told the rows read since the last call.
+        """Each document as uint16 tokens; `advance` gets the rows read since the last call.
 
         `skipped` is complete at the end.
 
-        Raises DataError: a shard that cannot be decoded, an id out of range, fewer or more rows
-        than the footer says.
+        Raises DataError for a shard that cannot be decoded, an id out of range, and a number of
+        rows that differs from the footer's.
         """
         self.skipped = self._passed_over.copy()
         for shard in self.paths:
@@ -87,7 +86,7 @@ class ParquetShards:
                 advance(len(rows))
             if seen != self._rows[shard]:
                 raise DataError(
-                    f"{shard} gave {seen} rows, its footer promised {self._rows[shard]}"
+                    f"{shard} gave {seen} rows, but its footer says {self._rows[shard]}"
                 )
 
     def describe(self) -> dict[str, Any]:
@@ -103,7 +102,7 @@ class ParquetShards:
         }
 
     def _check_footer(self, shard: Path) -> int:
-        """The rows of a shard, once its column is known to be of the right kind."""
+        """Check the type of the shard's column. Returns the number of rows."""
         try:
             with pq.ParquetFile(shard) as file:
                 schema, rows = file.schema_arrow, file.metadata.num_rows
@@ -164,7 +163,7 @@ class ParquetShards:
         ending = np.full(int(self._append_eod), self.eod_id, np.uint16)
         lengths = rows.value_lengths().to_numpy()
         if lengths.max() + ending.size > MAX_DOCUMENT_TOKENS:
-            raise DataError(f"{where}: a row is longer than an .idx can describe (int32)")
+            raise DataError(f"{where}: a row is longer than the limit of an .idx, 2**31 - 1")
         for row in np.split(ids, np.cumsum(lengths)[:-1]):
             yield np.concatenate((row, ending))
 

@@ -1,4 +1,4 @@
-"""Which files a build reads: the folders and files named, walked in a fixed order."""
+"""The files that a build reads: the given files and folders, in a fixed order."""
 
 import importlib.util
 import os
@@ -12,12 +12,12 @@ from typing import Any
 
 from megacpp_mcore.training.data.files import DataError
 
-_MAX_NAMES = 20  # a manifest stays small when a shell has expanded *.parquet
+_MAX_NAMES = 20  # keeps the manifest small when a shell has expanded *.parquet
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One regular file. `source` is the position of its SRC; `relative` is its path below it."""
+    """One regular file. source: index of the source it is in. relative: its path below that."""
 
     path: Path
     source: int
@@ -28,15 +28,15 @@ class SourceFile:
 def find_files(
     sources: Sequence[str | os.PathLike], include: Sequence[str] = ()
 ) -> tuple[list[SourceFile], Counter[str]]:
-    """Every regular file of `sources`, sorted by source and path, and what was passed over.
+    """Every regular file of `sources`, sorted by source and path, and counts of what was left out.
 
-    A source is a file or a folder, read recursively. Inside a folder, hidden names, linked folders
-    and what is no regular file (a FIFO would block the build) are passed over and counted.
+    A source is a file, or a folder that is read recursively. Inside a folder, hidden names, linked
+    folders and special files (a FIFO would block the build) are left out and counted.
     `include` keeps the files whose name matches one of the globs; a glob with a slash is matched
     against the path below the source.
 
-    Raises DataError: no source, a source missing or unreadable, one source inside another (its
-    files would be in the corpus twice), no file left.
+    Raises DataError if there is no source, a source is missing or unreadable, one source is inside
+    another (its files would be in the corpus twice), or no file remains.
     """
     if not sources:
         raise DataError("no source was named: give at least one file or folder")
@@ -67,7 +67,7 @@ def find_files(
 
 
 def describe_sources(sources: Sequence[str | os.PathLike]) -> dict[str, Any]:
-    """How many sources and what they are called, for the manifest: no path of this machine."""
+    """Number and names of the sources, for the manifest, without paths of this machine."""
     names = [os.path.basename(os.path.abspath(source)) for source in sources]
     return {"sources": len(names), "names": names[:_MAX_NAMES]}
 
@@ -87,7 +87,7 @@ def _refuse_nested(roots: Sequence[Path]) -> None:
     named: dict[Path, Path] = {}
     for root in roots:
         if (resolved := root.resolve()) in named:
-            raise DataError(f"source {root} is source {named[resolved]} again")
+            raise DataError(f"source {root} is source {named[resolved]} again; give it once")
         named[resolved] = root
     for resolved, root in named.items():
         for parent in resolved.parents:
@@ -98,7 +98,7 @@ def _refuse_nested(roots: Sequence[Path]) -> None:
 
 
 def _walk(root: Path, passed_over: Counter[str]) -> Iterable[str]:
-    """Paths below `root`, relative to it, of everything that is not a folder."""
+    """Relative paths of everything below `root` that is not a folder."""
 
     def unreadable(error: OSError) -> None:
         raise DataError(f"cannot read the folder {error.filename}: {error.strerror}") from error

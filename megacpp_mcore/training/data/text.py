@@ -1,4 +1,4 @@
-"""Text as byte-level tokens: one file is one document."""
+"""Text files as byte-level tokens: one document per file."""
 
 import hashlib
 import os
@@ -14,7 +14,7 @@ BYTE_VOCAB_SIZE = 257
 BYTE_EOD_ID = 256
 DEFAULT_SEED = 1234
 
-# Megatron's .idx keeps the length of a sequence in an int32.
+# Megatron's .idx stores the length of a sequence as an int32.
 MAX_DOCUMENT_TOKENS = 2**31 - 1
 
 
@@ -35,14 +35,14 @@ def byte_tokens(text: bytes) -> np.ndarray:
 
 
 class TextFiles:
-    """The files of some folders, in an order drawn from `seed`.
+    """The files of some folders, in a pseudo-random order determined by `seed`.
 
-    Megatron's `--split` cuts the corpus by position, so documents in path order would make the
-    held-out part one corner of the tree. They are ordered by sha256(seed, source, path) instead:
-    the same on every machine, and a file that is added moves no other.
+    Megatron's `--split` splits the corpus by position; in path order, the held-out part would be
+    a few subfolders only. Files are therefore ordered by sha256(seed, source, path), which is the
+    same on every machine and does not change when files are added.
 
-    Any file without a NUL byte is text, valid UTF-8 or not: its bytes are its tokens. A file with
-    one is binary; it is left out and counted, as are empty files.
+    Any file without a NUL byte is text, valid UTF-8 or not, and its bytes are its tokens. Files
+    with a NUL byte count as binary; they are left out and counted, as are empty files.
     """
 
     vocab_size = BYTE_VOCAB_SIZE
@@ -72,7 +72,7 @@ class TextFiles:
         self.max_documents = len(files)
 
     def documents(self, advance: Callable[[int], Any]) -> Iterator[np.ndarray]:
-        """Each document as uint16 tokens; `advance` is told the bytes read since the last call.
+        """Each document as uint16 tokens; `advance` gets the bytes read since the last call.
 
         `skipped` is complete at the end.
         """

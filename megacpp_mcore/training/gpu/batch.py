@@ -1,4 +1,4 @@
-"""One micro batch in Megatron's loop: to its ranks, through the model, to its masked loss."""
+"""One micro batch in Megatron's loop: reading it, the forward step, and the masked loss."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -37,12 +37,12 @@ def get_batch(
     data_iterator: Iterator[dict[str, Any]] | None, config, vp_stage: int | None = None,
     reading: Reading = contextlib.nullcontext,
 ) -> Batch:  # fmt: skip
-    """The next micro batch as this rank sees it; every value None on a rank that needs none.
+    """This rank's part of the next micro batch; every value is None on a rank that needs none.
 
-    The first tensor-parallel rank reads and the others receive; under context parallelism a rank
-    has its part of the sequence. tokens, labels, position_ids [b, s] int64, loss_mask [b, s]
-    float32; with packed documents b is 1 and cu_seqlens has their offsets. reading: around the
-    wait for the loader.
+    The first tensor-parallel rank reads the batch and broadcasts it; under context parallelism each
+    rank has a part of the sequence. tokens, labels, position_ids [b, s] int64, loss_mask [b, s]
+    float32; with packed documents b is 1 and cu_seqlens has their offsets. reading: a context
+    manager around the wait for the data loader.
     """
     args = get_args()
     packed = args.dataloader_inter_document_masking
@@ -76,7 +76,7 @@ def get_batch(
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
     batch = flatten_batch_for_packed_sequences(batch)
-    if not has_tokens:  # a middle stage needs the offsets only
+    if not has_tokens:  # a middle pipeline stage needs only the offsets
         kept = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
         return dict.fromkeys(_KEYS) | {key: batch[key] for key in kept}
     return get_batch_on_this_cp_rank(
@@ -94,7 +94,7 @@ def _to_device(sample: dict[str, Any]) -> Batch:
 
 
 def packed_documents(batch: Batch) -> PackedSeqParams | None:
-    """The batch's packed documents for the layers; None for whole rows."""
+    """The batch's packed documents as the layers take them; None for whole rows."""
     if batch["cu_seqlens"] is None:
         return None
     offsets = batch["cu_seqlens"].squeeze(0)
@@ -116,8 +116,8 @@ def packed_documents(batch: Batch) -> PackedSeqParams | None:
 def checked_loss(loss_mask: torch.Tensor, total: torch.Tensor) -> tuple:
     """Megatron's loss_func: (sum of the masked losses, tokens counted, what to report).
 
-    total: that sum, in nats, from the model. MTP adds its losses to the gradient by itself. A sum
-    that is not finite ends the run, as Megatron's check_for_nan_in_loss_and_grad asks.
+    total: that sum, in nats, from the model. MTP adds the gradients of its losses separately. With
+    Megatron's check_for_nan_in_loss_and_grad, a sum that is not finite ends the run.
     """
     total, tokens, _ = loss_func(loss_mask, total)
     if get_args().check_for_nan_in_loss_and_grad:
@@ -137,9 +137,9 @@ def forward_step(
     data_iterator: Iterator[dict[str, Any]] | None, model: torch.nn.Module,
     reading: Reading = contextlib.nullcontext,
 ) -> tuple:  # fmt: skip
-    """Megatron's forward_step_func: the summed loss of the next micro batch, and what to count.
+    """Megatron's forward_step_func: the summed loss of the next micro batch, and its loss_func.
 
-    Not from the last pipeline stage: the hidden states.
+    On other pipeline stages than the last, hidden states instead of the loss.
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()

@@ -1,4 +1,4 @@
-"""The datasets of a GPU run: Megatron's GPTDataset on `.bin`/`.idx` pairs, or its mock data."""
+"""The datasets of a GPU run: Megatron's GPTDataset on `.bin`/`.idx` pairs, or mock data."""
 
 import re
 from typing import Any
@@ -16,10 +16,10 @@ from megacpp_mcore.training.data.files import DataError, read_pair
 
 
 def check_data(recipe: Recipe) -> None:
-    """Refuse a dataset that is absent, cut, or made with another vocabulary, before any model.
+    """Refuse a dataset that is absent, truncated, or built with another vocabulary.
 
-    A manifest beside the pair says its vocabulary; the tokens themselves are not read, because a
-    corpus of a real run takes minutes. Raises DataError.
+    Runs before the model is built. The vocabulary is read from the manifest next to the pair, not
+    from the tokens, because reading a large corpus takes minutes. Raises DataError.
     """
     data, vocab_size = recipe.data, recipe.model.vocab_size
     for prefix in _prefixes(recipe):
@@ -29,7 +29,7 @@ def check_data(recipe: Recipe) -> None:
         if manifest["vocab_size"] > vocab_size:
             raise DataError(
                 f"{prefix}.json says vocab_size {manifest['vocab_size']}, the recipe has "
-                f"model.vocab_size {vocab_size}: its tokens would have no embedding"
+                f"model.vocab_size {vocab_size}: some tokens would have no embedding"
             )
         eod_id = data.null_tokenizer_eod_id
         eod_id = vocab_size - 1 if eod_id is None else eod_id  # as Megatron's NullTokenizer
@@ -41,26 +41,26 @@ def check_data(recipe: Recipe) -> None:
 
 
 def _prefixes(recipe: Recipe) -> list[str]:
-    """Every prefix the recipe names, without the weights of blends."""
+    """Every dataset prefix of the recipe, without the weights of blends."""
     data, prefixes = recipe.data, []
     for path in (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path):
-        words = list(path or ())
-        weighted = len(words) > 1 and all(re.fullmatch(r"[\d.eE+-]+", w) for w in words[::2])
-        prefixes += words[1::2] if weighted else words
+        parts = list(path or ())
+        weighted = len(parts) > 1 and all(re.fullmatch(r"[\d.eE+-]+", p) for p in parts[::2])
+        prefixes += parts[1::2] if weighted else parts
     return prefixes
 
 
 def datasets_provider(num_samples: list[int | None], vp_stage: int | None = None) -> tuple:
-    """Megatron's provider: the (train, valid, test) datasets, built on the ranks that read them.
+    """Megatron's dataset provider: (train, valid, test), built on the ranks that read them.
 
-    num_samples: of the three splits. Mock data only where the recipe has data.mock_data.
+    num_samples: of the three splits. Mock data is used only if the recipe sets data.mock_data.
     """
     args = get_args()
 
     def reads() -> bool:
         if mpu.get_tensor_model_parallel_rank() != 0:
             return False
-        # packed documents: every pipeline stage needs their offsets
+        # with packed documents every pipeline stage needs the offsets
         return (
             args.dataloader_inter_document_masking
             or is_first_or_last_pipeline_stage(vp_stage)
@@ -76,7 +76,7 @@ datasets_provider.is_distributed = True  # Megatron calls it on every rank
 
 
 def dataset_config(args: Any) -> GPTDatasetConfig:
-    """Megatron's arguments as the dataset's config."""
+    """The dataset config from Megatron's arguments."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     return GPTDatasetConfig(
         random_seed=args.seed,

@@ -1,4 +1,4 @@
-"""With overlap_param_gather: no weight may be read before it is gathered."""
+"""Detect weights that are read before overlap_param_gather has gathered them."""
 
 from collections.abc import Sequence
 
@@ -8,27 +8,27 @@ from megacpp_mcore.errors import MegacppError
 
 
 class GatherError(MegacppError):
-    """Some weights are read without the wait for their gather."""
+    """Some weights are read without waiting for their all-gather."""
 
 
 class GatherCheck:
-    """Watches one step of a model for parameters that nobody waits for.
+    """Watches one training step for parameters that are read without waiting for their gather.
 
     Megatron's data parallelism waits for a bucket of gathered parameters in a forward pre-hook of
-    any module that has one of them. A weight that is read without a call of its module, and without
-    `layers.gathered.gathered`, waits for nobody: from the second step on it may be the last step's,
-    unless a module of the same bucket was called before, which no layer can know.
+    every module that owns one of them. A weight that is read without calling its module, and
+    without `layers.param_gather.wait_for_param_gather`, may be stale from the second step on if no
+    other module of its bucket happened to run earlier.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """chunks: this rank's, each in Megatron's DistributedDataParallel."""
+        """chunks: this rank's model chunks, each in Megatron's DistributedDataParallel."""
         self._unseen: dict[torch.nn.Parameter, str] = {}
         self._hooks = []
         for chunk in chunks:
             self._unseen |= {
                 parameter: name
                 for name, parameter in chunk.named_parameters()
-                if parameter in chunk.param_to_bucket_group  # a frozen one is in none
+                if parameter in chunk.param_to_bucket_group  # frozen parameters are in no bucket
             }
             self._hooks += [
                 module.register_forward_pre_hook(self._mark) for module in chunk.modules()
@@ -39,14 +39,14 @@ class GatherCheck:
             self._unseen.pop(parameter, None)
 
     def finish(self) -> None:
-        """Raises GatherError naming the parameters that nobody waits for."""
+        """Raises GatherError, which names the parameters that were not waited for."""
         for hook in self._hooks:
             hook.remove()
         if unseen := list(self._unseen.values()):
             more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
             raise GatherError(
                 f"parallel.overlap_param_gather: the first step read {', '.join(unseen[:5])}{more} "
-                "without a call of the module that has it, so that later steps would not wait for "
-                "its update; set parallel.overlap_param_gather=false, or let the layer take the "
-                "weight through megacpp_mcore.layers.gathered"
+                "without calling the module that owns it, so later steps would not wait for its "
+                "update; set parallel.overlap_param_gather=false, or call "
+                "megacpp_mcore.layers.param_gather.wait_for_param_gather before the read"
             )

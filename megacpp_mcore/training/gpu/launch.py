@@ -1,7 +1,8 @@
-"""What one process of a GPU run is told: the recipe, its environment, where the receipt goes.
+"""How one rank of a GPU run starts: its recipe, environment, folder and Megatron arguments.
 
-The recipe travels beside Megatron's words in arguments of our own, because Megatron has no flag for
-all of it. Nothing here imports torch: variables that CUDA reads as it starts are set before it.
+Megatron has no flag for some parts of a recipe, so the recipe is passed in arguments of our own
+before Megatron's. Nothing here imports torch: CUDA reads its environment variables at start-up, so
+they must be set earlier.
 """
 
 import argparse
@@ -26,15 +27,16 @@ YARDSTICK_SPEC = Spec("megacpp_mcore.specs.yardstick", "yardstick_stack_spec")
 
 
 class LaunchError(MegacppError):
-    """The process was not started as a rank of the recipe's run."""
+    """This process's arguments or environment are not those of a rank of the recipe's run."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """argv: the words for Megatron. out: the run's folder, for receipt and compiled kernels.
+    """How one rank was started.
 
-    yardstick: Megatron's own blocks of the recipe's sizes instead of ours, Mamba-2 in the M slot.
-    triton_cache_entries: what Triton's cache held as the process started; 0 for a cold start.
+    argv: Megatron's arguments. out: the run's folder, for the receipt and compiled kernels.
+    yardstick: train Megatron's own blocks of the recipe's sizes, with Mamba-2 in the M slot.
+    triton_cache_entries: the size of Triton's cache at process start; 0 for a cold start.
     """
 
     recipe: Recipe
@@ -50,20 +52,21 @@ class Launch:
         return f"{self.recipe.name}-yardstick" if self.yardstick else self.recipe.name
 
 
-def recipe_words(recipe: Recipe) -> list[str]:
-    """Our own arguments that name `recipe`; they stand before Megatron's words."""
-    words = [RECIPE, recipe.source]
+def recipe_argv(recipe: Recipe) -> list[str]:
+    """Our own arguments that name `recipe`; they precede Megatron's."""
+    argv = [RECIPE, recipe.source]
     for override in recipe.overrides:
-        words += [SET, override]
-    return words
+        argv += [SET, override]
+    return argv
 
 
 def launch(argv: Sequence[str]) -> Launch:
-    """Read our arguments out of `argv`, and set the recipe's environment in this process.
+    """Parse our arguments out of `argv`, and set the recipe's environment in this process.
 
-    Words that are a shipped recipe's as it stands need no other name for it; rank 0 says so. Raises
-    LaunchError when no recipe or two are named, the recipe is for the CPU, or the world is not the
-    one that torchrun made; RecipeError as `load_recipe`.
+    If no recipe is named, one is inferred when Megatron's arguments equal those of an unmodified
+    shipped recipe; rank 0 reports it. Raises LaunchError when no recipe or two different ones are
+    named, when the recipe is for the CPU, or when its world size is not torchrun's; RecipeError as
+    `load_recipe`.
     """
     parser = argparse.ArgumentParser(
         prog="python -m megacpp_mcore.pretrain",
@@ -78,29 +81,29 @@ def launch(argv: Sequence[str]) -> Launch:
                         help="folder for receipt.json (default: runs/RECIPE)")  # fmt: skip
     parser.add_argument(YARDSTICK, dest="yardstick", action="store_true",
                         help="train Megatron's own blocks instead, to compare with")  # fmt: skip
-    own, words = parser.parse_known_args(argv)
-    recipe = _recipe(own.recipe, own.overrides, words)
+    own, megatron_argv = parser.parse_known_args(argv)
+    recipe = _recipe(own.recipe, own.overrides, megatron_argv)
     _check_world(recipe, os.environ)
     lowered = lower(recipe)
-    if not words:
+    if not megatron_argv:
         raise LaunchError(
-            f"Megatron's words of recipe {recipe.name} are missing: pass the output of "
+            f"Megatron's arguments for recipe {recipe.name} are missing: pass the output of "
             f"`megacpp recipe args {recipe.request} --with-recipe`"
         )
     if own.yardstick:
-        lowered, words = _on_megatrons_blocks(recipe, lowered, words)
+        lowered, megatron_argv = _with_yardstick_spec(recipe, lowered, megatron_argv)
     out = Path(own.out or f"runs/{recipe.name}")
     os.environ[ENVIRONMENT_VARIABLE] = recipe.request  # the layers and the spec read it
     environment = apply_environment(_cache_folders(out) | recipe.launch.environment)
     cached = Path(os.environ["TRITON_CACHE_DIR"])
     entries = len(os.listdir(cached)) if cached.is_dir() else 0
-    return Launch(recipe, lowered, words, out, environment, own.yardstick, entries)
+    return Launch(recipe, lowered, megatron_argv, out, environment, own.yardstick, entries)
 
 
 def _cache_folders(out: Path) -> dict[str, str]:
-    """Where compiled kernels and the winners of searches stay: a run that goes on compiles nothing.
+    """Caches for compiled kernels and autotuning results, so that a resumed run compiles nothing.
 
-    Absolute, because Inductor's worker processes have other working directories.
+    Absolute paths, because Inductor's worker processes have other working directories.
     """
     cache = out.absolute() / "cache"
     return {
@@ -110,43 +113,43 @@ def _cache_folders(out: Path) -> dict[str, str]:
     }
 
 
-def _on_megatrons_blocks(
-    recipe: Recipe, lowered: Lowered, words: Sequence[str]
+def _with_yardstick_spec(
+    recipe: Recipe, lowered: Lowered, argv: Sequence[str]
 ) -> tuple[Lowered, list[str]]:
-    """The words and what is expected of them, with the yardstick's spec for ours."""
+    """The arguments, and their expected values, with the yardstick's spec instead of ours."""
     used = {layer.letter for layer in recipe.plan.layers}
     for letter in used.intersection(letters.without_megatrons_block()):
         raise LaunchError(
-            f"{YARDSTICK}: Megatron has no block like {letter}; make the words with M in its "
+            f"{YARDSTICK}: Megatron has no block like {letter}; make the arguments with M in its "
             "place, as `megacpp train RECIPE --gpus N --yardstick` does"
         )
-    words = list(words)
-    at = words.index("--spec") if "--spec" in words else len(words)
-    words[at : at + 3] = ["--spec", *YARDSTICK_SPEC]
+    argv = list(argv)
+    at = argv.index("--spec") if "--spec" in argv else len(argv)
+    argv[at : at + 3] = ["--spec", *YARDSTICK_SPEC]
     expected = tuple(
         replace(e, value=tuple(YARDSTICK_SPEC)) if e.name == "spec" else e for e in lowered.expected
     )
-    return replace(lowered, expected=expected), words
+    return replace(lowered, expected=expected), argv
 
 
-def _recipe(name: str | None, overrides: Sequence[str], words: Sequence[str]) -> Recipe:
+def _recipe(name: str | None, overrides: Sequence[str], argv: Sequence[str]) -> Recipe:
     inherited = recipe_from_environment()
     if name is None:
         if overrides:
             raise LaunchError(f"{SET} {overrides[0]} changes a recipe, but {RECIPE} names none")
         if inherited is not None:
             return inherited
-        found = shipped_recipe_of(words)
+        found = shipped_recipe_of(argv)
         if found is None:
             raise LaunchError(
-                "no recipe: the words are no shipped recipe's as it stands. Pass those of `megacpp "
-                f"recipe args RECIPE --with-recipe`, which begin with {RECIPE}, or export "
-                f"{ENVIRONMENT_VARIABLE}"
+                "no recipe is named, and the arguments are not those of an unmodified shipped "
+                f"recipe. Pass the output of `megacpp recipe args RECIPE --with-recipe`, which "
+                f"begins with {RECIPE}, or export {ENVIRONMENT_VARIABLE}"
             )
         if os.environ.get("RANK", "0") == "0":
             print(
-                f"megacpp: no recipe is named; the words are those of {found.name} as it is "
-                "shipped, which is trained",
+                "megacpp: no recipe is named; the arguments are those of the shipped recipe "
+                f"{found.name}, which is trained",
                 file=sys.stderr,
             )
         return found
@@ -154,18 +157,19 @@ def _recipe(name: str | None, overrides: Sequence[str], words: Sequence[str]) ->
     if inherited is not None and inherited.sha256 != recipe.sha256:
         raise LaunchError(
             f"{RECIPE} asks for {recipe.request!r} and {ENVIRONMENT_VARIABLE} for "
-            f"{inherited.request!r}: unset the variable, or make both the same"
+            f"{inherited.request!r}: unset the variable, or set both to the same recipe"
         )
     return recipe
 
 
-def shipped_recipe_of(words: Sequence[str]) -> Recipe | None:
-    """The one whose words these begin with; what follows is held to it as any other word is.
+def shipped_recipe_of(argv: Sequence[str]) -> Recipe | None:
+    """The shipped recipe whose Megatron arguments `argv` begins with, or None.
 
-    Words do not hold all that a recipe says: `megacpp recipe args` prints these for no other one.
+    Arguments after those are checked against the recipe like any others. Arguments do not carry all
+    of a recipe; `megacpp recipe args` refuses to print the same ones for a different recipe.
     """
     recipes = [(recipe, lower(recipe).argv) for recipe in map(load_recipe, shipped())]
-    found = [recipe for recipe, argv in recipes if list(words[: len(argv)]) == argv]
+    found = [recipe for recipe, its_argv in recipes if list(argv[: len(its_argv)]) == its_argv]
     return found[0] if len(found) == 1 else None
 
 
@@ -184,16 +188,16 @@ def _check_world(recipe: Recipe, environment: Mapping[str, str]) -> None:
     world = environment["WORLD_SIZE"]
     if world != str(recipe.world_size):
         raise LaunchError(
-            f"torchrun made {world} ranks, recipe {recipe.name} is for {recipe.launch.nnodes} x "
-            f"{recipe.launch.nproc_per_node}: make the recipe's words with "
+            f"torchrun started {world} ranks, recipe {recipe.name} is for {recipe.launch.nnodes} x "
+            f"{recipe.launch.nproc_per_node}: make the recipe's arguments with "
             f"`--set launch.nproc_per_node=N`"
         )
 
 
 def check_agreement(launch: Launch, args: Any) -> None:
-    """Refuse Megatron arguments that are not what the recipe asks for.
+    """Refuse Megatron arguments whose values are not the recipe's.
 
-    args: Megatron's validated namespace. Raises LaunchError naming every value that differs.
+    args: Megatron's validated namespace. Raises LaunchError, which names every differing value.
     """
     from megacpp_mcore.recipe.check import compare
 
@@ -204,7 +208,7 @@ def check_agreement(launch: Launch, args: Any) -> None:
             for row in differing
         )
         raise LaunchError(
-            f"Megatron's words are not those of recipe {launch.recipe.name}: {listed}. Make them "
-            f"with `megacpp recipe args {launch.recipe.request} --with-recipe`, and change a value "
-            "there"
+            f"Megatron's arguments are not those of recipe {launch.recipe.name}: {listed}. Make "
+            f"them with `megacpp recipe args {launch.recipe.request} --with-recipe`, and change a "
+            "value with --set there"
         )

@@ -1,8 +1,8 @@
-"""Where a rank's GPU memory goes: what an out-of-memory error does not say.
+"""What a rank's GPU memory is used for; printed after an out-of-memory error.
 
 Parameters, gradients and optimizer states are counted by their storages. What a layer keeps for the
-backward pass is measured once, in the first micro batch, as the difference of allocated memory
-around its forward pass. The rest of what torch has allocated is called other: activations of
+backward pass is measured once, in the first micro batch: the difference in allocated memory before
+and after its forward pass. The rest of torch's allocations is reported as other: activations of
 earlier micro batches in a pipeline, logits, temporaries.
 """
 
@@ -20,8 +20,8 @@ _SHOWN = 5
 
 @dataclass
 class Memory:
-    """Bytes of one rank. modules: of parameters, by kind of block. layers, kept: how many layers
-    of a kind ran forward in the first micro batch, and what they kept."""
+    """Bytes on one rank. modules: bytes of parameters by kind of block. layers, kept: by kind, the
+    number of layers that ran forward in the first micro batch, and the bytes they kept."""
 
     parameters: int = 0
     gradients: int = 0
@@ -32,7 +32,7 @@ class Memory:
 
 
 class MemoryWatch:
-    """Follows the memory of one rank's model. allocated: bytes that are in use now."""
+    """Measures the memory of one rank's model. allocated: returns the bytes in use now."""
 
     def __init__(
         self, model: Sequence[torch.nn.Module], optimizer: Any,
@@ -62,20 +62,20 @@ class MemoryWatch:
         self._handles += [first, last]
 
     def stop(self) -> None:
-        """Follow no more layers; what was measured stays."""
+        """Remove the hooks; the measurements stay."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def measure(self) -> Memory:
-        """What is there now."""
+        """The memory in use now."""
         found, seen = self._memory, set()
         found.parameters = found.gradients = found.optimizer = 0
         found.modules.clear()
         for chunk in self._model:
             for kind, parameter in _parameters(chunk):
                 found.parameters += _size([parameter], seen)
-                # its own size: Megatron puts many parameters into one storage
+                # the parameter's own size: Megatron puts many into one storage
                 found.modules[kind] += parameter.numel() * parameter.element_size()
         for chunk in self._model:
             gradients = (
@@ -92,7 +92,7 @@ class MemoryWatch:
 def report(memory: Memory, stats: Mapping[str, int], total: int, rank: int) -> str:
     """The largest consumers, one line each, the largest first.
 
-    stats: of `torch.cuda.memory_stats`. total: bytes of the device.
+    stats: `torch.cuda.memory_stats()`. total: bytes of the device.
     """
     used = stats.get("allocated_bytes.all.current", 0)
     kept = sum(memory.kept.values())
@@ -113,57 +113,60 @@ def report(memory: Memory, stats: Mapping[str, int], total: int, rank: int) -> s
         )
         lines.append(f"  a micro batch keeps {_gib(kept)} for its backward pass: {each}")
     lines.append(
-        "  smaller: schedule.micro_batch_size, [recompute], more ranks with "
+        "  to use less: a smaller schedule.micro_batch_size, [recompute], more ranks with "
         "parallel.use_distributed_optimizer or expert_model_parallel_size"
     )
     return "\n".join(lines)
 
 
 def unfinished_report(stats: Mapping[str, int], total: int, rank: int, device: str = "cuda") -> str:
-    """The same where the model, its buffers or its optimizer are not all there yet: the tensors
-    that Python knows, by the class of the module whose parameters they are."""
-    lines = [_totals(f"GPU memory of rank {rank} as the model was built", stats, total)]
-    for name, size in _alive(device).most_common(2 * _SHOWN):
+    """The same before the model, its buffers and its optimizer are complete: all live tensors, by
+    the class of the module that owns them."""
+    lines = [_totals(f"GPU memory of rank {rank} while the model was being built", stats, total)]
+    for name, size in _live_tensors(device).most_common(2 * _SHOWN):
         lines.append(f"  {_gib(size):>10}  {name}")
     lines.append(
-        "  smaller: more ranks with parallel.use_distributed_optimizer, expert_, tensor_ or "
+        "  to use less: more ranks with parallel.use_distributed_optimizer, expert_, tensor_ or "
         "pipeline_model_parallel_size; optimizer.optimizer_cpu_offload"
     )
     return "\n".join(lines)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Also where it is a library's call that got none."""
-    words = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+    """Also true for library calls that could not allocate memory."""
+    messages = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+        isinstance(error, RuntimeError) and any(message in str(error) for message in messages)
     )
 
 
-def _alive(device: str) -> Counter[str]:
-    """Bytes on devices of a type. By the objects' own types: to ask a proxy's may import it."""
+def _live_tensors(device: str) -> Counter[str]:
+    """Bytes of live tensors on devices of a type, by owner.
+
+    type(x) instead of isinstance: asking a lazy-import proxy for its class may import the module.
+    """
     objects, owners = gc.get_objects(), {}
     for module in objects:
         if issubclass(type(module), torch.nn.Module):
             parameters = vars(module).get("_parameters") or {}
             owners |= {id(p): type(module).__name__ for p in parameters.values() if p is not None}
     found: Counter[str] = Counter()
-    tensors = [t for t in objects if issubclass(type(t), Tensor) and _lies_on(t, device)]
+    tensors = [t for t in objects if issubclass(type(t), Tensor) and _is_on(t, device)]
     seen: set[tuple[Any, int]] = set()
-    for tensor in sorted(tensors, key=lambda t: id(t) not in owners):  # a storage is its owner's
+    # Owned tensors first, so that a storage shared with others is counted for its owner.
+    for tensor in sorted(tensors, key=lambda t: id(t) not in owners):
         owner = owners.get(id(tensor))
         name = f"parameters of {owner}" if owner else "buffers, main parameters, states, others"
         found[name] += _size([tensor], seen)
     return +found
 
 
-def _lies_on(tensor: Tensor, device: str) -> bool:
-    """Not those that only stand for a tensor, as torch.compile's: their storages are meta's, or
-    refuse to tell their place."""
+def _is_on(tensor: Tensor, device: str) -> bool:
+    """False for placeholders such as torch.compile's: their storage is on meta or unreadable."""
     try:
         storage = getattr(tensor, "_data", tensor).untyped_storage()
         return storage.device.type == device and storage.data_ptr() is not None
-    except (AttributeError, RuntimeError):  # sparse, and other kinds without a storage
+    except (AttributeError, RuntimeError):  # sparse tensors and other kinds without a storage
         return False
 
 
@@ -174,7 +177,7 @@ def _totals(what: str, stats: Mapping[str, int], total: int) -> str:
     )
     return (
         f"{what}: {_gib(total)} on the device, {_gib(used)} in use, {_gib(peak)} at most, "
-        f"{_gib(reserved - used)} held by torch and free"
+        f"{_gib(reserved - used)} reserved by torch but free"
     )
 
 
@@ -196,14 +199,14 @@ def kind_of(layer: torch.nn.Module) -> str:
 
 
 def _layers(chunk: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The layers of every stack in the chunk, MTP's too: those that have a number."""
+    """The layers of every stack in the chunk, MTP's too: modules in lists with a layer_number."""
     for module in chunk.modules():
         if isinstance(module, torch.nn.ModuleList):
             yield from (layer for layer in module if hasattr(layer, "layer_number"))
 
 
 def _parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(kind of block, parameter); what is in no layer by the name of its module."""
+    """(kind of block, parameter); a parameter outside of layers has its module's name as kind."""
     inside: dict[int, str] = {}
     for layer in _layers(chunk):
         for parameter in layer.parameters():
@@ -214,10 +217,10 @@ def _parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _states(optimizer: Any) -> Iterator[Tensor]:
-    """Main parameters and states of one or many of Megatron's optimizers, or of torch's."""
+    """Main parameters and states of Megatron's optimizers, one or chained, or of a torch one."""
     for one in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
         inner = getattr(one, "optimizer", one)
-        if inner is None:  # a rank without parameters of this kind
+        if inner is None:  # no parameters of this kind on the rank
             continue
         for group in getattr(inner, "param_groups", ()):
             yield from group["params"]
@@ -226,7 +229,7 @@ def _states(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _size(tensors: Iterable[Tensor], seen: set[tuple[Any, int]]) -> int:
-    """Bytes of the tensors' storages on their device, each storage once. seen: those counted."""
+    """Bytes of the tensors' storages, each storage once. seen: those already counted."""
     total = 0
     for tensor in tensors:
         # Transformer Engine's quantised tensors are wrappers, without a storage of their own.

@@ -1,4 +1,4 @@
-"""The model of a run, through Megatron's config and builder: HybridModel, our stack and losses."""
+"""The model of a run: Megatron's HybridModel, config and builder with our stack and losses."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,8 +13,8 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 from torch import Tensor
 
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.layers.gathered import gathered
-from megacpp_mcore.layers.loss import LossError, chosen_by_model, head_losses
+from megacpp_mcore.layers.loss import LossError, head_losses, model_chooses_heads
+from megacpp_mcore.layers.param_gather import wait_for_param_gather
 from megacpp_mcore.layers.stack import MegacppStack
 from megacpp_mcore.stack import bridges
 
@@ -24,14 +24,14 @@ class StackSpecError(MegacppError):
 
 
 class MegacppHybridModel(HybridModel):
-    """Megatron's HybridModel, whose losses are made without the logits.
+    """Megatron's HybridModel, whose losses are computed without full logits.
 
-    What makes them is chosen as the model is built; with the backend `megatron` the forward pass is
+    The backend of the heads is chosen when the model is built; with `megatron` the forward pass is
     Megatron's own. Raises DispatchError and LossError as `head_losses`.
     """
 
     def __init__(self, **arguments: Any) -> None:
-        chosen_by_model(arguments["config"])
+        model_chooses_heads(arguments["config"])
         with bridges.fused_accumulation_without_apex():
             super().__init__(**arguments)
         if self.post_process and not bridges.has_apex():
@@ -45,12 +45,12 @@ class MegacppHybridModel(HybridModel):
         loss_mask: Tensor | None = None, packed_seq_params: PackedSeqParams | None = None,
         loss_weights: Tensor | None = None, **more: Any,
     ) -> Tensor:  # fmt: skip
-        """As Megatron's: hidden states of a stage without a head, logits [b, s, V] without labels,
+        """As Megatron's: hidden states on a stage without a head, logits [b, s, V] without labels,
         and with labels [b, s] the losses of the tokens [b, s].
 
-        loss_weights: [b, s], for a call with labels: the sum of loss_weights * losses is returned,
-        a scalar, and not the losses. The gradients of the head are then made in the forward pass;
-        for losses, which any gradient may come back for, the backward pass makes the logits again.
+        loss_weights: [b, s], for a call with labels: the result is then the scalar
+        sum(loss_weights * losses), and the head's gradients are computed in the forward pass. For
+        per-token losses the backward pass recomputes the logits.
         """
         inputs = {
             "input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask,
@@ -59,7 +59,8 @@ class MegacppHybridModel(HybridModel):
         }  # fmt: skip
         if loss_weights is not None and labels is not None and loss_weights.shape != labels.shape:
             raise LossError(
-                f"loss_weights {tuple(loss_weights.shape)} for labels {tuple(labels.shape)}"
+                f"loss_weights {tuple(loss_weights.shape)} for labels {tuple(labels.shape)}: the "
+                "shapes must be equal"
             )
         if self.heads is None or labels is None or InferenceMode.is_active():
             output = super().forward(
@@ -81,15 +82,15 @@ class MegacppHybridModel(HybridModel):
         return self.heads.total(hidden, weight, labels, loss_weights)
 
     def _hidden_states(self, inputs: dict[str, Any]) -> Tensor:
-        """What Megatron's forward pass has before the output layer: [s, b, h], and MTP's behind."""
-        self.post_process = False  # as on a stage without a head, which returns them
+        """Hidden states before the output layer, [s, b, h], followed by those of the MTP depths."""
+        self.post_process = False  # as on a stage without a head, which returns hidden states
         try:
             return super().forward(**inputs)
         finally:
             self.post_process = True
 
     def _output_weight(self) -> Tensor:
-        layer = gathered(self.output_layer)
+        layer = wait_for_param_gather(self.output_layer)
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return layer.weight
@@ -105,8 +106,8 @@ class MegacppModelConfig(HybridModelConfig):
 class MegacppModelBuilder(HybridModelBuilder):
     """Megatron's builder with our model.
 
-    Megatron's takes its own default spec without a word where ours is missing, and names the
-    model's class itself.
+    Megatron's builder has a fixed model class, and silently falls back to its default spec if the
+    recipe's cannot be imported.
     """
 
     def build_model(
@@ -148,6 +149,6 @@ def _check_stack(spec: Any) -> None:
     if spec is None or not issubclass(spec.module, MegacppStack):
         found = "none" if spec is None else spec.module.__name__
         raise StackSpecError(
-            f"the stack spec is {found}, not one of megacpp_mcore.specs.nam56r: Megatron drops "
+            f"the stack spec is {found}, not one of megacpp_mcore.specs.nam56r: Megatron ignores "
             "a --spec that fails to import; try `python -c 'import megacpp_mcore.specs.nam56r'`"
         )

@@ -1,7 +1,7 @@
 """Refuse a run whose packages are not installed, before anything is built.
 
-Megatron imports most of them where they are first used: in the model's constructor, in the
-optimizer's, at the first batch. Nothing here imports a package: it asks whether it could be found.
+Megatron imports most of them late: when it builds the model or the optimizer, or at the first
+batch. Nothing is imported here; packages are only looked up.
 """
 
 import importlib.util
@@ -16,12 +16,12 @@ from megacpp_mcore.surfaces.backend import REFERENCE
 
 
 class MissingPackageError(MegacppError):
-    """The recipe asks for what packages do that are not installed."""
+    """The recipe needs packages that are not installed."""
 
 
 @dataclass(frozen=True)
 class _Need:
-    """module: what is imported. package: what pip installs."""
+    """module: the name to import. package: the name to install. why: the setting that needs it."""
 
     module: str
     package: str
@@ -77,7 +77,7 @@ def _of_letters(recipe: Recipe) -> Iterable[_Need]:
 
 
 def check_packages(recipe: Recipe, *, yardstick: bool = False) -> None:
-    """Raises MissingPackageError naming every package that `recipe` needs and is not there."""
+    """Raises MissingPackageError, which names every absent package that `recipe` needs."""
     missing: dict[str, list[str]] = {}
     for need in (*_NEEDS, *_of_letters(recipe), *(_YARDSTICK if yardstick else ())):
         if need.applies(recipe) and importlib.util.find_spec(need.module) is None:
@@ -86,28 +86,28 @@ def check_packages(recipe: Recipe, *, yardstick: bool = False) -> None:
         listed = "; ".join(f"{package} ({', '.join(why)})" for package, why in missing.items())
         raise MissingPackageError(
             f"recipe {recipe.name} needs packages that are not installed: {listed}. Install them, "
-            "or change what is in brackets; `megacpp doctor` shows the pinned stack"
+            "or change the settings in parentheses; `megacpp doctor` shows the pinned stack"
         )
 
 
 def check_logging(args: Any) -> None:
-    """Raises MissingPackageError for a log that Megatron's words ask for and no package writes.
+    """Raises MissingPackageError if Megatron's arguments request a log whose package is missing.
 
-    args: Megatron's namespace. Megatron would train without TensorBoard's log; of wandb's the last
-    rank would die.
+    args: Megatron's namespace. Without tensorboard Megatron would silently write no log; without
+    wandb the last rank would fail.
     """
     for name, package in (("tensorboard_dir", "tensorboard"), ("wandb_project", "wandb")):
         if getattr(args, name, None) and importlib.util.find_spec(package) is None:
             raise MissingPackageError(
                 f"--{name.replace('_', '-')} needs the package {package}, which is not installed: "
-                "install it, or leave the word out"
+                "install it, or remove the argument"
             )
 
 
 def check_backends(recipe: Recipe) -> None:
-    """Refuse a backend that is named and cannot serve this machine's GPU.
+    """Refuse a named backend that does not support this machine's GPU.
 
-    Raises DispatchError as the layer would that asks for it.
+    Raises DispatchError, as the layer itself would later.
     """
     from megacpp_mcore import dispatch
     from megacpp_mcore.surfaces.registry import REGISTRY

@@ -1,7 +1,7 @@
-"""One rank of `run_ranks`: a module that ends when its launcher does, however that ends.
+"""The process of one rank of `run_ranks`: runs a module, and ends when its launcher ends.
 
-A launcher that is killed by SIGKILL (out of host memory, a scheduler's last word) cannot end its
-ranks: they would train on, hold their GPUs and write their receipt again.
+A launcher that is killed by SIGKILL (out of host memory, or by a scheduler) cannot stop its ranks.
+Without this they would keep training, hold their GPUs and overwrite the receipt.
 """
 
 import ctypes
@@ -13,13 +13,13 @@ import sys
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def main(launcher: str, module: str, *words: str) -> None:
-    """Run `python -m module words` in this process, a child of the process `launcher`."""
+def main(launcher: str, module: str, *argv: str) -> None:
+    """Run `python -m module argv...` in this process, a child of the process id `launcher`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != int(launcher):  # it ended before that was asked for
+        if os.getppid() != int(launcher):  # the launcher ended before prctl took effect
             sys.exit(128 + signal.SIGTERM)
-    sys.argv = [module, *words]
+    sys.argv = [module, *argv]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -1,8 +1,8 @@
-"""The ranks of one machine under torchrun's agent, and one sentence when they do not end well.
+"""Run the ranks of one machine under torchrun's agent, and explain in one sentence how they failed.
 
-The agent is torch.distributed.elastic's, as `torchrun --standalone` starts it: it looks at the
-ranks ten times a second, and when one ends it sends the others SIGTERM, and after 30 s SIGKILL. So
-a rank that dies takes the others with it within a minute, whatever collective they wait in.
+The agent is torch.distributed.elastic's, as `torchrun --standalone` starts it. It polls the ranks
+ten times a second; when one fails, it sends SIGTERM to the others, and SIGKILL after 30 s. When a
+rank dies, the others thus end within a minute, even if they wait in a collective.
 """
 
 import os
@@ -14,45 +14,47 @@ from dataclasses import dataclass
 from typing import Any
 
 _RANK = "megacpp_mcore.training.gpu.rank"
-# How a rank ends that another rank's end has brought down: by the agent, by its NCCL watchdog.
+# Exit codes of ranks that fail because another one did (the agent's SIGTERM, the NCCL watchdog's
+# SIGABRT) -> how late they sort when looking for the first failure.
 _SECONDARY = {-signal.SIGTERM: 3, -signal.SIGABRT: 2}
 
 
 @dataclass(frozen=True)
-class Ended:
-    """status: for the shell; 0 when every rank ended well. reason: else, what happened first."""
+class RanksOutcome:
+    """How the ranks ended. status: exit status, 0 if all succeeded. reason: the first failure."""
 
     status: int
     reason: str | None = None
 
 
-def run_ranks(module: str, words: Sequence[str], count: int) -> Ended:
-    """Run `python -m module words` as `count` ranks and wait for them; they end with this process,
-    whatever ends it."""
+def run_ranks(module: str, argv: Sequence[str], count: int) -> RanksOutcome:
+    """Run `python -m module argv...` as `count` ranks, and wait for them. If this process ends, by
+    whatever cause, so do they."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    if count > 1:  # as torchrun: the ranks share the machine's cores
+    if count > 1:  # as torchrun does: the ranks share the machine's cores
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=count, run_id=uuid.uuid4().hex,
         rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
     )  # fmt: skip
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", _RANK, str(os.getpid()), module, *words)
+        elastic_launch(config, sys.executable)("-u", "-m", _RANK, str(os.getpid()), module, *argv)
     except ChildFailedError as error:
-        return _ended(*_first(error.failures), count)
+        return _outcome(*_first_failure(error.failures), count)
     except SignalException as error:
-        return Ended(128 + error.sigval, f"{error.sigval.name} ended the launcher and its ranks")
-    return Ended(0)
+        reason = f"{error.sigval.name} ended the launcher and its ranks"
+        return RanksOutcome(128 + error.sigval, reason)
+    return RanksOutcome(0)
 
 
-def _first(failures: dict[int, Any]) -> tuple[int, Any]:
-    """The failure that brought the others about: a rank that was killed, then the earliest error.
+def _first_failure(failures: dict[int, Any]) -> tuple[int, Any]:
+    """(rank, failure) of the root cause: a killed rank if there is one, else the earliest error.
 
-    The errors of the others, whose collectives fail, come milliseconds later: the agent's own
-    timestamps have whole seconds.
+    The other ranks' collectives fail milliseconds later, but the agent's timestamps have whole
+    seconds; the error files' times are finer.
     """
 
     def order(item: tuple[int, Any]) -> tuple[int, int, int]:
@@ -67,21 +69,23 @@ def _first(failures: dict[int, Any]) -> tuple[int, Any]:
 
 
 def _written_ns(failure: Any) -> int | None:
-    """When the rank recorded its error, or None where it did not."""
+    """When the rank wrote its error file; None if it did not."""
     try:
         return os.stat(failure.error_file).st_mtime_ns
     except OSError:
         return None
 
 
-def _ended(rank: int, failure: Any, count: int) -> Ended:
+def _outcome(rank: int, failure: Any, count: int) -> RanksOutcome:
     who, code = f"rank {rank} of {count}", failure.exitcode
     if _written_ns(failure):
         said = failure.message if isinstance(failure.message, str) else failure.message["message"]
-        # A rank whose error is recorded may still abort as it takes its process groups down.
-        return Ended(code if code > 0 else 1, f"{who} failed: {said.strip().splitlines()[0]}")
+        # A rank that recorded its error may still abort while it destroys its process groups.
+        return RanksOutcome(
+            code if code > 0 else 1, f"{who} failed: {said.strip().splitlines()[0]}"
+        )
     if code > 0:
-        return Ended(code, f"{who} ended with status {code}; what it said is above")
+        return RanksOutcome(code, f"{who} ended with status {code}; its message is above")
     name = signal.Signals(-code).name
-    guess = " (out of host memory, or by hand)" if name == "SIGKILL" else ""
-    return Ended(128 - code, f"{who} was killed by {name}{guess}")
+    guess = " (out of host memory, or by a user)" if name == "SIGKILL" else ""
+    return RanksOutcome(128 - code, f"{who} was killed by {name}{guess}")

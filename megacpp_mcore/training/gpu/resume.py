@@ -1,9 +1,9 @@
-"""Which checkpoint a run goes on from: the last complete one.
+"""Which checkpoint a run resumes from: the last complete one.
 
-Megatron writes DIR/iter_N, and when all of it is there DIR/latest_checkpointed_iteration.txt, not
-atomically. A run that is killed meanwhile leaves a folder that no tracker names, or a tracker that
-is empty; with the latter Megatron ends itself, with status 0. A folder is complete when it has both
-files that are written last: `.metadata`, of the shards, and `metadata.json`.
+Megatron writes DIR/iter_N, and then the tracker DIR/latest_checkpointed_iteration.txt, not
+atomically. A run killed in between leaves a folder that the tracker does not name, or an empty
+tracker, with which Megatron exits with status 0. A checkpoint is complete when it has the two files
+that are written last: `.metadata` (of the shards) and `metadata.json`.
 """
 
 import os
@@ -16,7 +16,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class ResumeError(MegacppError):
-    """A folder of checkpoints with nothing in it to go on from."""
+    """A folder of checkpoints without a complete one to resume from."""
 
 
 def complete(folder: Path) -> list[int]:
@@ -30,7 +30,7 @@ def complete(folder: Path) -> list[int]:
 
 
 def newest(folder: str | None) -> Path | None:
-    """The complete checkpoint that a run would go on from, or None."""
+    """The complete checkpoint that a run would resume from, or None."""
     if folder is None:
         return None
     named = _tracked(Path(folder) / TRACKER)
@@ -40,29 +40,29 @@ def newest(folder: str | None) -> Path | None:
     return Path(folder) / f"iter_{named if named in found else found[-1]:07d}"
 
 
-def settle(folder: str) -> str | None:
-    """Let the tracker in `folder` name a complete checkpoint; what was done, or None.
+def repair_tracker(folder: str) -> str | None:
+    """Make the tracker in `folder` name a complete checkpoint. Returns what was changed, or None.
 
-    A tracker that names a complete one stays, also where there are newer ones: somebody may have
-    set it back. Raises ResumeError when there is a tracker and nothing complete.
+    A tracker that names a complete checkpoint stays, even if there are newer ones: somebody may
+    have set it back. Raises ResumeError if there is a tracker, but no complete checkpoint.
     """
     tracker = Path(folder) / TRACKER
     found = complete(Path(folder))
     named = _tracked(tracker) if tracker.is_file() else None
     if named == "release" or named in found or (not found and not tracker.is_file()):
         return None
-    said = f"named {named}" if isinstance(named, int) else "was empty or no number"
+    said = f"named {named}" if isinstance(named, int) else "was empty or not a number"
     if not tracker.is_file():
         said = "was missing"
     if not found:
         raise ResumeError(
             f"{tracker} {said}, and no checkpoint in {folder} is complete: move the folder away "
-            "to begin anew"
+            "to start from step 0"
         )
     temporary = tracker.with_name(f".{TRACKER}.tmp")
     temporary.write_text(str(found[-1]))
     os.replace(temporary, tracker)
-    return f"{tracker} {said}: going on from the last complete checkpoint, step {found[-1]}"
+    return f"{tracker} {said}: resuming from the last complete checkpoint, step {found[-1]}"
 
 
 def _tracked(tracker: Path) -> int | str | None:

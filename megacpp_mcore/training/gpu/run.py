@@ -1,4 +1,4 @@
-"""`megacpp train --gpus N`: the ranks of one machine, each with `megacpp_mcore.pretrain`."""
+"""`megacpp train --gpus N`: start this machine's ranks, each running megacpp_mcore.pretrain."""
 
 import sys
 from collections.abc import Sequence
@@ -8,28 +8,28 @@ from megacpp_mcore import receipts
 from megacpp_mcore.hybrid import letters
 from megacpp_mcore.recipe import Recipe, load_recipe, patch_needs
 from megacpp_mcore.recipe.lowering import lower
-from megacpp_mcore.training.gpu.launch import OUT, YARDSTICK, LaunchError, recipe_words
+from megacpp_mcore.training.gpu.launch import OUT, YARDSTICK, LaunchError, recipe_argv
 from megacpp_mcore.training.gpu.packages import check_packages
 from megacpp_mcore.training.gpu.ranks import run_ranks
 from megacpp_mcore.training.gpu.resume import TRACKER, newest
 
-_REFUSED = 2  # the status of a rank that has said why it does not begin
+_REFUSED = 2  # exit status of a rank that has printed why it refuses to start
 
 
-def run(
+def launch_ranks(
     name_or_path: str, overrides: Sequence[str], gpus: int, out: str | None, *,
     yardstick: bool = False, resume: bool = False,
 ) -> int:  # fmt: skip
     """Train a recipe on `gpus` GPUs of this machine. Returns the first failed rank's exit status.
 
-    yardstick: Megatron's own blocks in place of ours, with the same sizes, data, words and loop.
-    Megatron has none like M and R; its Mamba-2 stands in both places. resume: go on from the last
-    complete checkpoint in checkpoint.load, or begin.
+    yardstick: train Megatron's own blocks instead of ours, with the same sizes, data, arguments and
+    loop; Mamba-2 replaces M and R, which Megatron does not have. resume: resume from the last
+    complete checkpoint in checkpoint.load, or start if there is none.
 
     Raises LaunchError when the machine has fewer GPUs, the recipe is for several machines, or the
-    folder it loads from holds a checkpoint and resume is not asked for; RecipeError as
-    `load_recipe`; MissingPackageError and MissingPatchError before any rank is started. What takes
-    an import of the packages to know, the ranks check themselves before they build anything.
+    folder it loads from holds a checkpoint and `resume` is false; RecipeError as `load_recipe`;
+    MissingPackageError and MissingPatchError before any rank is started. The ranks run the checks
+    that need imports of the packages, before they build anything.
     """
     if gpus < 1:
         raise LaunchError(f"--gpus {gpus}: at least 1 is needed")
@@ -41,12 +41,12 @@ def run(
     _check(recipe, gpus, resume)
     check_packages(recipe, yardstick=yardstick)
     patch_needs.check(recipe)
-    words = [*recipe_words(recipe), OUT, str(folder), *([YARDSTICK] if yardstick else [])]
-    ended = run_ranks("megacpp_mcore.pretrain", words + lower(recipe).argv, gpus)
-    if ended.reason is not None and ended.status != _REFUSED:
-        print(f"megacpp: {ended.reason}. {_what_now(recipe)}", file=sys.stderr)
-        _mark(folder / "receipt.json", ended.reason)
-    return ended.status
+    own = [*recipe_argv(recipe), OUT, str(folder), *([YARDSTICK] if yardstick else [])]
+    outcome = run_ranks("megacpp_mcore.pretrain", own + lower(recipe).argv, gpus)
+    if outcome.reason is not None and outcome.status != _REFUSED:
+        print(f"megacpp: {outcome.reason}. {_resume_hint(recipe)}", file=sys.stderr)
+        _mark_failed(folder / "receipt.json", outcome.reason)
+    return outcome.status
 
 
 def _on_megatrons_letters(recipe: Recipe) -> list[str]:
@@ -56,8 +56,8 @@ def _on_megatrons_letters(recipe: Recipe) -> list[str]:
     return [f"{key}={pattern.upper().translate(table)}" for key, pattern in patterns.items()]
 
 
-def _mark(path: Path, reason: str) -> None:
-    """The receipt of a rank that could not write its own end, which SIGKILL leaves no time for."""
+def _mark_failed(path: Path, reason: str) -> None:
+    """Record the failure for a rank that was killed before it could update its receipt."""
     if not path.exists():
         return
     receipt = receipts.read(path)
@@ -66,10 +66,10 @@ def _mark(path: Path, reason: str) -> None:
         receipts.write(path, receipt)
 
 
-def _what_now(recipe: Recipe) -> str:
+def _resume_hint(recipe: Recipe) -> str:
     if checkpoint := newest(recipe.checkpoint.load):
-        return f"The last complete checkpoint is {checkpoint}: go on from it with --resume"
-    return "There is no complete checkpoint to go on from"
+        return f"The last complete checkpoint is {checkpoint}: resume from it with --resume"
+    return "There is no complete checkpoint to resume from"
 
 
 def _check(recipe: Recipe, gpus: int, resume: bool) -> None:
@@ -81,20 +81,22 @@ def _check(recipe: Recipe, gpus: int, resume: bool) -> None:
     if recipe.launch.nnodes != 1:
         raise LaunchError(
             f"recipe {recipe.name} is for launch.nnodes = {recipe.launch.nnodes} machines: start "
-            "torchrun on each with the words of `megacpp recipe args`"
+            "torchrun on each with the output of `megacpp recipe args`"
         )
     import torch
 
     found = torch.cuda.device_count()
     if found < gpus:
-        raise LaunchError(f"--gpus {gpus}: torch sees {found} CUDA devices on this machine")
+        raise LaunchError(
+            f"--gpus {gpus}: torch sees {found} CUDA devices on this machine; use at most that many"
+        )
     load = recipe.checkpoint.load
     if resume and not load:
-        raise LaunchError("--resume: the recipe names no checkpoint.load to go on from")
-    # A run that was killed as it saved its first has it complete, and no tracker yet.
+        raise LaunchError("--resume: set checkpoint.load in the recipe to a folder of checkpoints")
+    # A run killed right after its first save has a complete checkpoint, but no tracker.
     held = load and ((Path(load) / TRACKER).is_file() or newest(load))
     if held and not resume:
         raise LaunchError(
-            f"{load} holds a checkpoint, which Megatron would go on from: say --resume to go on, "
-            "or set checkpoint.load and checkpoint.save to another folder"
+            f"{load} holds a checkpoint, from which Megatron would resume: give --resume, or "
+            "set checkpoint.load and checkpoint.save to another folder"
         )

@@ -1,4 +1,4 @@
-"""A run on GPUs: Megatron's own `pretrain` with our model, batches, loss, data and receipt."""
+"""One rank of a GPU run: Megatron's `pretrain` with our model, batches, loss, data and receipt."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ from megacpp_mcore.training.gpu.launch import Launch, LaunchError, check_agreeme
 from megacpp_mcore.training.gpu.packages import check_backends, check_logging, check_packages
 from megacpp_mcore.training.run_folder import RunFolderError
 
-# Megatron arguments that no recipe has, whose work this entry does not do.
+# Megatron arguments without a recipe key that this entry point does not implement.
 _UNSERVED = (
     "sft", "hybrid_context_parallel", "perform_rl_step", "logits_load_dir", "fim_data",
     "multiple_validation_sets", "full_validation", "per_dataset_sequences_path",
@@ -30,12 +30,12 @@ _UNSERVED = (
 
 
 def train(launch: Launch) -> None:
-    """Train as one rank; ends when Megatron's loop does.
+    """Train as one rank; returns when Megatron's loop does.
 
-    Raises LaunchError without CUDA, for Megatron words of another recipe, and for arguments that
-    this entry does not serve; MissingPackageError, MissingPatchError, DispatchError, DataError,
-    ResumeError, RunFolderError before any model is built. Whatever ends the loop early leaves a
-    receipt that says so, and the reason with torchrun.
+    Raises LaunchError without CUDA, for Megatron arguments of another recipe, and for arguments
+    that this entry point does not support; MissingPackageError, MissingPatchError, DispatchError,
+    DataError, ResumeError and RunFolderError before the model is built. If the loop ends early, the
+    receipt says so, and torchrun gets the reason.
     """
     try:
         _train(launch)
@@ -48,13 +48,13 @@ def _train(launch: Launch) -> None:
     goodput = Goodput()
     if not torch.cuda.is_available():
         raise LaunchError(
-            f"torch sees no CUDA device, recipe {launch.recipe.name} is for GPUs; on this machine "
-            "run `megacpp train nam56r-tiny`"
+            f"torch sees no CUDA device, but recipe {launch.recipe.name} is for GPUs; on this "
+            "machine run `megacpp train nam56r-tiny`"
         )
-    bridges.operators_alone("mamba_ssm")
+    bridges.import_ops_only("mamba_ssm")
     check_packages(launch.recipe, yardstick=launch.yardstick)
     patch_needs.check(launch.recipe)
-    with bridges.without("jax"):  # Transformer Engine imports its side for JAX, too
+    with bridges.hide_packages("jax"):  # Transformer Engine also imports its JAX support
         check_backends(launch.recipe)
     bridges.before_megatron()
     bridges.dataset_helper()
@@ -62,38 +62,38 @@ def _train(launch: Launch) -> None:
 
     check_data(launch.recipe)
     args = megatron_args(launch)
-    if os.environ["RANK"] == "0":  # before any other rank can read the folder: they wait for it
+    if os.environ["RANK"] == "0":  # before other ranks read the folder: they wait for rank 0
         _check_folder(launch, args)
     _pretrain(launch, args, goodput)
 
 
 def megatron_args(launch: Launch) -> Any:
-    """Megatron's validated arguments, in its globals too.
+    """Megatron's validated arguments, which are also set in its globals.
 
     Raises LaunchError and MissingPackageError as `train`.
     """
     from megatron.training.arguments import parse_and_validate_args
 
     sys.argv = [sys.argv[0], *launch.argv]
-    # With any tokenizer Megatron imports the libraries of all: transformers alone takes 3 s.
+    # Megatron imports the libraries of all tokenizers: transformers alone takes 3 s.
     tokenizer = [pair for pair in pairwise(launch.argv) if pair[0].startswith("--tokenizer")]
-    null = tokenizer == [("--tokenizer-type", "NullTokenizer")]
-    with bridges.without(*(["transformers"] if null else [])):
+    is_null = tokenizer == [("--tokenizer-type", "NullTokenizer")]
+    with bridges.hide_packages(*(["transformers"] if is_null else [])):
         args = parse_and_validate_args()
     check_agreement(launch, args)
     asked = [name for name in _UNSERVED if getattr(args, name, None)]
     if asked:
         flags = ", ".join("--" + name.replace("_", "-") for name in asked)
         raise LaunchError(
-            f"megacpp_mcore.pretrain does not serve {flags}; use Megatron-LM's pretrain_hybrid.py "
-            "with our --spec"
+            f"megacpp_mcore.pretrain does not support {flags}; use Megatron-LM's "
+            "pretrain_hybrid.py with our --spec"
         )
     check_logging(args)
     return args
 
 
 def config_container(args: Any, yardstick: bool = False) -> Any:
-    """Megatron's PretrainConfigContainer around our model config, or for the yardstick its own."""
+    """Megatron's PretrainConfigContainer with our model config (the yardstick: Megatron's)."""
     from megatron.training.argument_utils import (
         hybrid_config_from_args,
         pretrain_cfg_container_from_args,
@@ -108,15 +108,16 @@ def config_container(args: Any, yardstick: bool = False) -> Any:
 
 
 def _check_folder(launch: Launch, args: Any) -> None:
-    """See that a run goes on from a complete checkpoint, or refuse where another's receipt lies."""
-    if args.load and args.ckpt_format == "torch_dist" and (said := resume.settle(args.load)):
+    """Make the run resume from a complete checkpoint, or refuse a folder with another receipt."""
+    can_repair = args.load and args.ckpt_format == "torch_dist"
+    if can_repair and (said := resume.repair_tracker(args.load)):
         print(f"megacpp: {said}", file=sys.stderr, flush=True)
     receipt = launch.out / "receipt.json"
     resumes = bool(args.load) and (Path(args.load) / resume.TRACKER).is_file()
     if receipt.exists() and not resumes:
         raise RunFolderError(
-            f"{launch.out} has the receipt of a run, and there is no checkpoint in {args.load} to "
-            "go on from: move the folder away, or choose another --out"
+            f"{launch.out} has the receipt of a run, but there is no checkpoint in {args.load} to "
+            "resume from: move the folder away, or choose another --out"
         )
 
 
@@ -148,13 +149,13 @@ def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
 
 
 def _record_end(watch: Any, error: BaseException) -> None:
-    """The receipt of a loop that did not run to its end; nothing hides the error itself."""
+    """Write the receipt of a run that ended early. Never hides `error` behind another one."""
     if memory.is_out_of_memory(error):
         with contextlib.suppress(RuntimeError):  # CUDA itself may no longer answer
             print(watch.memory_report(), file=sys.stderr, flush=True)
     reason = f"after step {watch.iteration}: {type(error).__name__}: {error}"
-    asked_for = isinstance(error, KeyboardInterrupt) or (
+    requested = isinstance(error, KeyboardInterrupt) or (
         isinstance(error, SystemExit) and not error.code  # exit_duration_in_mins, a signal
     )
     with contextlib.suppress(MegacppError):  # the disk may be full
-        watch.write("interrupted" if asked_for else "failed", reason[:2000])
+        watch.write("interrupted" if requested else "failed", reason[:2000])

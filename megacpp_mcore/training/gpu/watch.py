@@ -1,9 +1,9 @@
-"""Megatron's training loop, watched from inside: goodput and the receipt's series.
+"""Observe Megatron's training loop: goodput, and the series of the receipt.
 
-megatron-core 0.19.2 has no callbacks. Its loop calls functions of `megatron.training.training` by
-their module's names, and these are what is wrapped while a run lasts, with nothing changed in what
-they do. One rank keeps the receipt: the first of those that have the loss, which is rank 0 where
-there is one pipeline stage.
+megatron-core 0.19.2 has no callbacks. Its loop looks its functions up in the module
+`megatron.training.training`, so they are wrapped there during a run, without changing what they do.
+One rank keeps the receipt: the first of those that have the loss, which is rank 0 without pipeline
+parallelism.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _LOSS = "lm loss"
 
 
 class WatchError(MegacppError):
-    """Megatron's training loop is not the one that this module knows how to watch."""
+    """Megatron's training loop is not the one that this module supports."""
 
 
 class NotFiniteError(MegacppError):
@@ -47,8 +47,8 @@ class NotFiniteError(MegacppError):
 
 
 class Watch:
-    """The ledger and the receipt of a run. receipt: None before the model is built, and on every
-    rank but the one that keeps it."""
+    """Goodput and the receipt of a run. receipt: None before the model is built, and on every rank
+    but the one that keeps it."""
 
     def __init__(self, launch: Launch, goodput: Goodput) -> None:
         self.launch, self.goodput = launch, goodput
@@ -63,7 +63,7 @@ class Watch:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Wrap Megatron's functions inside the block. Raises WatchError when one is not there."""
+        """Wrap Megatron's functions inside the block. Raises WatchError when one is missing."""
         wrappers: dict[str, tuple[Callable, tuple[str, ...]]] = {
             "setup_model_and_optimizer": (self._setup, ()),
             "build_train_valid_test_data_iterators": (self._data, ()),
@@ -215,7 +215,7 @@ class Watch:
             )
 
     def _save(self, call: Callable, given: dict[str, Any]) -> Any:
-        self.write("running")  # first: a checkpoint's receipt has every step before it
+        self.write("running")  # before the checkpoint, so that the receipt has every step up to it
         with self.goodput.span("checkpoint"):
             return call()
 
@@ -237,7 +237,7 @@ class Watch:
         return done
 
     def _memory_results(self) -> dict[str, int]:
-        """What stays allocated from step to step, on the rank that keeps the receipt."""
+        """Memory that stays allocated from step to step, on the rank that keeps the receipt."""
         if self._memory is None:
             return {}
         found = self._memory.measure()
@@ -269,8 +269,8 @@ def _known_function(name: str, parameters: tuple[str, ...]) -> Callable:
     function = getattr(training, name, None)
     if function is None or not set(parameters) <= set(inspect.signature(function).parameters):
         raise WatchError(
-            f"megatron.training.training.{name}({', '.join(parameters)}) is not there: this "
-            "package watches the loop of megatron-core 0.19.2"
+            f"megatron.training.training.{name}({', '.join(parameters)}) does not exist: this "
+            "package supports the loop of megatron-core 0.19.2"
         )
     return function
 
@@ -284,10 +284,8 @@ def _keeps_the_receipt() -> bool:
 
 
 def _start() -> dict[str, float]:
-    """How long ago this process started, and how long after the launcher that is its parent.
-
-    Not the latter for ranks that torchrun has started again, nor where /proc does not tell.
-    """
+    """cold_start_s: seconds since this process started. launch_s: how long after its parent, the
+    launcher, it started; absent for ranks that torchrun restarted, and without /proc."""
     started = _started(os.getpid())
     found = {"cold_start_s": round(time.clock_gettime(time.CLOCK_BOOTTIME) - started, 3)}
     if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":  # `megacpp train --gpus`, torchrun
@@ -297,7 +295,8 @@ def _start() -> dict[str, float]:
 
 
 def _started(pid: int) -> float:
-    """When a process started, in seconds of CLOCK_BOOTTIME, to a clock tick: see proc(5). (psutil
-    adds it to the time of boot in whole seconds: it may be wrong by one.)"""
+    """When a process started, in seconds of CLOCK_BOOTTIME, to a clock tick: see proc(5).
+
+    psutil's start time is less exact: it may be off by a second."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[19]) / os.sysconf("SC_CLK_TCK")

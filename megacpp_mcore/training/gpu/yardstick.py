@@ -1,4 +1,4 @@
-"""The yardstick's forward step: Megatron's own HybridModel, which makes logits and losses."""
+"""The forward step of the yardstick, Megatron's own HybridModel with full logits."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ def forward_step(
     data_iterator: Iterator[dict[str, Any]] | None, model: torch.nn.Module,
     reading: Reading = contextlib.nullcontext,
 ) -> tuple:  # fmt: skip
-    """As `gpu_batch.forward_step`, for a model whose output is the loss of every token, [b, s]."""
+    """As `batch.forward_step`, for a model whose output is the loss of every token, [b, s]."""
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
     batch = get_batch(data_iterator, get_model_config(model), vp_stage, reading)
     losses = model(

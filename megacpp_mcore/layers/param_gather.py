@@ -1,0 +1,16 @@
+"""Reading a weight without calling the module that owns it."""
+
+import torch
+
+
+def wait_for_param_gather(module: torch.nn.Module) -> torch.nn.Module:
+    """Run the forward pre-hooks of `module`, so that its parameters can be read, and return it.
+
+    With overlap_param_gather, Megatron's data parallelism gathers the updated parameters in the
+    background and waits for them in a forward pre-hook of the module that owns them. Code that
+    reads a weight without calling its module must wait here, or it may read stale values.
+    """
+    takes_kwargs = module._forward_pre_hooks_with_kwargs
+    for number, hook in list(module._forward_pre_hooks.items()):
+        hook(module, (), {}) if number in takes_kwargs else hook(module, ())
+    return module
