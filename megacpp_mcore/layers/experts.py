@@ -43,7 +43,7 @@ class ExpertsError(MegacppError):
 class GroupedMMExperts(MegatronModule):
     """The local experts of a MoE layer. SwiGLU, no bias, bf16 (fp16 and fp32 run too).
 
-    counts_on_device: the tokens of each expert are read on the device; no host copy is needed.
+    counts_on_device: token counts are read on the device; no host copy is needed.
     Raises ExpertsError, which names every unsupported field of the config.
     """
 

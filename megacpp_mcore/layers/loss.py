@@ -273,9 +273,9 @@ def _log_group() -> torch.distributed.ProcessGroup:
 
 
 def keep_log_group() -> None:
-    """Name the ranks of MTP's log again after a step that was replayed from a CUDA graph.
+    """Set the ranks of MTP's log again after a step that was replayed from a CUDA graph.
 
-    Megatron forgets them whenever it logs, and only the forward pass in Python names them.
+    Megatron resets them whenever it logs, and only the forward pass in Python sets them.
     """
     if "loss_values" in MTPLossLoggingHelper.tracker:
         MTPLossLoggingHelper.tracker["avg_group"] = _log_group()

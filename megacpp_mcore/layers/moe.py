@@ -1,10 +1,10 @@
-"""Megatron's MoE layer, with a dispatcher of our own where every expert is on this rank.
+"""Megatron's MoE layer, with our own dispatcher when all experts are on this rank.
 
-Megatron's all-to-all dispatcher does three things that one rank does not need: it sorts the chunks
-of tokens that came from other ranks (the identity there, one read and one write of all permuted
-tokens each way), it copies the tokens of each expert to the host, and it waits for that copy. On an
-H200 the first took 0.9 ms of a layer of 16,384 tokens; the last leaves the GPU idle until the host
-has caught up, and makes the layer impossible to capture in a CUDA graph.
+Without expert parallelism, three steps of Megatron's all-to-all dispatcher are unnecessary: sorting
+the token chunks of other ranks (here an identity that reads and writes all permuted tokens in each
+direction), copying the token counts of the experts to the host, and waiting for that copy. On an
+H200 the sort took 0.9 ms in a layer of 16,384 tokens. The wait leaves the GPU idle until the host
+has caught up, and prevents capturing the layer in a CUDA graph.
 """
 
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -16,14 +16,14 @@ from megacpp_mcore.errors import MegacppError
 
 
 class MoELayerError(MegacppError):
-    """A MoE layer that cannot run as the recipe asks."""
+    """A MoE layer that cannot run as the recipe requests."""
 
 
 class LocalTokenDispatcher(MoEAlltoAllTokenDispatcher):
     """Permutes tokens by expert and back; all experts are local and no token is dropped.
 
-    counts_on_device: the experts read the tokens of each expert on the device, so that nothing is
-    copied to the host. Else they get them on the host, as from Megatron's dispatcher.
+    counts_on_device: the experts read their token counts on the device, so nothing is copied to the
+    host. Otherwise they get the counts on the host, as from Megatron's dispatcher.
     """
 
     def __init__(self, *args, counts_on_device: bool, **kwargs) -> None:
@@ -31,7 +31,7 @@ class LocalTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self.counts_on_device = counts_on_device
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
-        """routing_map (tokens, experts), bool -> tokens of each expert, (experts,) int64."""
+        """routing_map (tokens, experts), bool -> token count of each expert, (experts,) int64."""
         self.num_out_tokens = routing_map.size(0) * self.config.moe_router_topk
         if not self.counts_on_device:
             self._maybe_update_cuda_sync_point("before_finish")
@@ -40,13 +40,13 @@ class LocalTokenDispatcher(MoEAlltoAllTokenDispatcher):
     def dispatch_postprocess(
         self, global_input_tokens: Tensor, global_probs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens as `dispatch_preprocess` left them: they are sorted by expert already."""
+        """The tokens from `dispatch_preprocess`, which are already sorted by expert."""
         counts = self._maybe_dtoh_and_synchronize("before_finish", self.tokens_per_expert)
         self.tokens_per_expert = None
         return global_input_tokens, counts, global_probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """The experts' output as it is."""
+        """The experts' output, unchanged."""
         return hidden_states
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert=None):
@@ -56,10 +56,10 @@ class LocalTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class MegacppMoELayer(MoELayer):
-    """Megatron's MoELayer with LocalTokenDispatcher where it does the same.
+    """Megatron's MoELayer, with LocalTokenDispatcher when that computes the same.
 
-    Raises MoELayerError with launch.cuda_graph_impl = "full_iteration" where the host has to know
-    how many tokens an expert gets: a captured step has no host.
+    Raises MoELayerError for launch.cuda_graph_impl = "full_iteration" if the host must know how
+    many tokens an expert gets, which is impossible in a captured step.
     """
 
     def __init__(self, config, *args, pg_collection=None, **kwargs) -> None:

@@ -201,8 +201,8 @@ class Watch:
     def _check_finite(self, losses: dict[str, torch.Tensor], norm: float | None) -> None:
         """End the run after a step whose losses or gradients are not finite.
 
-        The GPU is idle by now, so that reading them costs nothing. Every rank reads the same
-        values: the losses are of all data-parallel ranks, the norm is of all ranks.
+        The GPU is idle at this point, so reading them costs nothing. Every rank reads the same
+        values: losses are reduced over the data-parallel ranks, the norm over all ranks.
         """
         found = {name: float(value) for name, value in losses.items()}
         if norm is not None:
@@ -210,8 +210,8 @@ class Watch:
         wrong = [f"{name} is {value}" for name, value in found.items() if not math.isfinite(value)]
         if wrong:
             raise NotFiniteError(
-                f"step {self.iteration}: {', '.join(wrong)}. The weights have this step's update: "
-                "resume from the last checkpoint, which is of an earlier step"
+                f"step {self.iteration}: {', '.join(wrong)}. The weights already have this step's "
+                "update: resume from the last checkpoint, which is of an earlier step"
             )
 
     def _save(self, call: Callable, given: dict[str, Any]) -> Any:
