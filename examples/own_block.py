@@ -29,7 +29,7 @@ from megacpp_mcore.hybrid import letters
 from megacpp_mcore.hybrid.flops import count
 from megacpp_mcore.hybrid.letters import BlockLetter, Cost, Slot, Spec
 from megacpp_mcore.layers.blocks import StackParts, mixer_layer
-from megacpp_mcore.layers.stack import stack_spec
+from megacpp_mcore.layers.hybrid_stack import stack_spec
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.training.cpu.megatron_setup import build_model, megatron_args, single_process

@@ -13,7 +13,7 @@ from megacpp_mcore.errors import MegacppError
 
 def main(argv: list[str] | None = None) -> int:
     """Train. Returns the exit status: 0, or that of a MegacppError, which is printed on stderr."""
-    from megacpp_mcore.training.gpu.launch import launch
+    from megacpp_mcore.training.gpu.rank_setup import launch
 
     try:
         launched = launch(sys.argv[1:] if argv is None else argv)

@@ -13,7 +13,7 @@ class SpecError(MegacppError):
 
 
 try:
-    from megacpp_mcore.layers.stack import stack_spec
+    from megacpp_mcore.layers.hybrid_stack import stack_spec
     from megacpp_mcore.recipe import recipe_from_environment
 
     _recipe = recipe_from_environment()

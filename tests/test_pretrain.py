@@ -21,9 +21,9 @@ from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.stack import bridges
 from megacpp_mcore.training.cpu.megatron_setup import single_process
-from megacpp_mcore.training.gpu import run
-from megacpp_mcore.training.gpu.launch import Launch, LaunchError, launch, recipe_argv
-from megacpp_mcore.training.gpu.ranks import RanksOutcome
+from megacpp_mcore.training.gpu import launcher
+from megacpp_mcore.training.gpu.rank_setup import Launch, LaunchError, launch, recipe_argv
+from megacpp_mcore.training.gpu.torchrun import RanksOutcome
 
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost",
         "MASTER_PORT": "29500"}  # fmt: skip
@@ -168,7 +168,7 @@ def test_a_launch_that_cannot_be_right_is_refused(gpu_recipe, small_recipe, monk
 
 def test_the_environment_is_set_before_torch_is_imported():
     script = (
-        "import sys; import megacpp_mcore.pretrain, megacpp_mcore.training.gpu.launch; "
+        "import sys; import megacpp_mcore.pretrain, megacpp_mcore.training.gpu.rank_setup; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
@@ -620,7 +620,7 @@ def test_the_dataset_helper_needs_no_makefile(monkeypatch):
 def test_train_on_gpus_refuses_what_it_cannot_do(gpu_recipe, small_recipe, overrides):
     def refused(what: str, gpus: int = 1, *more: str) -> None:
         with pytest.raises(MegacppError, match=what):
-            run.launch_ranks(str(small_recipe), [*overrides, *more], gpus, None)
+            launcher.launch_ranks(str(small_recipe), [*overrides, *more], gpus, None)
 
     refused("--gpus 0", 0)
     refused("schedule.global_batch_size = 4", 3)
@@ -628,7 +628,7 @@ def test_train_on_gpus_refuses_what_it_cannot_do(gpu_recipe, small_recipe, overr
     if torch.cuda.device_count() == 0:
         refused("torch sees 0 CUDA devices")
     with pytest.raises(LaunchError, match="without --gpus"):
-        run.launch_ranks(str(small_recipe), [], 1, None)
+        launcher.launch_ranks(str(small_recipe), [], 1, None)
 
 
 @pytest.fixture
@@ -641,7 +641,7 @@ def on_a_machine_with_gpus(monkeypatch):
         started.append((module, argv, count))
         return ends[-1]
 
-    monkeypatch.setattr(run, "run_ranks", ranks)
+    monkeypatch.setattr(launcher, "run_ranks", ranks)
     return started, ends
 
 
@@ -650,7 +650,7 @@ def test_train_on_gpus_starts_ranks_with_the_recipes_arguments(
 ):
     started, _ = on_a_machine_with_gpus
     out = str(tmp_path / "out")
-    assert run.launch_ranks(str(small_recipe), overrides, 2, out) == 0
+    assert launcher.launch_ranks(str(small_recipe), overrides, 2, out) == 0
     [(module, argv, count)] = started
     assert (module, count) == ("megacpp_mcore.pretrain", 2)
     recipe = load_recipe(str(small_recipe), [*overrides, "launch.nproc_per_node=2"])
@@ -667,7 +667,7 @@ def test_a_run_that_dies_says_what_happened_and_how_to_go_on(
     saved = tmp_path / "saved"
     where = [*overrides, f"checkpoint.load={saved}"]
     ends.append(RanksOutcome(137, "rank 1 of 2 was killed by SIGKILL"))
-    assert run.launch_ranks(str(small_recipe), where, 2, str(tmp_path / "out")) == 137
+    assert launcher.launch_ranks(str(small_recipe), where, 2, str(tmp_path / "out")) == 137
     assert "SIGKILL. There is no complete checkpoint to resume from" in capsys.readouterr().err
     result = receipts.read(tmp_path / "out" / "receipt.json")["result"]
     assert (result["status"], result["reason"]) == ("failed", "rank 1 of 2 was killed by SIGKILL")
@@ -675,9 +675,14 @@ def test_a_run_that_dies_says_what_happened_and_how_to_go_on(
     for name in (".metadata", "metadata.json"):
         (saved / "iter_0000003" / name).touch()
     with pytest.raises(LaunchError, match="give --resume"):
-        run.launch_ranks(str(small_recipe), where, 2, None)  # killed before the tracker was written
+        launcher.launch_ranks(
+            str(small_recipe), where, 2, None
+        )  # killed before the tracker was written
     (saved / "latest_checkpointed_iteration.txt").write_text("3")
     with pytest.raises(LaunchError, match="give --resume"):
-        run.launch_ranks(str(small_recipe), where, 2, None)
-    assert run.launch_ranks(str(small_recipe), where, 2, str(tmp_path / "out"), resume=True) == 137
+        launcher.launch_ranks(str(small_recipe), where, 2, None)
+    assert (
+        launcher.launch_ranks(str(small_recipe), where, 2, str(tmp_path / "out"), resume=True)
+        == 137
+    )
     assert f"complete checkpoint is {saved}/iter_0000003" in capsys.readouterr().err

@@ -177,7 +177,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _args(args: argparse.Namespace) -> int:
-    from megacpp_mcore.training.gpu.launch import recipe_argv
+    from megacpp_mcore.training.gpu.rank_setup import recipe_argv
 
     recipe = load_recipe(args.recipe, args.overrides)
     lowered = lower(recipe)
@@ -196,7 +196,7 @@ def _args(args: argparse.Namespace) -> int:
 
 def _check_bare_argv(recipe: Recipe, argv: list[str]) -> None:
     """Refuse arguments from which megacpp_mcore.pretrain would infer another, shipped recipe."""
-    from megacpp_mcore.training.gpu.launch import shipped_recipe_of
+    from megacpp_mcore.training.gpu.rank_setup import shipped_recipe_of
 
     known = shipped_recipe_of(argv)
     if known is not None and known.sha256 != recipe.sha256:

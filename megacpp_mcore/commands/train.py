@@ -47,14 +47,14 @@ def run(args: argparse.Namespace) -> int:
             "--resume continues the run in DIR, --overwrite removes it: give only one of them"
         )
     if args.gpus is not None:
-        from megacpp_mcore.training.gpu import run
+        from megacpp_mcore.training.gpu import launcher
 
         if args.steps is not None or args.overwrite:
             raise MegacppError(
                 "--steps and --overwrite are for CPU runs: with --gpus, set schedule.train_iters=N "
                 "and choose another --out"
             )
-        return run.launch_ranks(
+        return launcher.launch_ranks(
             args.recipe, args.overrides, args.gpus, args.out,
             yardstick=args.yardstick, resume=args.resume,
         )  # fmt: skip

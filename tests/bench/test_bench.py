@@ -507,7 +507,7 @@ class TestCommand:
     def test_a_spec_that_cannot_be_imported_is_refused(self, monkeypatch, capsys):
         """Megatron would build its own stack of Transformer Engine's layers without a word."""
         monkeypatch.setattr("megacpp_mcore.patching.applied", missing_package)
-        monkeypatch.delitem(sys.modules, "megacpp_mcore.layers.stack", raising=False)
+        monkeypatch.delitem(sys.modules, "megacpp_mcore.layers.hybrid_stack", raising=False)
         words = [word for override in SMALL for word in ("--set", override)]
         assert cli.main(["bench", "model", "--recipe", "nam56r-tiny", *words]) == 2
         assert "megacpp_mcore.specs.nam56r cannot be used" in capsys.readouterr().err

@@ -137,7 +137,7 @@ class Packed:
         """The words and the environment of one host's torchrun. port: where hosts meet."""
         from megacpp_mcore.recipe import load_recipe
         from megacpp_mcore.recipe.lowering import lower
-        from megacpp_mcore.training.gpu.launch import OUT, recipe_argv
+        from megacpp_mcore.training.gpu.rank_setup import OUT, recipe_argv
 
         recipe = load_recipe(str(self.out / "recipe.toml"), self._overrides(run))
         lowered = lower(recipe)

@@ -23,6 +23,7 @@ from megacpp_mcore.kernels.mla_rope import triton
 from megacpp_mcore.layers import blocks, parts
 from megacpp_mcore.layers.core_attention import ReferenceCoreAttention
 from megacpp_mcore.layers.dispatched import DispatchedNorm
+from megacpp_mcore.layers.hybrid_stack import stack_spec
 from megacpp_mcore.layers.mla import (
     AbsorbedMLASelfAttention,
     FusedMLASelfAttention,
@@ -30,7 +31,6 @@ from megacpp_mcore.layers.mla import (
 )
 from megacpp_mcore.layers.norm import TorchNorm
 from megacpp_mcore.layers.settings import PluginSettings, attach
-from megacpp_mcore.layers.stack import stack_spec
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 HIDDEN, SEQ, BATCH = 24, 9, 2

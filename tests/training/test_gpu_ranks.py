@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megacpp_mcore.training.gpu.ranks import RanksOutcome, run_ranks
+from megacpp_mcore.training.gpu.torchrun import RanksOutcome, run_ranks
 
 # A training loop in miniature: gloo's all-reduce, and a rank that ends in its midst.
 RANK = """
@@ -78,7 +78,7 @@ def launcher(module, tmp_path):
     """A launcher whose rank 1 hangs, and that rank's process id."""
     note = tmp_path / "pid"
     code = (
-        "from megacpp_mcore.training.gpu.ranks import run_ranks; import sys; "
+        "from megacpp_mcore.training.gpu.torchrun import run_ranks; import sys; "
         f"e = run_ranks({module!r}, ['hangs', {str(note)!r}], 2); print(e.reason); "
         "sys.exit(e.status)"
     )
@@ -113,5 +113,12 @@ def test_a_launcher_that_is_killed_takes_its_ranks_with_it(launcher):
 
 def test_a_rank_whose_launcher_is_gone_does_not_begin(module):
     nobody = str(2**22 + 1)  # above Linux's largest process id
-    command = [sys.executable, "-m", "megacpp_mcore.training.gpu.rank", nobody, module, "ends"]
+    command = [
+        sys.executable,
+        "-m",
+        "megacpp_mcore.training.gpu.rank_process",
+        nobody,
+        module,
+        "ends",
+    ]
     assert subprocess.run(command).returncode == 128 + signal.SIGTERM

@@ -12,7 +12,7 @@ import torch
 
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.recipe.lowering import lower
-from megacpp_mcore.training.gpu.launch import Launch, recipe_argv
+from megacpp_mcore.training.gpu.rank_setup import Launch, recipe_argv
 
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost",
         "MASTER_PORT": "29500"}  # fmt: skip
@@ -20,7 +20,7 @@ ARGUMENTS = """
 import sys
 from megacpp_mcore.stack import bridges
 from megacpp_mcore.training.gpu import train
-from megacpp_mcore.training.gpu.launch import launch
+from megacpp_mcore.training.gpu.rank_setup import launch
 
 bridges.before_megatron()
 with bridges.pretend_h200():

@@ -13,9 +13,9 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 from torch import Tensor
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.layers.hybrid_stack import MegacppStack
 from megacpp_mcore.layers.loss import LossError, head_losses, model_chooses_heads
 from megacpp_mcore.layers.param_gather import wait_for_param_gather
-from megacpp_mcore.layers.stack import MegacppStack
 from megacpp_mcore.stack import bridges
 
 

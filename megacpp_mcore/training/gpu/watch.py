@@ -31,7 +31,7 @@ from megacpp_mcore.receipts.run import RunReceipt, Work
 from megacpp_mcore.training.gpu import memory
 from megacpp_mcore.training.gpu.compilations import captured_bytes, compilations
 from megacpp_mcore.training.gpu.gather_check import GatherCheck
-from megacpp_mcore.training.gpu.launch import Launch
+from megacpp_mcore.training.gpu.rank_setup import Launch
 
 _LOSS = "lm loss"
 

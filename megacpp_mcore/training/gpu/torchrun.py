@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_RANK = "megacpp_mcore.training.gpu.rank"
+_RANK = "megacpp_mcore.training.gpu.rank_process"
 # Exit codes of ranks that fail because another one did (the agent's SIGTERM, the NCCL watchdog's
 # SIGABRT) -> how late they sort when looking for the first failure.
 _SECONDARY = {-signal.SIGTERM: 3, -signal.SIGABRT: 2}
