@@ -675,14 +675,11 @@ def test_a_run_that_dies_says_what_happened_and_how_to_go_on(
     for name in (".metadata", "metadata.json"):
         (saved / "iter_0000003" / name).touch()
     with pytest.raises(LaunchError, match="give --resume"):
-        launcher.launch_ranks(
-            str(small_recipe), where, 2, None
-        )  # killed before the tracker was written
+        # killed before the tracker was written
+        launcher.launch_ranks(str(small_recipe), where, 2, None)
     (saved / "latest_checkpointed_iteration.txt").write_text("3")
     with pytest.raises(LaunchError, match="give --resume"):
         launcher.launch_ranks(str(small_recipe), where, 2, None)
-    assert (
-        launcher.launch_ranks(str(small_recipe), where, 2, str(tmp_path / "out"), resume=True)
-        == 137
-    )
+    out = str(tmp_path / "out")
+    assert launcher.launch_ranks(str(small_recipe), where, 2, out, resume=True) == 137
     assert f"complete checkpoint is {saved}/iter_0000003" in capsys.readouterr().err

@@ -95,7 +95,7 @@ class M2RNNMixer(RecurrentMixer):
         self.layer_number = layer_number
         self.settings = settings = plugin.m2rnn
         self.layout = layout = M2RNNLayout.of(config, settings, self.tp_group.size())
-        self._add_parameters()  # first: how many values in_proj draws depends on the ranks
+        self._add_parameters()  # before in_proj, which draws a number of values that depends on tp
         self._add_in_proj(
             submodules.in_proj, config.hidden_size, layout.in_proj, name, layout.padding
         )

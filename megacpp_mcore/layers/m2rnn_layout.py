@@ -10,7 +10,7 @@ class M2RNNMixerError(MegacppError):
     """A config, parallel layout or call that the M2RNN mixer does not support."""
 
 
-_ROW_MULTIPLE = 16  # what Transformer Engine's FP8 products take, too
+_ROW_MULTIPLE = 16  # Transformer Engine's FP8 GEMMs need it, too
 
 
 @dataclass(frozen=True)

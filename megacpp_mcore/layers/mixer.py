@@ -127,7 +127,7 @@ class RecurrentMixer(MegatronModule):
 def _sections_factory(
     whole: ShardedTensor, parts: Mapping[str, int], padding: int
 ) -> ShardedTensorFactory:
-    """Megatron's factory of a tensor in parts along axis 0; rows of padding are not saved."""
+    """Megatron's factory for a tensor with parts along axis 0, without its rows of padding."""
     if not padding:
         return _split_tensor_factory(whole, list(parts.values()), list(parts), 0)
     without_data = whole.without_data()
