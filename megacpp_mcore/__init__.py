@@ -4,7 +4,7 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
-# specs/, recipes/ and patches/ stand beside this folder in a checkout; the build maps them into the
+# specs/, recipes/ and patches/ are next to this folder in a checkout; the build maps them into the
 # package. Running from a bare checkout on PYTHONPATH, without any install, finds them here instead.
 _CHECKOUT = Path(__file__).resolve().parent.parent
 if (_CHECKOUT / "pyproject.toml").is_file() and (_CHECKOUT / "specs" / "__init__.py").is_file():

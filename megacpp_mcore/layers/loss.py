@@ -117,7 +117,7 @@ class HeadLosses:
         rows = hidden.shape[0] // (1 + depths)
         hidden, ahead = hidden.split([rows, depths * rows])
         if not (training or torch.is_grad_enabled()):
-            return hidden  # nobody would use the losses
+            return hidden  # the losses would not be used
         if self.config.mtp_detach_heads:
             weight = weight.detach()
         mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask

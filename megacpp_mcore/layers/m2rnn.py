@@ -173,7 +173,7 @@ class M2RNNMixer(RecurrentMixer):
         """
         context = deprecate_inference_params(inference_context, inference_params)
         if attention_bias is not None:
-            raise M2RNNMixerError("attention_bias is not supported: M2RNN has no attention scores")
+            raise M2RNNMixerError("M2RNN has no scores to add attention_bias to; pass None")
         if context is not None:
             return self._infer(hidden_states, context, packed_seq_params)
         return self._maybe_recompute("mixer", self._mixer, hidden_states, packed_seq_params)
@@ -235,7 +235,7 @@ class M2RNNMixer(RecurrentMixer):
                 "all of them; set it to false for inference"
             )
         projected, _ = self.in_proj(hidden_states)
-        # The uncompiled prep: prompts have any length, and each would compile anew.
+        # The uncompiled prep: prompts have any length, and each would need a compilation.
         mixed, recurrent = self._mix(projected, REFERENCE, state)
         inputs = projected[..., : state.conv.shape[-1]]
         conv = torch.cat((state.conv.to(inputs.dtype), inputs))[inputs.shape[0] :]

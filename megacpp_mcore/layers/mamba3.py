@@ -155,7 +155,7 @@ class Mamba3Mixer(RecurrentMixer):
         inference_context = deprecate_inference_params(inference_context, inference_params)
         if inference_context is not None:
             projected, _ = self.in_proj(hidden_states)
-            # The uncompiled prep: prompts have any length, and each would compile anew.
+            # The uncompiled prep: prompts have any length, and each would need a compilation.
             tokens, parameters = self._scan_arguments(projected.transpose(0, 1), mamba3_prep)
             y = self._infer(tokens, parameters, inference_context, packed_seq_params)
             return self.out_proj(y.transpose(0, 1).flatten(2))

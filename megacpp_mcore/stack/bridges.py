@@ -96,12 +96,12 @@ def uncompiled_swiglu_for_few_rows() -> None:
 
     for name in ("weighted_swiglu", "weighted_swiglu_back"):
         compiled = getattr(fused_bias_swiglu, name)
-        if not isinstance(compiled, _AsWrittenForFewRows):
-            setattr(fused_bias_swiglu, name, _AsWrittenForFewRows(compiled))
+        if not isinstance(compiled, _EagerForFewRows):
+            setattr(fused_bias_swiglu, name, _EagerForFewRows(compiled))
 
 
 @dataclass(frozen=True)
-class _AsWrittenForFewRows:
+class _EagerForFewRows:
     compiled: Callable
 
     def __call__(self, rows: torch.Tensor, *others: torch.Tensor) -> Any:
