@@ -313,7 +313,7 @@ class TestCrash:
             if pid == 0:
                 try:
                     # tqdm's own lock is shared with this process: a kill would leave it held
-                    build.tqdm.set_lock(threading.RLock())
+                    data_build.tqdm.set_lock(threading.RLock())
                     while True:
                         for source in sources:
                             build(source, prefix, overwrite=True)

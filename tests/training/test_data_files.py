@@ -169,8 +169,8 @@ def test_files_of_a_dataset_of_the_same_size(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"magic": b"MMIDIDX\0\1"}, "no Megatron index"),
-        ({"magic": b"TNTIDX\0\0\0"}, "no Megatron index"),
+        ({"magic": b"MMIDIDX\0\1"}, "not a Megatron index"),
+        ({"magic": b"TNTIDX\0\0\0"}, "not a Megatron index"),
         ({"version": 2}, "index version 2"),
         ({"code": 0}, r"dtype code 0 \(unknown\)"),
         ({"code": 9}, r"dtype code 9 \(unknown\)"),
