@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable
 
-from megacpp_mcore.training.gpu.launch import launch
+from megacpp_mcore.training.gpu.rank_setup import launch
 
 ALLOWED_STEPS = 3  # kernels are compiled, algorithms chosen and graphs captured
 
