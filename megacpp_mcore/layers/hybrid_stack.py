@@ -61,22 +61,22 @@ class MegacppStack(HybridStack):
 
 
 class StackSpecError(MegacppError):
-    """No stack spec for these letters; the message names the letter and says why."""
+    """No stack spec is possible for these letters; the message names the letter and the reason."""
 
 
 def stack_spec(backends: Mapping[str, str] | None = None, letters: str = "") -> ModuleSpec:
-    """The spec of a hybrid stack of A, E, M and R, with `letters` in the slots that they take.
+    """The spec of a hybrid stack of A, E, M and R, with `letters` in the slots that they use.
 
-    backends: surface -> requested backend (a recipe's `[backends]`). letters: others of
-    `hybrid.letters`, such as D, or a registered one. Raises DispatchError when a named backend
-    cannot serve, LetterError for an unknown letter, StackSpecError when two of `letters` need one
-    slot or the function that makes a letter's layer is not there.
+    backends: surface -> requested backend (a recipe's `[backends]`). letters: further ones from
+    `hybrid.letters`, such as D, or registered ones. Raises DispatchError when a named backend
+    cannot be used, LetterError for an unknown letter, StackSpecError when two of `letters` need the
+    same slot or the function that makes a letter's layer does not exist.
     """
     if two := table.collision(letters):
         one, other, symbol = two
         raise StackSpecError(
-            f"{one.letter} and {other.letter} both need Megatron's {symbol} slot, and one stack "
-            "has one; use either"
+            f"{one.letter} and {other.letter} both need Megatron's {symbol} slot, of which a stack "
+            "has one; use only one of them"
         )
     workload = stack_part(current_device())
     linears, residual = (
@@ -101,7 +101,7 @@ def _function(slot: Slot) -> Callable[[StackParts], ModuleSpec]:
     module, _, name = slot.layer.rpartition(".")
     function = getattr(importlib.import_module(module), name, None)
     if function is None:
-        raise StackSpecError(f"{slot.layer} makes the layer of {slot.module}, and is not there")
+        raise StackSpecError(f"{slot.layer}, the function for {slot.module}, does not exist")
     return function
 
 

@@ -15,7 +15,7 @@ from megacpp_mcore.hybrid.flops import count
 from megacpp_mcore.hybrid.letters import BlockLetter, Cost, LetterError, Slot, Spec
 from megacpp_mcore.hybrid.letters.letter import STACK_FIELDS
 from megacpp_mcore.hybrid.pattern import PatternError, translate
-from megacpp_mcore.layers.stack import StackSpecError, stack_spec
+from megacpp_mcore.layers.hybrid_stack import StackSpecError, stack_spec
 from megacpp_mcore.recipe import RecipeError, load_recipe
 from megacpp_mcore.recipe.lowering import lower
 
