@@ -269,7 +269,7 @@ def test_the_stack_has_it_in_its_slot_and_the_shipped_ones_in_theirs(x):
     [
         ("DX", StackSpecError, "D and X both need Megatron's G slot"),
         ("Y", LetterError, "unknown block letter 'Y': the known letters are A, E, M, R, D, X"),
-        ("Z", StackSpecError, "of_no_kind makes the layer of own.block.Own, and is not"),
+        ("Z", StackSpecError, "of_no_kind, the function for own.block.Own, does not exist"),
     ],
 )
 def test_a_stack_that_cannot_be_made_is_refused(x, asked, error, message):
