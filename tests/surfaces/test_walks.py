@@ -40,9 +40,9 @@ OTHER_WORDS = {
         "surfaces/support.py": "the package",
         "surfaces/mixer_prep.py": "the package",
         "surfaces/linear_cross_entropy.py": "the package",
-        "training/gpu/launch.py": "the folder of its cache",
+        "training/gpu/rank_setup.py": "the folder of its cache",
     },
-    "inductor": {"training/gpu/launch.py": "the folder of its cache"},
+    "inductor": {"training/gpu/rank_setup.py": "the folder of its cache"},
     "mamba_ssm": {
         "training/gpu/packages.py": "the package",
         "training/gpu/train.py": "the package",
