@@ -15,6 +15,7 @@ knows it: `[project.entry-points."megacpp_mcore.letters"]`, `X = "own_block:X"`.
 
 import argparse
 import sys
+from functools import partial
 
 import torch
 
@@ -29,7 +30,7 @@ from megacpp_mcore.hybrid import letters
 from megacpp_mcore.hybrid.flops import count
 from megacpp_mcore.hybrid.letters import BlockLetter, Cost, Slot, Spec
 from megacpp_mcore.layers.blocks import StackParts, mixer_layer
-from megacpp_mcore.layers.hybrid_stack import stack_spec
+from megacpp_mcore.layers.hybrid_stack import StackSpec, stack_spec
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.training.cpu.megatron_setup import build_model, megatron_args, single_process
@@ -101,7 +102,7 @@ X = letters.register(
     )
 )
 # What `--spec own_block own_stack_spec` names.
-own_stack_spec = stack_spec(letters="X")
+own_stack_spec = StackSpec(partial(stack_spec, letters="X"))
 
 
 def recipe() -> Recipe:
@@ -134,10 +135,9 @@ def main() -> None:
         print(f"{layer.letter} -> {layer.symbol}  {layer.module}")
     [part] = [part for part in count(asked).parts if part.name == "X"]
     print(f"X: {part.forward:,.0f} operations a token, {part.parameters:,} parameters")
-    lowered = lower(asked)
-    args = megatron_args(lowered.argv, lowered.environment)
+    args = megatron_args(lower(asked).argv)
     with single_process(asked.schedule.seed):
-        model = build_model(args)
+        model = build_model(args, asked)
         built = sum(parameter.numel() for parameter in model.parameters())
         print(f"{built:,} parameters built, {count(asked).parameters:,} counted")
         optimizer = build_optimizer(model, args)

@@ -11,7 +11,6 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-from megatron.training.argument_utils import hybrid_config_from_args
 from megatron.training.models.hybrid import HybridModelBuilder
 
 from megacpp_mcore.bench.variants import serving
@@ -19,7 +18,7 @@ from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.training.cpu import step
 from megacpp_mcore.training.cpu.megatron_setup import megatron_args, quiet
-from megacpp_mcore.training.gpu.model import MegacppHybridModel, MegacppModelBuilder
+from megacpp_mcore.training.gpu.model import MegacppHybridModel, MegacppModelBuilder, model_config
 
 SIZES = [
     "model.pattern=A", "model.depth=1", "mtp.pattern=A", "model.hidden_size=16",
@@ -48,14 +47,13 @@ def models(*overrides: str, heads: str | None = None) -> Models:
     heads: linear_cross_entropy's backend in ours, where it is not to be what the recipe and the
     environment ask for; a model of Megatron's has Megatron's own.
     """
-    lowered = lower(load_recipe("nam56r-tiny", [*SIZES, *overrides]))
-    args = megatron_args(lowered.argv, lowered.environment)
+    recipe = load_recipe("nam56r-tiny", [*SIZES, *overrides])
+    args = megatron_args(lower(recipe).argv)
     groups, built = ProcessGroupCollection.use_mpu_process_groups(), []
     requests = "" if heads is None else f"linear_cross_entropy={heads}"
     for builder, asked in ((MegacppModelBuilder, requests), (HybridModelBuilder, "")):
         with quiet(), serving(asked):
-            config = hybrid_config_from_args(args)
-            built.append(builder(config).build_model(groups, True, True))
+            built.append(builder(model_config(args, recipe)).build_model(groups, True, True))
     torch.manual_seed(3)
     for name, parameter in built[0].named_parameters():
         if parameter.dim() > 1:

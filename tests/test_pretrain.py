@@ -92,7 +92,7 @@ def test_the_recipe_arrives_and_its_environment_is_applied_or_kept(gpu_recipe, m
     assert applied == {"OTHER": "recipe", "TRITON_CACHE_AUTOTUNING": "1"}
     assert kept == {"NOTE": "mine", "TORCHINDUCTOR_CACHE_DIR": "/mine"}
     assert os.environ["OTHER"] == "recipe" and os.environ["NOTE"] == "mine"
-    assert os.environ["MEGACPP_RECIPE"] == gpu_recipe.request
+    assert "MEGACPP_RECIPE" not in os.environ  # the recipe is handed on
     assert "kept NOTE=mine" in capsys.readouterr().err
 
 
@@ -108,11 +108,12 @@ def test_the_yardstick_is_megatrons_own_stack_with_the_recipes_arguments(small_r
 
     without_r = [*overrides, "model.pattern=AEMM", "mtp.pattern=AE"]
     recipe = load_recipe(str(small_recipe), without_r)
-    with megatron(launch(["--megacpp-yardstick", *arguments(recipe)])) as args:
+    launched = launch(["--megacpp-yardstick", *arguments(recipe)])
+    with megatron(launched) as args:
         assert args.spec == ["megacpp_mcore.specs.yardstick", "yardstick_stack_spec"]
         assert args.hybrid_layer_pattern == "+EMM/+E"
         with bridges.pretend_h200():
-            model = gpu_train.config_container(args, yardstick=True).model
+            model = gpu_train.config_container(launched, args).model
     stack = model.hybrid_stack_spec.submodules
     assert model.get_builder_cls().__name__ == "HybridModelBuilder"
     assert stack.mamba_layer.submodules.mixer.module.__name__ == "MambaMixer"
@@ -135,13 +136,11 @@ def test_a_shipped_recipes_arguments_are_enough(monkeypatch, capfd):
     monkeypatch.setenv("WORLD_SIZE", "8")
     recipe = load_recipe("nam56r")
     argv = lower(recipe).argv
-    assert launch(argv).recipe == recipe and os.environ["MEGACPP_RECIPE"] == "nam56r"
+    assert launch(argv).recipe == recipe
     assert capfd.readouterr().err.count("those of the shipped recipe nam56r,") == 1
-    monkeypatch.delenv("MEGACPP_RECIPE")
     monkeypatch.setenv("RANK", "1")
     assert launch([*argv, "--tensorboard-dir", "log"]).recipe == recipe
     assert capfd.readouterr().err == ""
-    monkeypatch.delenv("MEGACPP_RECIPE")
     other = lower(load_recipe("nam56r", ["schedule.seed=2"])).argv
     with pytest.raises(LaunchError, match="not those of an unmodified shipped recipe"):
         launch(other)
@@ -212,9 +211,7 @@ def test_a_log_that_nothing_can_write_is_refused(gpu_recipe, tmp_path, monkeypat
         assert args.tensorboard_dir == str(tmp_path)
 
 
-def test_blends_have_their_shares_and_mock_data_must_be_asked_for(
-    gpu_recipe, corpus, overrides, monkeypatch
-):
+def test_blends_have_their_shares_and_mock_data_must_be_asked_for(gpu_recipe, corpus, overrides):
     from megatron.core.datasets.blended_dataset import BlendedDataset
     from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 
@@ -222,7 +219,6 @@ def test_blends_have_their_shares_and_mock_data_must_be_asked_for(
 
     def train_of(*more: str):
         recipe = load_recipe(gpu_recipe.source, [*overrides, *more])
-        monkeypatch.delenv("MEGACPP_RECIPE", raising=False)  # of the launch before
         with megatron(launch(arguments(recipe))):
             return datasets_provider([12, 4, 0])[0]
 
@@ -242,10 +238,11 @@ def test_packed_documents_are_apart_in_the_loop(gpu_recipe, overrides):
 
     packed = ["data.dataloader_inter_document_masking=true", "schedule.micro_batch_size=1"]
     recipe = load_recipe(gpu_recipe.source, [*overrides, *packed])
-    with megatron(launch(arguments(recipe))):
+    launched = launch(arguments(recipe))
+    with megatron(launched) as args:
         train, *_ = datasets_provider([1000, 4, 0])
         with bridges.pretend_h200():
-            config = gpu_train.config_container(gpu_batch.get_args()).model
+            config = gpu_train.config_container(launched, args).model
         model = config.get_builder_cls()(config).build_model(
             ProcessGroupCollection.use_mpu_process_groups()
         )
@@ -306,11 +303,12 @@ def test_the_model_the_batches_and_the_loss(gpu_recipe):
     from megacpp_mcore.training.gpu import train as gpu_train
     from megacpp_mcore.training.gpu.data import datasets_provider
 
-    with megatron(launch(arguments(gpu_recipe))):
+    launched = launch(arguments(gpu_recipe))
+    with megatron(launched) as args:
         train, valid, test = datasets_provider([8, 4, 0])
         assert len(train) >= 8 and len(valid) >= 4 and test is None
         with bridges.pretend_h200():
-            config = gpu_train.config_container(gpu_batch.get_args()).model
+            config = gpu_train.config_container(launched, args).model
         builder = config.get_builder_cls()(config)
         model = builder.build_model(ProcessGroupCollection.use_mpu_process_groups())
         waits = []
@@ -404,9 +402,10 @@ def test_a_stack_that_is_not_ours_is_refused(gpu_recipe):
     from megacpp_mcore.training.gpu import train as gpu_train
     from megacpp_mcore.training.gpu.model import StackSpecError
 
-    with megatron(launch(arguments(gpu_recipe))) as args:
+    launched = launch(arguments(gpu_recipe))
+    with megatron(launched) as args:
         with bridges.pretend_h200():
-            config = gpu_train.config_container(args).model
+            config = gpu_train.config_container(launched, args).model
         config.hybrid_stack_spec = None  # what Megatron makes of a spec that fails to import
         with pytest.raises(StackSpecError, match="the stack spec is none"):
             config.get_builder_cls()(config).build_model(None)

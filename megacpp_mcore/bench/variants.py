@@ -3,7 +3,6 @@ recipe's `precision` and `recompute`."""
 
 import contextlib
 import os
-import sys
 from abc import abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,8 +14,9 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.bench import BenchError
 from megacpp_mcore.bench.clock import Clock
 from megacpp_mcore.bench.runner import Contender, Target
-from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, Recipe, load_recipe
+from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.lowering import lower
+from megacpp_mcore.training.environment import apply_environment
 
 _SECTIONS = ("precision", "recompute")  # how a model is computed; any other would be another model
 
@@ -74,13 +74,10 @@ def build(variant: Variant) -> tuple[torch.nn.Module, Namespace]:
     """The variant's model, and Megatron's args of it."""
     from megacpp_mcore.training.cpu import megatron_setup as setup
 
-    lowered = lower(variant.recipe)
+    apply_environment(variant.recipe.launch.environment)
     with serving(variant.backends):
-        os.environ[ENVIRONMENT_VARIABLE] = lowered.environment[ENVIRONMENT_VARIABLE]
-        # The spec chooses its parts as it is imported, which may have been for another model.
-        sys.modules.pop("megacpp_mcore.specs.nam56r", None)
-        args = setup.megatron_args(lowered.argv, lowered.environment)
-        return setup.build_model(args), args
+        args = setup.megatron_args(lower(variant.recipe).argv)
+        return setup.build_model(args, variant.recipe), args
 
 
 class VariantTarget(Target):

@@ -1,8 +1,10 @@
 """The stack spec: which module implements each symbol of a hybrid pattern.
 
-`stack_spec` returns what Megatron's `HybridModel(hybrid_stack_spec=...)` and `--spec` take. Linears
-and residuals determine the spec's structure, so dispatch chooses them when the spec is made. Norms,
+`stack_spec` returns what Megatron's `HybridModel(hybrid_stack_spec=...)` takes. Linears and
+residuals determine the spec's structure, so dispatch chooses them when the spec is made. Norms,
 experts, attention cores and scans depend on the model's config: they are chosen layer by layer.
+`StackSpec` is what `--spec` names; the spec is made from it when a model is built, not when it is
+imported.
 """
 
 import importlib
@@ -23,7 +25,7 @@ from megacpp_mcore.hybrid import letters as table
 from megacpp_mcore.hybrid.letters.letter import STACK_FIELDS, Slot
 from megacpp_mcore.layers import loss
 from megacpp_mcore.layers.blocks import StackParts, mlp_layer
-from megacpp_mcore.layers.settings import plugin_settings
+from megacpp_mcore.layers.settings import environment_recipe, plugin_settings
 from megacpp_mcore.patching import applied
 from megacpp_mcore.stack import bridges, optimizer_bridges
 from megacpp_mcore.surfaces import linear
@@ -58,6 +60,37 @@ class MegacppStack(HybridStack):
             self.final_norm = final_norm(
                 config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
             )
+
+
+class StackSpec(ModuleSpec):
+    """A spec for Megatron's `--spec MODULE NAME`, which takes an object by name and calls nothing.
+
+    make: backends -> the ModuleSpec of a stack, as `stack_spec` makes it. Our own model config
+    takes `of(backends)`. Stock Megatron reads `params` and `submodules` as it builds the model;
+    the backends are then those of the recipe in MEGACPP_RECIPE, where it is set.
+    """
+
+    module = MegacppStack
+
+    def __init__(self, make: Callable[[Mapping[str, str] | None], ModuleSpec]) -> None:
+        self.metainfo: dict = {}
+        self._make = make
+
+    def of(self, backends: Mapping[str, str] | None) -> ModuleSpec:
+        """The spec for these backends (surface -> requested). Raises DispatchError."""
+        return self._make(backends)
+
+    @property
+    def params(self) -> dict:
+        return self._of_environment().params
+
+    @property
+    def submodules(self) -> HybridStackSubmodules:
+        return self._of_environment().submodules
+
+    def _of_environment(self) -> ModuleSpec:
+        recipe = environment_recipe()
+        return self.of(recipe.backends if recipe else None)
 
 
 class StackSpecError(MegacppError):

@@ -5,6 +5,8 @@ Megatron's stock `pretrain_hybrid.py` cannot, so there the settings come from th
 MEGACPP_RECIPE names, which must agree with the config that Megatron parsed.
 """
 
+import functools
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -46,6 +48,17 @@ class PluginSettings:
     optimizer: str = "adam"
 
 
+def settings_of(recipe) -> PluginSettings:
+    """What a Recipe says to our layers."""
+    return PluginSettings(
+        recipe.mamba3,
+        recipe.m2rnn,
+        recipe.recompute,
+        recipe.backends,
+        recipe.optimizer.optimizer,
+    )
+
+
 def attach(config, settings: PluginSettings):
     """Attach `settings` to a Megatron TransformerConfig, and return the config."""
     setattr(config, _ATTRIBUTE, settings)
@@ -62,9 +75,9 @@ def plugin_settings(config) -> PluginSettings:
     attached = getattr(config, _ATTRIBUTE, None)
     if attached is not None:
         return attached
-    from megacpp_mcore.recipe import patch_needs, recipe_from_environment
+    from megacpp_mcore.recipe import patch_needs
 
-    recipe = recipe_from_environment()
+    recipe = environment_recipe()
     if recipe is None:
         raise SettingsError(
             "no settings for megacpp's layers: MEGACPP_RECIPE is not set. Export it as "
@@ -73,15 +86,26 @@ def plugin_settings(config) -> PluginSettings:
         )
     _check_agreement(config, recipe)
     patch_needs.check(recipe)
-    settings = PluginSettings(
-        recipe.mamba3,
-        recipe.m2rnn,
-        recipe.recompute,
-        recipe.backends,
-        recipe.optimizer.optimizer,
-    )
+    settings = settings_of(recipe)
     attach(config, settings)
     return settings
+
+
+def environment_recipe():
+    """The Recipe that MEGACPP_RECIPE names, read once a process; None where it is not set.
+
+    Raises RecipeError as `recipe_from_environment`.
+    """
+    from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE
+
+    return _recipe_named(os.environ.get(ENVIRONMENT_VARIABLE, ""))
+
+
+@functools.cache
+def _recipe_named(text: str):
+    from megacpp_mcore.recipe import recipe_from_environment
+
+    return recipe_from_environment()
 
 
 def _check_agreement(config, recipe) -> None:

@@ -3,7 +3,8 @@
     recipe file -> load_recipe -> Recipe (every key known, every combination possible, the layer
     plan made) -> megacpp_mcore.recipe.lowering -> Megatron's argv and environment
 
-Inside a training process `recipe_from_environment` gives the layers the same recipe back.
+Our own entry points hand the Recipe on. In Megatron's stock pretrain_hybrid.py, which cannot,
+`recipe_from_environment` gives the layers the same recipe back.
 """
 
 import dataclasses

@@ -22,7 +22,7 @@ class Target(enum.Enum):
     """Where a key goes that is no Megatron argument of its own."""
 
     PLAN = "layer plan"  # --hybrid-layer-pattern, and what Megatron derives from it
-    PLUGIN = "plugin"  # read from MEGACPP_RECIPE
+    PLUGIN = "plugin"  # handed on with the recipe, in stock Megatron by MEGACPP_RECIPE
     RECOMPUTE = "--recompute-modules, or plugin"  # settings.MEGATRON_RECOMPUTES says which
     ENVIRONMENT = "environment"
 

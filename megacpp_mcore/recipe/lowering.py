@@ -2,7 +2,7 @@
 
 What a recipe says stands on the command line, word for word, also where it says the default; what
 it leaves out is left to Megatron, whose defaults are the schema's. The plugin's own settings travel
-in MEGACPP_RECIPE, which names the same recipe.
+with the recipe; to Megatron's stock pretrain_hybrid.py in MEGACPP_RECIPE, which names it.
 """
 
 from dataclasses import dataclass

@@ -35,8 +35,6 @@ def quick(monkeypatch):
                  "PET_NNODES", "PET_NPROC_PER_NODE"):  # fmt: skip
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    # The spec reads the recipe as it is imported.
-    monkeypatch.delitem(sys.modules, "megacpp_mcore.specs.nam56r", raising=False)
     dispatch.forget()
 
 
@@ -506,8 +504,10 @@ class TestCommand:
 
     def test_a_spec_that_cannot_be_imported_is_refused(self, monkeypatch, capsys):
         """Megatron would build its own stack of Transformer Engine's layers without a word."""
-        monkeypatch.setattr("megacpp_mcore.patching.applied", missing_package)
-        monkeypatch.delitem(sys.modules, "megacpp_mcore.layers.hybrid_stack", raising=False)
+        import megacpp_mcore.training.gpu.model  # noqa: F401  imports our stack, but not the spec
+
+        monkeypatch.setitem(sys.modules, "megacpp_mcore.layers.hybrid_stack", None)
+        monkeypatch.delitem(sys.modules, "megacpp_mcore.specs.nam56r", raising=False)
         words = [word for override in SMALL for word in ("--set", override)]
         assert cli.main(["bench", "model", "--recipe", "nam56r-tiny", *words]) == 2
         assert "megacpp_mcore.specs.nam56r cannot be used" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """HybridModel's losses on a GPU: the chunked heads against Megatron's, and the memory of both."""
 
-import sys
-
 import pytest
 import torch
 from loss_models import FLOAT32, SEQ, assert_same, batches, megatrons_step, models, run
@@ -33,7 +31,6 @@ def backends(monkeypatch):
 
     def choose(text: str) -> None:
         monkeypatch.setenv("MEGACPP_BACKENDS", text)
-        monkeypatch.delitem(sys.modules, "megacpp_mcore.specs.nam56r", raising=False)
 
     return choose
 

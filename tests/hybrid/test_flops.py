@@ -1,7 +1,5 @@
 """Our FLOP and parameter counts against models that are built and counted."""
 
-import sys
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -48,16 +46,14 @@ def built(monkeypatch):
     contexts = []
 
     def build(recipe: Recipe):
-        monkeypatch.delitem(sys.modules, "megacpp_mcore.specs.nam56r", raising=False)
-        lowered = lower(recipe)
-        args = megatron_args(lowered.argv, lowered.environment)
+        args = megatron_args(lower(recipe).argv)
         contexts.append(single_process(recipe.schedule.seed))
         contexts[-1].__enter__()
         tokens = torch.randint(0, 256, (ROWS, recipe.model.seq_length + 1))
         positions = torch.arange(recipe.model.seq_length).expand(ROWS, -1)
         batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].contiguous(),
                  "position_ids": positions, "attention_mask": None}  # fmt: skip
-        return build_model(args), batch
+        return build_model(args, recipe), batch
 
     yield build
     for context in contexts:

@@ -1,6 +1,5 @@
 """The losses of our HybridModel against those of Megatron's own: main head and MTP, one process."""
 
-import sys
 from dataclasses import replace
 
 import pytest
@@ -41,7 +40,6 @@ def environment(monkeypatch):
     for name in ("MEGACPP_RECIPE", "MEGACPP_BACKENDS", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.delitem(sys.modules, "megacpp_mcore.specs.nam56r", raising=False)
     return monkeypatch
 
 

@@ -1,18 +1,27 @@
 """Our specs inside Megatron's real HybridModel, built by its own builder from its own argv."""
 
 import os
+import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.layers.settings import SettingsError
-from megacpp_mcore.recipe import Recipe, load_recipe
+from megacpp_mcore.layers.hybrid_stack import MegacppStack
+from megacpp_mcore.layers.settings import SettingsError, plugin_settings
+from megacpp_mcore.recipe import Recipe, RecipeError, load_recipe
 from megacpp_mcore.recipe.lowering import lower
-from megacpp_mcore.training.cpu.megatron_setup import build_model, megatron_args, single_process
+from megacpp_mcore.training.cpu.megatron_setup import (
+    build_model,
+    megatron_args,
+    quiet,
+    single_process,
+)
 from megacpp_mcore.training.cpu.optimizer import build_optimizer, build_scheduler
 from megacpp_mcore.training.cpu.step import Trainer
 
@@ -33,8 +42,6 @@ def environment(monkeypatch):
     for name in names:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    # The spec reads the recipe as it is imported, so that each test imports it anew.
-    monkeypatch.delitem(sys.modules, "megacpp_mcore.specs.nam56r", raising=False)
     return monkeypatch
 
 
@@ -54,10 +61,9 @@ def batch(recipe: Recipe, rows: int = 2) -> dict[str, torch.Tensor]:
 
 def gradients_after_one_step(recipe: Recipe) -> dict[str, torch.Tensor]:
     """name -> gradient of every parameter after one real training step."""
-    lowered = lower(recipe)
-    args = megatron_args(lowered.argv, lowered.environment)
+    args = megatron_args(lower(recipe).argv)
     with single_process(recipe.schedule.seed):
-        model = build_model(args)
+        model = build_model(args, recipe)
         optimizer = build_optimizer(model, args)
         trainer = Trainer(model, optimizer, build_scheduler(optimizer, args), args)
         trainer.step([batch(recipe)])
@@ -110,7 +116,6 @@ def test_backends_of_attention_give_the_same_gradients(environment, surface, bac
     found = {}
     for backend in backends:
         environment.setenv("MEGACPP_BACKENDS", f"{surface}={backend}")
-        environment.delitem(sys.modules, "megacpp_mcore.specs.nam56r", raising=False)
         torch.manual_seed(7)
         found[backend] = gradients_after_one_step(small(*overrides))
         assert {d.observed for d in dispatch.decisions() if d.requested == backend} == {backend}
@@ -126,10 +131,9 @@ def test_fp32_parameters_stay_fp32_in_a_bf16_model(environment):
     from megatron.core.transformer.module import Float16Module
 
     recipe = small("model.pattern=AEMR", "model.depth=4")
-    lowered = lower(recipe)
-    args = megatron_args(lowered.argv, lowered.environment)
+    args = megatron_args(lower(recipe).argv)
     with single_process(1):
-        model = build_model(args)
+        model = build_model(args, recipe)
         model.config.bf16 = True
         wrapped = Float16Module(model.config, model)
         kept = {n for n, p in wrapped.named_parameters() if p.dtype == torch.float32}
@@ -144,24 +148,56 @@ def test_fp32_parameters_stay_fp32_in_a_bf16_model(environment):
     assert all(name.endswith(ends) or "router" in name for name in kept), kept
 
 
+def stock_model(recipe: Recipe):
+    """What Megatron's stock pretrain_hybrid.py builds of a recipe's words."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import hybrid_config_from_args
+    from megatron.training.models.hybrid import HybridModelBuilder
+
+    args = megatron_args(lower(recipe).argv)
+    with single_process(1), quiet():
+        builder = HybridModelBuilder(hybrid_config_from_args(args))
+        return builder.build_model(ProcessGroupCollection.use_mpu_process_groups(), True, True)
+
+
+def test_stock_megatron_reads_the_recipe_that_the_environment_names(environment):
+    recipe = small(
+        "model.pattern=MR", "model.depth=2", "mtp.mtp_num_layers=1", "mtp.pattern=M",
+        "mamba3.rope_fraction=1.0", "backends.norm=reference",
+    )  # fmt: skip
+    environment.setenv("MEGACPP_RECIPE", recipe.request)
+    model = stock_model(recipe)
+    inner = model.mtp.layers[0].mtp_model_layer.layers[0]
+    for mixer in (model.decoder.layers[0].mixer, inner.mixer):
+        assert plugin_settings(mixer.config).mamba3.rope_fraction == 1.0
+    assert {d.requested for d in dispatch.decisions() if d.surface == "norm"} >= {"reference"}
+
+
 def test_the_spec_needs_settings(environment):
-    recipe = small("model.pattern=AEMR", "model.depth=4")
-    lowered = lower(recipe)
-    args = megatron_args(lowered.argv, {})  # as a launch that forgot the environment
-    assert "MEGACPP_RECIPE" not in os.environ
-    with single_process(1), pytest.raises(SettingsError, match="MEGACPP_RECIPE is not set"):
-        build_model(args)
+    assert "MEGACPP_RECIPE" not in os.environ  # as a launch that forgot the environment
+    with pytest.raises(SettingsError, match="MEGACPP_RECIPE is not set"):
+        stock_model(small("model.pattern=AEMR", "model.depth=4"))
 
 
 def test_settings_of_another_recipe_are_refused(environment):
-    lowered = lower(small("model.pattern=AEMR", "model.depth=4"))
     environment.setenv("MEGACPP_RECIPE", "nam56r-tiny")
-    args = megatron_args(lowered.argv, {})
-    with (
-        single_process(1),
-        pytest.raises(SettingsError, match=r"model\.depth is 12 there, Megatron parsed 4"),
-    ):
-        build_model(args)
+    with pytest.raises(SettingsError, match=r"model\.depth is 12 there, Megatron parsed 4"):
+        stock_model(small("model.pattern=AEMR", "model.depth=4"))
+
+
+def test_our_own_model_needs_no_environment_and_takes_no_notice_of_it(environment):
+    environment.setenv("MEGACPP_RECIPE", "no-such-recipe")
+    assert gradients_after_one_step(small("model.pattern=MR", "model.depth=2"))
+
+
+def test_importing_the_spec_reads_no_recipe_and_decides_nothing(environment):
+    environment.setenv("MEGACPP_RECIPE", "no-such-recipe")
+    before = dispatch.decisions()
+    spec = runpy.run_path(find_spec("megacpp_mcore.specs.nam56r").origin)["nam56r_stack_spec"]
+    assert isinstance(spec, ModuleSpec) and spec.module is MegacppStack
+    assert dispatch.decisions() == before
+    with pytest.raises(RecipeError, match="no-such-recipe"):
+        _ = spec.submodules
 
 
 def test_an_import_error_inside_the_spec_is_loud():

@@ -64,18 +64,17 @@ def model_of(overrides):
     in Megatron's groups for the layout."""
     from megatron.core import num_microbatches_calculator, parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.argument_utils import hybrid_config_from_args
 
     from megacpp_mcore.recipe import load_recipe
     from megacpp_mcore.recipe.lowering import lower
     from megacpp_mcore.training.cpu.megatron_setup import megatron_args, quiet
-    from megacpp_mcore.training.gpu.model import MegacppModelBuilder
+    from megacpp_mcore.training.gpu.model import MegacppModelBuilder, model_config
 
     num_microbatches_calculator.destroy_num_microbatches_calculator()
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
-    lowered = lower(load_recipe("nam56r-tiny", [*ONE, *overrides]))
-    args = megatron_args(lowered.argv, lowered.environment)
+    recipe = load_recipe("nam56r-tiny", [*ONE, *overrides])
+    args = megatron_args(lower(recipe).argv)
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
@@ -87,7 +86,7 @@ def model_of(overrides):
     virtual = args.virtual_pipeline_model_parallel_size or 1
     stage, stages = groups.pp.rank(), groups.pp.size()
     with quiet():
-        builder = MegacppModelBuilder(hybrid_config_from_args(args))
+        builder = MegacppModelBuilder(model_config(args, recipe))
         chunks = [
             builder.build_model(
                 groups,

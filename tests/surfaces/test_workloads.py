@@ -12,7 +12,7 @@ from megacpp_mcore.surfaces.workload import current_device
 
 # Builds a recipe's model as `megacpp train` does, and prints every workload that dispatch is asked.
 _BUILD = """
-import json, os, sys
+import json, sys
 from megacpp_mcore import dispatch
 from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.recipe import load_recipe
@@ -26,11 +26,10 @@ def spy(surface, workload, requests=None):
     return decide(surface, workload, requests)
 
 dispatch.decide = spy
-lowered = lower(load_recipe("nam56r-tiny", sys.argv[1:]))
-os.environ.update(lowered.environment)
-args = megatron_args(lowered.argv, lowered.environment)
+recipe = load_recipe("nam56r-tiny", sys.argv[1:])
+args = megatron_args(lower(recipe).argv)
 with single_process(seed=1):
-    build_model(args)
+    build_model(args, recipe)
 print(json.dumps(asked))
 """
 

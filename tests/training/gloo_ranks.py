@@ -65,7 +65,6 @@ def _rank(rank: int, run: Run, folder: str) -> None:
     torch.set_num_threads(1)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.ranks}
     os.environ |= {name: str(value) for name, value in names.items()}
-    sys.modules.pop("megacpp_mcore.specs.nam56r", None)  # it reads the recipe as it is imported
     bridges.install()
     _without_cuda()
     _use_an_adam_as_on_cuda()
@@ -148,17 +147,16 @@ class _Training:
         from megatron.core.optimizer import get_megatron_optimizer
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.transformer.module import Float16Module
-        from megatron.training.argument_utils import hybrid_config_from_args
         from megatron.training.training import (
             get_megatron_ddp_config,
             get_megatron_optimizer_config,
         )
 
-        from megacpp_mcore.training.gpu.model import MegacppModelBuilder
+        from megacpp_mcore.training.gpu.model import MegacppModelBuilder, model_config
 
         self.run = run
-        lowered = lower(load_recipe("nam56r-tiny", run.overrides))
-        self.args = args = megatron_args(lowered.argv, lowered.environment)
+        recipe = load_recipe("nam56r-tiny", run.overrides)
+        self.args = args = megatron_args(lower(recipe).argv)
         if run.bf16:  # no recipe for the CPU can have it
             args.bf16, args.params_dtype = True, torch.bfloat16
             args.accumulate_allreduce_grads_in_fp32 = True
@@ -172,7 +170,7 @@ class _Training:
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         torch.manual_seed(args.seed)
         with quiet():
-            builder = MegacppModelBuilder(hybrid_config_from_args(args))
+            builder = MegacppModelBuilder(model_config(args, recipe))
             ddp = get_megatron_ddp_config(args)
             self.chunks = builder.build_distributed_models(
                 self.groups, ddp, mixed_precision_wrapper=Float16Module if args.bf16 else None

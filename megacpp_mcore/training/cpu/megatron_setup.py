@@ -7,26 +7,27 @@ Megatron's own parser and validation, its config and model builder, and our spec
 import contextlib
 import io
 import logging
+import os
 import random
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy
 import torch
 
+from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.stack import bridges
-from megacpp_mcore.training.environment import apply_environment
 
 
-def megatron_args(argv: Sequence[str], environment: Mapping[str, str]) -> Namespace:
+def megatron_args(argv: Sequence[str]) -> Namespace:
     """Megatron's parsed and validated arguments for `argv`, as the only rank of a world of one.
 
-    environment: the recipe's launch variables. Those that the user has set already are kept, except
-    MEGACPP_RECIPE.
+    The variables of a rank that are set already are kept.
     """
-    apply_environment({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **environment})
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        os.environ.setdefault(name, value)
     bridges.before_megatron()
     with quiet(), bridges.pretend_h200(), _argv(argv):
         from megatron.training.arguments import parse_args, validate_args
@@ -36,20 +37,19 @@ def megatron_args(argv: Sequence[str], environment: Mapping[str, str]) -> Namesp
     return args
 
 
-def build_model(args: Namespace) -> torch.nn.Module:
-    """Megatron's HybridModel for `args`, built by Megatron's own builder.
+def build_model(args: Namespace, recipe: Recipe) -> torch.nn.Module:
+    """Megatron's HybridModel for `args`, which are the recipe's, by Megatron's own builder.
 
     On the CPU with use_cpu_initialization, else on this process's GPU. Needs the process groups of
     `single_process`. The stack spec is the one that `--spec` names; raises StackSpecError when
     Megatron could not import it and would use its own.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.argument_utils import hybrid_config_from_args
 
-    from megacpp_mcore.training.gpu.model import MegacppModelBuilder
+    from megacpp_mcore.training.gpu.model import MegacppModelBuilder, model_config
 
     with quiet():
-        builder = MegacppModelBuilder(hybrid_config_from_args(args))
+        builder = MegacppModelBuilder(model_config(args, recipe))
         model = builder.build_model(
             ProcessGroupCollection.use_mpu_process_groups(), pre_process=True, post_process=True
         )

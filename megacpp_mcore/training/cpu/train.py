@@ -62,10 +62,9 @@ def train(
     goodput = Goodput()
     folder = RunFolder(out)
     latest = folder.claim(resume=resume, overwrite=overwrite)
-    lowered = lower(recipe)
-    environment = apply_environment(lowered.environment)
+    environment = apply_environment(recipe.launch.environment)
     try:
-        args = megatron_args(lowered.argv, lowered.environment)
+        args = megatron_args(lower(recipe).argv)
         with single_process(recipe.schedule.seed), _StopSignals() as stop:
             run = _Run(recipe, args, folder, goodput, environment)
             if latest:
@@ -86,7 +85,7 @@ class _Run:
         with goodput.span("data"):
             self.train_data, self.valid_data = _datasets(recipe, folder.cache)
             self.data_digest = order_digest(self.train_data)
-        model = build_model(args)
+        model = build_model(args, recipe)
         optimizer = build_optimizer(model, args)
         self.trainer = Trainer(model, optimizer, build_scheduler(optimizer, args), args)
         self.iteration = 0

@@ -1,5 +1,6 @@
 """The model of a run: Megatron's HybridModel, config and builder with our stack and losses."""
 
+from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -8,14 +9,17 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.argument_utils import hybrid_config_from_args
 from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 from torch import Tensor
 
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.layers.hybrid_stack import MegacppStack
+from megacpp_mcore.layers.hybrid_stack import MegacppStack, StackSpec
 from megacpp_mcore.layers.loss import LossError, head_losses, model_chooses_heads
 from megacpp_mcore.layers.param_gather import wait_for_param_gather
+from megacpp_mcore.layers.settings import attach, settings_of
+from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.stack import bridges
 
 
@@ -101,6 +105,23 @@ class MegacppModelConfig(HybridModelConfig):
     """Megatron's HybridModelConfig with our builder."""
 
     builder: ClassVar[str] = "megacpp_mcore.training.gpu.model.MegacppModelBuilder"
+
+
+def model_config(
+    args: Namespace, recipe: Recipe, config_class: type[HybridModelConfig] = MegacppModelConfig
+) -> HybridModelConfig:
+    """Megatron's config of the model, which carries the recipe to the layers.
+
+    args: Megatron's validated arguments. The plugin's settings are attached to the config's
+    TransformerConfig, and the spec that `--spec` names is made for the recipe's backends. Raises
+    DispatchError when a named backend cannot serve, SpecError when the spec cannot be imported.
+    """
+    config = hybrid_config_from_args(args, model_config_cls=config_class)
+    settings = settings_of(recipe)
+    attach(config.transformer, settings)
+    if isinstance(config.hybrid_stack_spec, StackSpec):
+        config.hybrid_stack_spec = config.hybrid_stack_spec.of(settings.backends)
+    return config
 
 
 class MegacppModelBuilder(HybridModelBuilder):

@@ -93,7 +93,6 @@ def launch(argv: Sequence[str]) -> Launch:
     if own.yardstick:
         lowered, megatron_argv = _with_yardstick_spec(recipe, lowered, megatron_argv)
     out = Path(own.out or f"runs/{recipe.name}")
-    os.environ[ENVIRONMENT_VARIABLE] = recipe.request  # the layers and the spec read it
     environment = apply_environment(_cache_folders(out) | recipe.launch.environment)
     cached = Path(os.environ["TRITON_CACHE_DIR"])
     entries = len(os.listdir(cached)) if cached.is_dir() else 0

@@ -92,19 +92,18 @@ def megatron_args(launch: Launch) -> Any:
     return args
 
 
-def config_container(args: Any, yardstick: bool = False) -> Any:
-    """Megatron's PretrainConfigContainer with our model config (the yardstick: Megatron's)."""
-    from megatron.training.argument_utils import (
-        hybrid_config_from_args,
-        pretrain_cfg_container_from_args,
-    )
+def config_container(launch: Launch, args: Any) -> Any:
+    """Megatron's PretrainConfigContainer around our model config, or for the yardstick its own.
+
+    args: of `megatron_args`. The layers' settings are in the model's config.
+    """
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.models.hybrid import HybridModelConfig
 
-    from megacpp_mcore.training.gpu.model import MegacppModelConfig
+    from megacpp_mcore.training.gpu.model import MegacppModelConfig, model_config
 
-    config_class = HybridModelConfig if yardstick else MegacppModelConfig
-    model = hybrid_config_from_args(args, model_config_cls=config_class)
-    return pretrain_cfg_container_from_args(args, model)
+    config_class = HybridModelConfig if launch.yardstick else MegacppModelConfig
+    return pretrain_cfg_container_from_args(args, model_config(args, launch.recipe, config_class))
 
 
 def _check_folder(launch: Launch, args: Any) -> None:
@@ -134,7 +133,7 @@ def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
     try:
         with watch.installed():
             pretrain(
-                config_container(args, launch.yardstick),
+                config_container(launch, args),
                 datasets_provider,
                 ModelType.encoder_or_decoder,
                 partial(step, reading=partial(goodput.span, "data")),
