@@ -22,6 +22,15 @@ class Mamba3Settings:
     dt_init_floor: float = 1e-4
     chunk_size: int = 64  # steps a chunk of the chunked scan
 
+    @property
+    def rank(self) -> int:
+        """R of the scan: mimo_rank, 1 for SISO."""
+        return self.mimo_rank if self.variant == "mimo" else 1
+
+    def angles(self, state_dim: int) -> int:
+        """Pairs of a state of state_dim that RoPE rotates."""
+        return int(state_dim * self.rope_fraction) // 2
+
 
 @dataclass(frozen=True)
 class M2RNNSettings:
@@ -29,7 +38,7 @@ class M2RNNSettings:
 
     k_head_dim: int = 64  # K: rows of the state
     v_head_dim: int = 16  # V: columns of the state
-    num_heads: int | None = None  # None: hidden_size // (k_head_dim + v_head_dim)
+    num_heads: int | None = None  # None: as `heads` says
     conv_kernel: int = 4
     # Steps between the states the backward pass starts from. The CUDA kernels take 16 or 32 in
     # 16-bit models (float32: 48 and 64, too); with others `auto` takes the reference, and says so.
@@ -41,6 +50,12 @@ class M2RNNSettings:
     dt_min: float = 1e-3
     dt_max: float = 1e-1
     dt_init_floor: float = 1e-4
+
+    def heads(self, hidden_size: int) -> int:
+        """num_heads, or else as many as hidden_size has room for K + V of each; may be 0."""
+        if self.num_heads is not None:
+            return self.num_heads
+        return hidden_size // (self.k_head_dim + self.v_head_dim)
 
 
 # What [recompute] names and Megatron makes again, as one of its --recompute-modules.

@@ -25,7 +25,6 @@ A letter's own operations and parameters are counted in its file in `hybrid/lett
 imports torch.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -108,11 +107,11 @@ def count(recipe: Recipe, *, keys: float | None = None, mamba2: bool = False) ->
             kinds[layer.letter, cost] = kinds.get((layer.letter, cost), 0) + 1
         return [_part(prefix + letter, cost, number) for (letter, cost), number in kinds.items()]
 
-    parts = [_part("embedding", Cost(0, _vocabulary(recipe) * recipe.model.hidden_size))]
+    parts = [_part("embedding", Cost(0, recipe.padded_vocab_size * recipe.model.hidden_size))]
     parts += layers("", recipe.plan.main_layers)
     tied = not recipe.model.untie_embeddings_and_output_weights
     head = recipe.model.vocab_size * recipe.model.hidden_size
-    padding = _vocabulary(recipe) * recipe.model.hidden_size - head
+    padding = recipe.padded_vocab_size * recipe.model.hidden_size - head
     rest = padding + norm_parameters(recipe) - tied * (head + padding)
     parts.append(_part("head", Cost(head, rest)))
     if depths := recipe.mtp.mtp_num_layers:
@@ -149,9 +148,3 @@ def _shared(part: Part, depths: int) -> Part:
         part.parameters,
         part.active,
     )
-
-
-def _vocabulary(recipe: Recipe) -> int:
-    """Rows of the embedding: the vocabulary as Megatron pads it."""
-    unit = recipe.model.make_vocab_size_divisible_by * recipe.parallel.tensor_model_parallel_size
-    return math.ceil(recipe.model.vocab_size / unit) * unit

@@ -1,8 +1,28 @@
-"""The packed documents of the cases."""
+"""Offsets of documents packed into one row, as the operators take them: cu_seqlens."""
 
 import torch
+from torch import Tensor
 
 BENCHED_DOCUMENTS = 8  # documents of a row in a bench of packed documents
+
+
+def bounds_to_end(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Offsets that end at `tokens`: what stands behind the last one becomes a document of its own.
+
+    Always one document more, perhaps an empty one: whether it is needed is known on the device.
+    """
+    return torch.cat((cu_seqlens, cu_seqlens.new_full((1,), tokens)))
+
+
+def positions(tokens: int, cu_seqlens: Tensor) -> Tensor:
+    """(tokens,) how many tokens of its own document come before each one, in cu_seqlens' dtype.
+
+    cu_seqlens: (documents + 1,) integers that never fall from 0; behind the last one positions
+    start anew.
+    """
+    cu_seqlens = cu_seqlens.contiguous()
+    index = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return index - cu_seqlens[torch.searchsorted(cu_seqlens, index, right=True) - 1]
 
 
 def document_bounds(rows: int, seq: int, documents: int) -> list[int]:

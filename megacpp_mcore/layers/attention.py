@@ -8,6 +8,7 @@ from torch import Tensor
 from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.rope_qk import RopeQK
+from megacpp_mcore.layers.documents import document_offsets
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.surfaces import rope_qk
 from megacpp_mcore.surfaces.workload import current_device
@@ -116,8 +117,9 @@ class SelfAttention(upstream.SelfAttention):
 
 
 def _offsets(packed_seq_params, angles: Tensor) -> Tensor | None:
-    """cu_seqlens of packed documents (padded offsets if there are any), None for whole rows."""
-    if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
+    """Of packed documents, none longer than the table of angles; None for whole rows."""
+    offsets = document_offsets(packed_seq_params)
+    if offsets is None:
         return None
     longest = packed_seq_params.max_seqlen_q
     if longest is not None and longest > angles.shape[0]:
@@ -125,5 +127,4 @@ def _offsets(packed_seq_params, angles: Tensor) -> Tensor | None:
             f"max_seqlen_q is {longest}, rotary_pos_emb has {angles.shape[0]} positions; "
             "pack shorter documents"
         )
-    padded = packed_seq_params.cu_seqlens_q_padded
-    return packed_seq_params.cu_seqlens_q if padded is None else padded
+    return offsets

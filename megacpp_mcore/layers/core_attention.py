@@ -28,6 +28,8 @@ from megacpp_mcore.kernels.core_attention import (
     sdpa_flash,
     sdpa_varlen,
 )
+from megacpp_mcore.kernels.documents import bounds_to_end
+from megacpp_mcore.layers.documents import document_offsets
 
 
 class CoreAttentionError(MegacppError):
@@ -144,19 +146,13 @@ def _documents(packed_seq_params, query: Tensor) -> tuple[Tensor, int]:
     from total_tokens, and max_seqlen_q may not count padding. When either is unknown, the bound on
     the longest document is the whole pack.
     """
-    if packed_seq_params.qkv_format != "thd" or packed_seq_params.cu_seqlens_q is None:
-        given = "missing" if packed_seq_params.cu_seqlens_q is None else "given"
-        raise CoreAttentionError(
-            f"packed_seq_params has qkv_format {packed_seq_params.qkv_format!r} and cu_seqlens_q "
-            f"{given}; give 'thd' with cu_seqlens_q"
-        )
-    offsets, padded = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded
-    bounds = (offsets if padded is None else padded).to(torch.int32)
+    offsets = document_offsets(packed_seq_params)
+    bounds = offsets.to(torch.int32)
     tokens, longest = query.shape[0], packed_seq_params.max_seqlen_q
-    no_padding = padded is None or padded is offsets
-    if no_padding and packed_seq_params.total_tokens == tokens and longest is not None:
+    whole = packed_seq_params.total_tokens == tokens and longest is not None
+    if whole and offsets is packed_seq_params.cu_seqlens_q:  # no padding between documents
         return bounds, int(longest)
-    return torch.cat([bounds, bounds.new_full((1,), tokens)]), tokens
+    return bounds_to_end(bounds, tokens), tokens
 
 
 class HeadsFirst(TorchCoreAttention):

@@ -36,8 +36,10 @@ from torch import Tensor
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.hybrid.block_settings import M2RNNSettings
+from megacpp_mcore.kernels.documents import bounds_to_end, positions
 from megacpp_mcore.kernels.m2rnn import m2rnn_step
 from megacpp_mcore.kernels.m2rnn_prep import REFERENCE, M2RNNPrep
+from megacpp_mcore.layers.documents import document_offsets
 from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout, M2RNNMixerError
 from megacpp_mcore.layers.mixer import RecurrentMixer
 from megacpp_mcore.layers.settings import PluginSettings, plugin_settings
@@ -254,7 +256,7 @@ class M2RNNMixer(RecurrentMixer):
         mixed, f = prep.conv_and_decay(
             *qkv, x_f, self.conv1d_weight, self.conv1d_bias, self.A_log, self.dt_bias,
             history=None if state is None else state.conv,
-            offset=None if cu_seqlens is None else _offsets_in_document(cu_seqlens, projected),
+            offset=_offsets_in_document(cu_seqlens, projected),
         )  # fmt: skip
         q, k, v = self._heads(mixed)
         if state is not None and v.shape[1] == 1:
@@ -301,20 +303,14 @@ def _documents(packed: PackedSeqParams | None, projected: Tensor) -> Tensor | No
     if packed is None:
         return None
     tokens, batch, _ = projected.shape
-    padded = packed.cu_seqlens_q_padded
-    bounds = packed.cu_seqlens_q if padded is None else padded
-    if packed.qkv_format != "thd" or batch != 1 or bounds is None:
-        raise M2RNNMixerError(
-            f"packed_seq_params has qkv_format {packed.qkv_format!r} and cu_seqlens_q "
-            f"{'missing' if bounds is None else 'given'}, at batch {batch}; the M2RNN mixer takes "
-            "'thd' with cu_seqlens_q and batch 1"
-        )
-    # Always append one document, perhaps empty: only the device knows whether it is needed.
-    return torch.cat((bounds, bounds.new_full((1,), tokens)))
+    offsets = document_offsets(packed)
+    if batch != 1:
+        raise M2RNNMixerError(f"packed_seq_params at batch {batch}; the M2RNN mixer takes batch 1")
+    return bounds_to_end(offsets, tokens)
 
 
-def _offsets_in_document(cu_seqlens: Tensor, projected: Tensor) -> Tensor:
+def _offsets_in_document(cu_seqlens: Tensor | None, projected: Tensor) -> Tensor | None:
     """(t, 1, 1): each token's position in its document."""
-    token = torch.arange(projected.shape[0], dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    document = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
-    return (token - cu_seqlens[document]).view(-1, 1, 1)
+    if cu_seqlens is None:
+        return None
+    return positions(projected.shape[0], cu_seqlens).view(-1, 1, 1)

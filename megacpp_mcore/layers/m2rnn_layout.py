@@ -40,12 +40,11 @@ class M2RNNLayout:
                 f"context_parallel_size is {config.context_parallel_size}: the M2RNN mixer needs "
                 "the whole sequence on each rank; use 1, and tensor or sequence parallelism instead"
             )
-        k_dim, v_dim, heads = settings.k_head_dim, settings.v_head_dim, settings.num_heads
-        if heads is None and k_dim + v_dim > 0:
-            heads = config.hidden_size // (k_dim + v_dim)
-        sizes = {"num_heads": heads, "k_head_dim": k_dim, "v_head_dim": v_dim}
+        k_dim, v_dim = settings.k_head_dim, settings.v_head_dim
+        sizes = {"k_head_dim": k_dim, "v_head_dim": v_dim}
         sizes |= {"conv_kernel": settings.conv_kernel, "chunk_size": settings.chunk_size}
-        for name, size in sizes.items():
+        heads = settings.heads(config.hidden_size) if min(sizes.values()) > 0 else None
+        for name, size in {**sizes, "num_heads": heads}.items():
             if size is None or size < 1:
                 raise M2RNNMixerError(
                     f"m2rnn.{name} is {size} at hidden_size {config.hidden_size}; it must be at "

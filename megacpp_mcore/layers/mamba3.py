@@ -30,6 +30,7 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.hybrid.block_settings import Mamba3Settings
 from megacpp_mcore.kernels.mamba3 import mamba3_step
 from megacpp_mcore.kernels.mamba3_prep import mamba3_prep
+from megacpp_mcore.layers.documents import document_offsets
 from megacpp_mcore.layers.mamba3_layout import IN_PROJ_PARTS, Mamba3Layout, Mamba3MixerError
 from megacpp_mcore.layers.mixer import RecurrentMixer
 from megacpp_mcore.layers.param_gather import wait_for_param_gather
@@ -159,7 +160,7 @@ class Mamba3Mixer(RecurrentMixer):
             tokens, parameters = self._scan_arguments(projected.transpose(0, 1), mamba3_prep)
             y = self._infer(tokens, parameters, inference_context, packed_seq_params)
             return self.out_proj(y.transpose(0, 1).flatten(2))
-        offsets = _document_offsets(packed_seq_params)
+        offsets = document_offsets(packed_seq_params)
         return self._maybe_recompute("mixer", self._mixer, hidden_states, offsets)
 
     def _mixer(self, hidden_states: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -257,17 +258,3 @@ class Mamba3Mixer(RecurrentMixer):
             "Megatron's dynamic inference engine stores a conv and an SSM state, but Mamba-3 has "
             "four others (angle, ssm, k, v); use a StaticInferenceContext"
         )
-
-
-def _document_offsets(packed_seq_params) -> Tensor | None:
-    """Offsets of the packed documents, padding included; None for unpacked rows."""
-    if packed_seq_params is None:
-        return None
-    padded = packed_seq_params.cu_seqlens_q_padded
-    offsets = packed_seq_params.cu_seqlens_q if padded is None else padded
-    if packed_seq_params.qkv_format != "thd" or offsets is None:
-        raise Mamba3MixerError(
-            f"packed_seq_params has qkv_format {packed_seq_params.qkv_format!r} and cu_seqlens_q "
-            f"{'missing' if offsets is None else 'given'}; the Mamba-3 mixer takes 'thd' with both"
-        )
-    return offsets

@@ -45,8 +45,7 @@ class Mamba3Layout:
         heads, groups, state_dim = (
             config.mamba_num_heads, config.mamba_num_groups, config.mamba_state_dim
         )  # fmt: skip
-        rank = settings.mimo_rank if settings.variant == "mimo" else 1
-        angles = int(state_dim * settings.rope_fraction) // 2
+        rank, angles = settings.rank, settings.angles(state_dim)
         group_rows = groups * rank * state_dim
         if state_dim % 2 or not 1 <= angles <= state_dim // 2:
             raise Mamba3MixerError(

@@ -26,6 +26,7 @@ from torch import Tensor
 from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.mla_rope import RotaryTable
+from megacpp_mcore.layers.documents import document_offsets
 from megacpp_mcore.layers.param_gather import wait_for_param_gather
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.surfaces import mla_rope
@@ -86,7 +87,7 @@ class _DispatchedMLA(upstream.MLASelfAttention):
                 hidden_states, key_value_states, position_ids, packed_seq_params,
                 inference_context, inference_params=inference_params,
             )  # fmt: skip
-        bounds = _document_bounds(packed_seq_params)
+        bounds = document_offsets(packed_seq_params)
         q_latent, kv_latent, k_pos = self._latents(hidden_states)
         if bounds is not None:
             q_latent, kv_latent, k_pos = (x.squeeze(1) for x in (q_latent, kv_latent, k_pos))
@@ -228,13 +229,3 @@ def _check_fused(backends: Mapping[str, str]) -> None:
                 f'Engine\'s linear with the norm inside. Set "{TE}" or remove the key, or turn the '
                 "fusion off"
             )
-
-
-def _document_bounds(packed_seq_params) -> Tensor | None:
-    """Offsets of the packed documents, padding counted with the document before it."""
-    if packed_seq_params is None:
-        return None
-    if packed_seq_params.qkv_format != "thd":
-        raise MLAError(f"qkv_format {packed_seq_params.qkv_format!r} is not supported; use 'thd'")
-    padded = packed_seq_params.cu_seqlens_q_padded
-    return packed_seq_params.cu_seqlens_q if padded is None else padded

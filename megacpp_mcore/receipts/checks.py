@@ -6,7 +6,6 @@ fits its content.
 """
 
 import functools
-import hashlib
 import itertools
 import json
 import math
@@ -17,6 +16,7 @@ from typing import Any
 
 from megacpp_mcore import __version__
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.files import content_sha256
 from megacpp_mcore.receipts.goodput import parse_utc
 
 SCHEMA_VERSION = 1
@@ -32,12 +32,6 @@ def schema() -> dict[str, Any]:
     return json.loads(
         resources.files("megacpp_mcore.receipts").joinpath("receipt.schema.json").read_text()
     )
-
-
-def content_sha256(content: dict[str, Any]) -> str:
-    """The hash of a recipe: its content as ASCII JSON with sorted keys and no spaces."""
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def summary(samples_ms: list[float]) -> dict[str, float]:

@@ -2,16 +2,14 @@
 or the new one, never half of one."""
 
 import json
-import os
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megacpp_mcore.files import content_sha256, write_atomically
 from megacpp_mcore.receipts.checks import (
     SCHEMA_VERSION,
     ReceiptError,
-    content_sha256,
     summary,
     validate,
 )
@@ -34,23 +32,9 @@ def write(path: str | Path, document: dict[str, Any]) -> None:
     path = Path(path)
     validate(document, f"the receipt for {path}")
     text = _layout(document)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "x", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the rename itself
-        finally:
-            os.close(folder)
+        write_atomically(path, text)
     except OSError as error:
         raise ReceiptWriteError(f"cannot write the receipt {path}: {error.strerror}") from error
 

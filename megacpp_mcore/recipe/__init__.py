@@ -8,14 +8,15 @@ Our own entry points hand the Recipe on. In Megatron's stock pretrain_hybrid.py,
 """
 
 import dataclasses
-import hashlib
 import json
+import math
 import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megacpp_mcore.files import content_sha256
 from megacpp_mcore.hybrid.block_settings import M2RNNSettings, RecomputeSettings
 from megacpp_mcore.hybrid.pattern import PatternError, translate
 from megacpp_mcore.hybrid.plan import HybridPlan
@@ -73,8 +74,7 @@ class Recipe:
     @property
     def sha256(self) -> str:
         """Hash of the resolved content: neither the file's name nor the order of keys matters."""
-        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+        return content_sha256(self.to_dict())
 
     @property
     def request(self) -> str:
@@ -87,6 +87,12 @@ class Recipe:
     @property
     def world_size(self) -> int:
         return self.launch.nnodes * self.launch.nproc_per_node
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: the vocabulary as Megatron pads it."""
+        unit = self.model.make_vocab_size_divisible_by * self.parallel.tensor_model_parallel_size
+        return math.ceil(self.model.vocab_size / unit) * unit
 
     @property
     def data_parallel_size(self) -> int:

@@ -4,7 +4,6 @@ Hidden [s, b, h], weight [V, h], labels [s, b] -> losses [s, b], or their weight
 """
 
 import importlib.metadata
-import math
 from typing import TYPE_CHECKING
 
 from megacpp_mcore.stack import release
@@ -31,10 +30,7 @@ def workload(device: str, config, vocab_size: int) -> Workload:
 
 
 def of_recipe(recipe: "Recipe", device: str) -> Workload:
-    model, tp = recipe.model, recipe.parallel.tensor_model_parallel_size
-    multiple = model.make_vocab_size_divisible_by * tp
-    padded = math.ceil(model.vocab_size / multiple) * multiple
-    return workload(device, config_of(recipe), padded)
+    return workload(device, config_of(recipe), recipe.padded_vocab_size)
 
 
 def _chunked(workload: Workload) -> str | None:

@@ -17,6 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 
 from megacpp_mcore import dispatch
+from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.core_attention import attention, packages, sdpa, sdpa_flash, varlen
 from megacpp_mcore.layers.core_attention import (
     CoreAttentionByLayout,
@@ -596,7 +597,7 @@ class TestByLayout:
     ],
 )
 def test_refusals(build, call, message):
-    with pytest.raises(CoreAttentionError, match=message):
+    with pytest.raises(MegacppError, match=message):
         module(SDPACoreAttention, **build)(
             draw(3, 1, 4, 16), draw(3, 1, 2, 16), draw(3, 1, 2, 8), None, **call
         )

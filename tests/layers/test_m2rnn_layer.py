@@ -410,7 +410,7 @@ LAYOUTS = {
     "heads": (M2RNNSettings(4, 4, num_heads=6), 4, {}, "6 m2rnn heads .* 4 tensor-parallel"),
     "k-dim": (M2RNNSettings(5, 4, num_heads=6), 2, {}, "5 channels of m2rnn.k_head_dim"),
     "no-heads": (M2RNNSettings(64, 16), 1, {}, "m2rnn.num_heads is 0 at hidden_size 27"),
-    "negative": (M2RNNSettings(8, -8), 1, {}, "m2rnn.num_heads is None"),
+    "negative": (M2RNNSettings(8, -8), 1, {}, "m2rnn.v_head_dim is -8"),
     "kernel": (M2RNNSettings(5, 4, conv_kernel=0), 1, {}, "m2rnn.conv_kernel is 0"),
 }
 

@@ -268,7 +268,7 @@ class TestDiskFull:
         def full(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        monkeypatch.setattr(data_build, "_sync", full)
+        monkeypatch.setattr(data_build, "sync", full)
         with pytest.raises(DataError, match="disk full"):
             build(TextFiles([tree_of(tmp_path, 5, "new")]), tmp_path / "c", overwrite=True)
         assert documents_of(tmp_path / "c") == before

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def _cost(recipe: "Recipe", layer: "Layer", keys: float) -> Cost:
     r, hidden = recipe.m2rnn, recipe.model.hidden_size
     k, v = r.k_head_dim, r.v_head_dim
-    heads = r.num_heads or hidden // (k + v)
+    heads = r.heads(hidden)
     values, channels = heads * v, 2 * k + heads * v
     rows = channels + values + heads
     # conv with bias; W; A_log, dt_bias; D, norm
@@ -25,7 +25,7 @@ def _cost(recipe: "Recipe", layer: "Layer", keys: float) -> Cost:
 def _rules(r: "Rules") -> None:
     hidden, tp = r["model.hidden_size"], "parallel.tensor_model_parallel_size"
     width = r["m2rnn.k_head_dim"] + r["m2rnn.v_head_dim"]
-    heads = r["m2rnn.num_heads"] or hidden // width
+    heads = r.recipe.m2rnn.heads(hidden)
     r.refuse(
         heads == 0,
         "m2rnn.num_heads",

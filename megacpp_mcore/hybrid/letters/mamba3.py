@@ -16,9 +16,8 @@ _MAMBA2_CONV = 4  # Megatron's MambaMixer has no argument for it
 def _cost(recipe: "Recipe", layer: "Layer", keys: float) -> Cost:
     m, hidden = recipe.mamba3, recipe.model.hidden_size
     heads, dim, state = m.mamba_num_heads or 0, m.mamba_head_dim, m.mamba_state_dim
-    rank = m.mimo_rank if m.variant == "mimo" else 1
-    inner, angles = heads * dim, int(state * m.rope_fraction) // 2
-    rows = 2 * inner + 2 * m.mamba_num_groups * rank * state + 3 * heads + angles
+    rank, inner = m.rank, heads * dim
+    rows = 2 * inner + 2 * m.mamba_num_groups * rank * state + 3 * heads + m.angles(state)
     others = 2 * heads + 2 * heads * rank * state + 2 * state  # dt_bias, D; B, C: biases and norms
     if m.variant == "mimo":
         others += 3 * inner * rank
@@ -57,7 +56,7 @@ def _rules(r: "Rules") -> None:
         f"must be at most 1 and make mamba3.mamba_state_dim = {state} times it an even number: "
         "RoPE turns pairs",
     )
-    tp, angles = "parallel.tensor_model_parallel_size", int(state * fraction) // 2
+    tp, angles = "parallel.tensor_model_parallel_size", r.recipe.mamba3.angles(state)
     r.refuse(
         angles % r[tp],
         "mamba3.rope_fraction",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megacpp_mcore.kernels.case import BoundBackend, Tensors
-from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds
+from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds, positions
 from megacpp_mcore.kernels.m2rnn_prep import REFERENCE, M2RNNPrep
 from megacpp_mcore.kernels.prep_case import PrepCase
 from megacpp_mcore.recipe import Recipe
@@ -86,13 +86,10 @@ class M2RNNPrepCase(PrepCase):
             "norm_weight": 1 + normal(values) / 4,
         }
         if self.documents:
-            tensors["offset"] = self._offsets(generator.device)
+            bounds = document_bounds(self.batch, self.seq, self.documents)
+            offset = positions(bounds[-1], torch.tensor(bounds, device=generator.device))
+            tensors["offset"] = offset.view(-1, 1, 1)
         return tensors
-
-    def _offsets(self, device: torch.device) -> Tensor:
-        bounds = torch.tensor(document_bounds(self.batch, self.seq, self.documents), device=device)
-        starts = bounds[:-1].repeat_interleave(bounds.diff())
-        return (torch.arange(self.batch * self.seq, device=device) - starts).view(-1, 1, 1)
 
     def reference(self, **tensors: Tensor) -> Tensors:
         return self._call(REFERENCE, **tensors)

@@ -7,6 +7,7 @@ so only bfloat16 is served.
 import torch
 from torch import Tensor
 
+from megacpp_mcore.kernels.documents import bounds_to_end
 from megacpp_mcore.kernels.mamba3 import mamba3_scan as reference_scan
 from megacpp_mcore.kernels.mamba3.inputs import Mamba3InputError, Mamba3State
 from megacpp_mcore.kernels.mamba3.mamba_ssm_ops import mamba3_siso
@@ -51,7 +52,7 @@ def mamba3_scan(
     q, k, trap, z = (None if x is None else x.to(torch.bfloat16) for x in (q, k, trap, z))
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    bounds = None if cu_seqlens is None else bounds_to_end(cu_seqlens, v.shape[1])
+    bounds = None if cu_seqlens is None else bounds_to_end(cu_seqlens, v.shape[1]).to(torch.int32)
     return mamba3_siso(*inputs, bounds, chunk_size, save)[0]
 
 
@@ -63,9 +64,3 @@ def check_bfloat16(v: Tensor) -> None:
         )
     if v.shape[1] < 1:
         raise Mamba3InputError("the sequence is empty: S must be at least 1")
-
-
-def bounds_to_end(cu_seqlens: Tensor, seq: int) -> Tensor:
-    """Offsets up to the end of the row: tokens after the last one are a document of their own."""
-    end = torch.full_like(cu_seqlens[:1], seq)
-    return torch.cat((cu_seqlens, end)).to(torch.int32)

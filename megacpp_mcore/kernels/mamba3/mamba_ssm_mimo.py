@@ -17,9 +17,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megacpp_mcore.kernels.documents import bounds_to_end
 from megacpp_mcore.kernels.mamba3 import mamba3_scan as reference_scan
 from megacpp_mcore.kernels.mamba3.inputs import Mamba3InputError, Mamba3State
-from megacpp_mcore.kernels.mamba3.mamba_ssm import bounds_to_end, check_bfloat16
+from megacpp_mcore.kernels.mamba3.mamba_ssm import check_bfloat16
 
 _ROWS = 64  # rows of a tile: tokens of a chunk times the rank
 _PACKAGE = "mamba_ssm.ops.tilelang.mamba3"
@@ -79,7 +80,7 @@ def mamba3_scan(
         q, k = (x.repeat_interleave(heads // groups, dim=3) for x in (q, k))
     q, k, trap, z = (x.to(torch.bfloat16) for x in (q, k, trap, z))
     angles = angles.float().expand(-1, -1, heads, -1)
-    bounds = None if cu_seqlens is None else bounds_to_end(cu_seqlens, v.shape[1])
+    bounds = None if cu_seqlens is None else bounds_to_end(cu_seqlens, v.shape[1]).to(torch.int32)
     tokens = (q, k, v, adt, dt, trap, angles, z)
     if bounds is None and v.shape[1] % (_ROWS // rank):
         bounds, tokens = _as_documents(*tokens)

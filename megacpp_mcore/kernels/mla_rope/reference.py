@@ -14,6 +14,7 @@ products do not change. Positions start at 0 in every document.
 import torch
 from torch import Tensor
 
+from megacpp_mcore.kernels import documents
 from megacpp_mcore.kernels.mla_rope.inputs import RotaryTable, check_inputs
 
 
@@ -53,12 +54,9 @@ def mla_rope(
 
 def positions(tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
     """(tokens,): the position of each token in its document."""
-    index = torch.arange(tokens, device=device)
     if cu_seqlens is None:
-        return index
-    bounds = cu_seqlens.to(device).contiguous()
-    document = torch.searchsorted(bounds, index, right=True) - 1
-    return index - bounds[document.clamp(min=0)]
+        return torch.arange(tokens, device=device)
+    return documents.positions(tokens, cu_seqlens.to(device))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -9,14 +9,8 @@ mscale). A pair (a, b) of rotated dims of a token at position p is rotated by it
 import torch
 from torch import Tensor
 
+from megacpp_mcore.kernels.documents import positions
 from megacpp_mcore.kernels.rope_qk.inputs import RopeQK
-
-
-def document_positions(tokens: int, cu_seqlens: Tensor) -> Tensor:
-    """(tokens,): the position of each token in its document."""
-    index = torch.arange(tokens, device=cu_seqlens.device)
-    document = torch.searchsorted(cu_seqlens, index, right=True) - 1
-    return index - cu_seqlens[document]
 
 
 def _rotated(
@@ -30,7 +24,7 @@ def _rotated(
         angle = angles[:tokens].to(wide)[:, None, None]
         cos, sin = angle.cos() * mscale, angle.sin() * mscale
     else:
-        position = document_positions(tokens, cu_seqlens)
+        position = positions(tokens, cu_seqlens)
         known = (position < angles.shape[0])[:, None, None]
         angle = angles[position.clamp(max=angles.shape[0] - 1)].to(wide)[:, None]
         cos = torch.where(known, angle.cos() * mscale, 1)

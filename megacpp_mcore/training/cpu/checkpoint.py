@@ -6,7 +6,6 @@ DIR/latest_checkpointed_iteration.txt names the newest complete one.
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from megatron.core.dist_checkpointing.optimizer import (
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.files import sync, write_atomically
 from megacpp_mcore.training.cpu.megatron_setup import quiet
 from megacpp_mcore.training.cpu.step import Trainer
 
@@ -76,7 +76,7 @@ def save(directory: Path, trainer: Trainer, progress: Progress) -> Path:
         if final.exists():  # saved at the same iteration before the run was resumed
             shutil.rmtree(final)
         partial.rename(final)
-        _write_tracker(directory, progress.iteration)
+        write_atomically(directory / TRACKER, f"{progress.iteration}\n")
     except _ANY_FAILURE as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointWriteError(
@@ -193,14 +193,4 @@ def _check_space(directory: Path, trainer: Trainer) -> None:
 def _sync(folder: Path) -> None:
     """Flush every file of the checkpoint, then the folder, to the disk."""
     for path in [*folder.iterdir(), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _write_tracker(directory: Path, iteration: int) -> None:
-    temporary = directory / f".tmp-{TRACKER}"
-    temporary.write_text(f"{iteration}\n")
-    temporary.replace(directory / TRACKER)
+        sync(path)

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 from tqdm import tqdm
 
-from megacpp_mcore.training.data.files import MANIFEST_SCHEMA, DataError, paths, sha256_file
+from megacpp_mcore.files import sha256_file, sync
+from megacpp_mcore.training.data.files import MANIFEST_SCHEMA, DataError, paths
 
 _DTYPE = np.uint16
 _IDX_BYTES_A_DOCUMENT = 20
@@ -149,7 +150,7 @@ def _write(source: DocumentSource, written: tuple[Path, Path, Path], quiet: bool
     }
     json_path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     for path in written:
-        _sync(path)
+        sync(path)
     return manifest
 
 
@@ -175,17 +176,9 @@ def _move_into_place(
         os.close(os.open(bin_path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     os.replace(written[0], bin_path)
     os.replace(written[2], json_path)
-    _sync(bin_path.parent)
+    sync(bin_path.parent)
     os.replace(written[1], idx_path)
-    _sync(bin_path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(bin_path.parent)
 
 
 def _os_error(error: OSError, prefix: str | os.PathLike) -> str:

@@ -28,7 +28,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers import MegatronTokenizer
 
-from megacpp_mcore.training.data.files import DataError, TokenFiles, paths, read_pair, sha256_file
+from megacpp_mcore.files import sha256_file
+from megacpp_mcore.training.data.files import DataError, TokenFiles, paths, read_pair
 
 TokenDataset = GPTDataset | BlendedDataset
 

@@ -10,7 +10,6 @@ Megatron only asserts the magic, the version and the last bound. Any other damag
 crash or read wrong tokens, so everything is checked here.
 """
 
-import hashlib
 import json
 import os
 import struct
@@ -21,6 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.files import sha256_file
 
 MANIFEST_SCHEMA = "megacpp-data/1"
 
@@ -122,12 +122,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
         if not isinstance(manifest.get(key), kind):
             raise DataError(f"{other} ({key} is {manifest.get(key)!r}, not {kind.__name__})")
     return manifest
-
-
-def sha256_file(path: Path) -> str:
-    """Hex sha256 of a file."""
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _read_index(stream: BinaryIO, path: Path) -> tuple[np.dtype, np.ndarray]:

@@ -6,11 +6,11 @@ tracker, with which Megatron exits with status 0. A checkpoint is complete when 
 that are written last: `.metadata` (of the shards) and `metadata.json`.
 """
 
-import os
 import re
 from pathlib import Path
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.files import write_atomically
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -59,9 +59,7 @@ def repair_tracker(folder: str) -> str | None:
             f"{tracker} {said}, and no checkpoint in {folder} is complete: move the folder away "
             "to start from step 0"
         )
-    temporary = tracker.with_name(f".{TRACKER}.tmp")
-    temporary.write_text(str(found[-1]))
-    os.replace(temporary, tracker)
+    write_atomically(tracker, str(found[-1]))
     return f"{tracker} {said}: resuming from the last complete checkpoint, step {found[-1]}"
 
 

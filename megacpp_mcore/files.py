@@ -1,0 +1,54 @@
+"""Files that are there whole or not at all, also after a power loss, and what identifies content.
+
+Imports neither torch nor anything else of the package.
+"""
+
+import hashlib
+import json
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+
+def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
+    """Write a file in one step: a temporary one beside it, flushed, renamed; then the folder.
+
+    content: text is written as UTF-8. The file gets the mode that the umask says. Raises OSError;
+    what stood at `path` before is then still there, whole, and the temporary file is gone. A
+    process that is killed may leave a temporary file, `.NAME.*.tmp`.
+    """
+    path = Path(path)
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def sync(path: str | os.PathLike) -> None:
+    """Flush a file to the disk; of a folder, the renames and removals in it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_file(path: str | os.PathLike) -> str:
+    """Hex sha256 of a file."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def content_sha256(content: dict[str, Any]) -> str:
+    """Hex sha256 of plain data, a recipe's: as ASCII JSON with sorted keys and no spaces."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
