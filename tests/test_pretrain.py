@@ -18,6 +18,7 @@ from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.hybrid import flops
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.recipe import Recipe, load_recipe
+from megacpp_mcore.recipe.check import MegatronRefusal
 from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.stack import bridges
 from megacpp_mcore.training.cpu.megatron_setup import single_process
@@ -396,6 +397,13 @@ def test_a_run_goes_on_from_a_complete_checkpoint_or_begins_in_a_free_folder(
     _check_folder(launched, args)
     assert "resuming from the last complete checkpoint, step 4" in capsys.readouterr().err
     assert tracker.read_text() == "4"
+
+
+def test_what_megatron_refuses_is_told_in_its_words(small_recipe, overrides):
+    recipe = load_recipe(str(small_recipe), [*overrides, "schedule.lr_warmup_fraction=0.1"])
+    refused = "Megatron refuses the recipe: .*only specify one of lr-warmup-fraction"
+    with pytest.raises(MegatronRefusal, match=refused), megatron(launch(arguments(recipe))):
+        pass
 
 
 def test_a_stack_that_is_not_ours_is_refused(gpu_recipe):

@@ -28,6 +28,19 @@ _TRANSFORMER_ENGINE = "2.17.1"
 _STARTUP_S, _QUESTION_S = 300, 60
 
 
+class MegatronRefusal(RecipeError):
+    """Megatron's own parser or validation stops at a recipe's arguments."""
+
+
+@contextlib.contextmanager
+def megatrons_refusals() -> Iterator[None]:
+    """Around Megatron's validation in a process that trains: its errors as MegatronRefusal."""
+    try:
+        yield
+    except (AssertionError, ValueError) as error:
+        raise MegatronRefusal(f"Megatron refuses the recipe: {_words(error)}") from error
+
+
 @dataclass(frozen=True)
 class Row:
     """One value: what the recipe asked for, and what Megatron will run with."""

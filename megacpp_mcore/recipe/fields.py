@@ -1,8 +1,8 @@
 """What a recipe key is made of: its type, and where it goes.
 
 A key is a dataclass field of a section (`megacpp_mcore.recipe.schema`). Its name is the name of the
-value in Megatron's argument namespace; its metadata says where it lowers to. That makes lowering,
-checking and the list of known keys one table.
+value in Megatron's argument namespace; its metadata says where it lowers to and which numbers it
+takes. That makes lowering, checking and the list of known keys one table.
 """
 
 import dataclasses
@@ -41,13 +41,41 @@ class Flag:
 
 
 @dataclass(frozen=True)
+class Bounds:
+    """Which numbers a key takes; of a list, which each entry may be.
+
+    zero: 0 as well as what is greater. below, most: limits, the first excluded.
+    """
+
+    zero: bool = False
+    below: float | None = None
+    most: float | None = None
+
+    def reasons(self, value: float) -> Iterator[str]:
+        """What `value` must be and is not, "greater than 0" for example."""
+        if value < 0 or (value == 0 and not self.zero):
+            yield "at least 0" if self.zero else "greater than 0"
+        if self.below is not None and value >= self.below:
+            yield f"less than {self.below}"
+        if self.most is not None and value > self.most:
+            yield f"at most {self.most}"
+
+
+POSITIVE = Bounds()
+FROM_ZERO = Bounds(zero=True)
+BELOW_ONE = Bounds(zero=True, below=1)
+UP_TO_ONE = Bounds(most=1)
+
+
+@dataclass(frozen=True)
 class Key:
-    """One key of the schema, resolved."""
+    """One key of the schema, resolved. bounds: of numbers; other types have no use for them."""
 
     section: str
     name: str
     hint: Any
     lowers_to: Flag | Target | None
+    bounds: Bounds = POSITIVE
 
     @property
     def dotted(self) -> str:
@@ -61,26 +89,31 @@ class Key:
         return self.lowers_to.name or "--" + self.name.replace("_", "-")
 
 
-_LOWERS_TO = "lowers_to"
+_LOWERS_TO, _BOUNDS = "lowers_to", "bounds"
 
 
-def to_flag(default: Any = dataclasses.MISSING, *, flag: str | None = None) -> Any:
+def _key(default: Any, lowers_to: Flag | Target, bounds: Bounds) -> Any:
+    metadata = {_LOWERS_TO: lowers_to, _BOUNDS: bounds}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def to_flag(
+    default: Any = dataclasses.MISSING, bounds: Bounds = POSITIVE, *, flag: str | None = None
+) -> Any:
     """A key that becomes `FLAG VALUE`, or for a bool `FLAG` when it is true. None: not given."""
-    return dataclasses.field(default=default, metadata={_LOWERS_TO: Flag(flag)})
+    return _key(default, Flag(flag), bounds)
 
 
 def to_off_flag(default: bool | None, flag: str) -> Any:
     """A key that becomes `FLAG` when it is false. None: not given."""
-    return dataclasses.field(default=default, metadata={_LOWERS_TO: Flag(flag, given_when=False)})
+    return _key(default, Flag(flag, given_when=False), POSITIVE)
 
 
-def to(target: Target, default: Any = dataclasses.MISSING) -> Any:
+def to(target: Target, default: Any = dataclasses.MISSING, bounds: Bounds = POSITIVE) -> Any:
     """A key that goes to `target`."""
-    if isinstance(default, dict):
-        return dataclasses.field(
-            default_factory=lambda: dict(default), metadata={_LOWERS_TO: target}
-        )
-    return dataclasses.field(default=default, metadata={_LOWERS_TO: target})
+    return _key(default, target, bounds)
 
 
 _SETTINGS = {
@@ -108,7 +141,8 @@ def keys_of(section: str, cls: type) -> dict[str, Key]:
         if isinstance(lowers_to, Flag) and lowers_to.given_when is None:
             is_bool = bool in _members(hints[field.name])
             lowers_to = Flag(lowers_to.name, given_when=True if is_bool else None)
-        keys[field.name] = Key(section, field.name, hints[field.name], lowers_to)
+        bounds = field.metadata.get(_BOUNDS, POSITIVE)
+        keys[field.name] = Key(section, field.name, hints[field.name], lowers_to, bounds)
     return keys
 
 

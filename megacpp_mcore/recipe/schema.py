@@ -1,8 +1,9 @@
 """The recipe schema: one frozen dataclass a section, one field a key.
 
 A key has the name of its value in Megatron's argument namespace and Megatron's own default; a key
-without a default must be given. None stands for "not given": Megatron decides. What the choices
-mean is in Megatron's `--help`; comments here say only what is ours.
+without a default must be given. None stands for "not given": Megatron decides. Numbers are greater
+than 0 unless their bounds say otherwise. What the choices mean is in Megatron's `--help`; comments
+here say only what is ours.
 """
 # ruff: noqa: RUF009  to_flag, to_off_flag and to are dataclasses.field
 
@@ -10,7 +11,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megacpp_mcore.hybrid.block_settings import M2RNNSettings, Mamba3Settings, RecomputeSettings
-from megacpp_mcore.recipe.fields import Target, to, to_flag, to_off_flag
+from megacpp_mcore.recipe.fields import (
+    BELOW_ONE,
+    FROM_ZERO,
+    UP_TO_ONE,
+    Target,
+    to,
+    to_flag,
+    to_off_flag,
+)
 
 _Dtype = Literal["fp32", "fp16", "bf16", "fp8"]
 
@@ -32,17 +41,17 @@ class Model:
         "learned_absolute"
     )
     rotary_base: int = to_flag(10000)
-    rotary_percent: float = to_flag(1.0)
+    rotary_percent: float = to_flag(1.0, UP_TO_ONE)
     normalization: Literal["LayerNorm", "RMSNorm"] = to_flag("LayerNorm")
     layernorm_epsilon: float = to_flag(1e-5, flag="--norm-epsilon")
     untie_embeddings_and_output_weights: bool = to_flag(False)
     add_bias_linear: bool = to_off_flag(True, "--disable-bias-linear")
     swiglu: bool = to_flag(False)
     squared_relu: bool = to_flag(False)
-    hidden_dropout: float = to_flag(0.1)
-    attention_dropout: float = to_flag(0.1)
-    init_method_std: float = to_flag(0.02)
-    embedding_init_method_std: float | None = to_flag(None)
+    hidden_dropout: float = to_flag(0.1, BELOW_ONE)
+    attention_dropout: float = to_flag(0.1, BELOW_ONE)
+    init_method_std: float = to_flag(0.02, FROM_ZERO)
+    embedding_init_method_std: float | None = to_flag(None, FROM_ZERO)
     fp32_residual_connection: bool = to_flag(False)
     transformer_impl: Literal["transformer_engine", "local"] = to_flag("transformer_engine")
 
@@ -61,19 +70,19 @@ class Attention:
     q_lora_rank: int | None = to_flag(None)
     kv_lora_rank: int = to_flag(32)
     qk_head_dim: int = to_flag(128)
-    qk_pos_emb_head_dim: int = to_flag(64)
+    qk_pos_emb_head_dim: int = to_flag(64, FROM_ZERO)
     v_head_dim: int = to_flag(128)
     rope_type: Literal["rope", "yarn"] | None = to_flag(None)
     rotary_scaling_factor: float = to_flag(1.0)
-    mscale: float = to_flag(1.0)
-    mscale_all_dim: float = to_flag(0.0)
+    mscale: float = to_flag(1.0, FROM_ZERO)
+    mscale_all_dim: float = to_flag(0.0, FROM_ZERO)
     mla_down_proj_fusion: bool = to_flag(False)
     dsa_indexer_n_heads: int | None = to_flag(None)
     dsa_indexer_head_dim: int | None = to_flag(None)
     dsa_indexer_topk: int | None = to_flag(None)
     dsa_indexer_topk_freq: int = to_flag(1)
-    dsa_indexer_skip_topk_offset: int = to_flag(0)
-    dsa_indexer_loss_coeff: float | None = to_flag(None)
+    dsa_indexer_skip_topk_offset: int = to_flag(0, FROM_ZERO)
+    dsa_indexer_loss_coeff: float | None = to_flag(None, FROM_ZERO)
     dsa_indexer_use_sparse_loss: bool = to_flag(False)
     dsa_indexer_rotate_activation: bool = to_off_flag(True, "--no-dsa-indexer-rotate-activation")
     dsa_kernel_backend: Literal["none", "tilelang", "cudnn"] = to_flag("none")
@@ -105,12 +114,12 @@ class MoE:
     moe_router_num_groups: int | None = to_flag(None)
     moe_router_group_topk: int | None = to_flag(None)
     moe_router_enable_expert_bias: bool = to_flag(False)
-    moe_router_bias_update_rate: float = to_flag(1e-3)
+    moe_router_bias_update_rate: float = to_flag(1e-3, FROM_ZERO)
     moe_router_dtype: Literal["fp32", "fp64"] | None = to_flag(None)
     moe_router_load_balancing_type: tuple[_LoadBalancing, ...] = to_flag(("aux_loss",))
-    moe_aux_loss_coeff: tuple[float, ...] = to_flag((0.0,))  # one a load balancing type
-    moe_z_loss_coeff: float | None = to_flag(None)
-    moe_input_jitter_eps: float | None = to_flag(None)
+    moe_aux_loss_coeff: tuple[float, ...] = to_flag((0.0,), FROM_ZERO)  # one a load balancing type
+    moe_z_loss_coeff: float | None = to_flag(None, FROM_ZERO)
+    moe_input_jitter_eps: float | None = to_flag(None, FROM_ZERO)
     moe_router_force_load_balancing: bool = to_flag(False)
     moe_router_fusion: bool = to_flag(False)
     moe_router_padding_for_quantization: bool = to_flag(False)
@@ -140,9 +149,9 @@ class Mamba3(Mamba3Settings):
 class MTP:
     """Multi-token prediction: `mtp_num_layers` depths, each with the layers of `pattern`."""
 
-    mtp_num_layers: int = to(Target.PLAN, 0)
+    mtp_num_layers: int = to(Target.PLAN, 0, FROM_ZERO)
     pattern: str = to(Target.PLAN, "")  # source letters
-    mtp_loss_scaling_factor: float = to_flag(0.1)
+    mtp_loss_scaling_factor: float = to_flag(0.1, FROM_ZERO)
     mtp_use_repeated_layer: bool = to_flag(False)
     mtp_detach_heads: bool = to_flag(False)
 
@@ -185,8 +194,8 @@ class Precision:
     fp8_wgrad: bool = to_off_flag(True, "--no-fp8-wgrad")
     fp8_param_gather: bool = to_flag(False)
     first_last_layers_bf16: bool = to_flag(False)
-    num_layers_at_start_in_bf16: int = to_flag(1)
-    num_layers_at_end_in_bf16: int = to_flag(1)
+    num_layers_at_start_in_bf16: int = to_flag(1, FROM_ZERO)
+    num_layers_at_end_in_bf16: int = to_flag(1, FROM_ZERO)
     grad_reduce_in_bf16: bool = to_flag(False)
     attention_softmax_in_fp32: bool = to_flag(False)
     deterministic_mode: bool = to_flag(False)
@@ -206,18 +215,18 @@ class Optimizer:
 
     optimizer: Literal["adam", "sgd", "muon", "adaptive_muon", "lion", "soap"] = to_flag("adam")
     lr: float = to_flag()
-    min_lr: float = to_flag(0.0)
+    min_lr: float = to_flag(0.0, FROM_ZERO)
     decoupled_lr: float | None = to_flag(None)
-    decoupled_min_lr: float | None = to_flag(None)
-    weight_decay: float = to_flag(0.01)
-    clip_grad: float = to_flag(1.0)
-    adam_beta1: float = to_flag(0.9)
-    adam_beta2: float = to_flag(0.999)
+    decoupled_min_lr: float | None = to_flag(None, FROM_ZERO)
+    weight_decay: float = to_flag(0.01, FROM_ZERO)
+    clip_grad: float = to_flag(1.0, FROM_ZERO)
+    adam_beta1: float = to_flag(0.9, BELOW_ONE)
+    adam_beta2: float = to_flag(0.999, BELOW_ONE)
     adam_eps: float = to_flag(1e-8)
-    sgd_momentum: float = to_flag(0.9)
-    lion_beta1: float = to_flag(0.95)
-    lion_beta2: float = to_flag(0.98)
-    muon_momentum: float = to_flag(0.9)
+    sgd_momentum: float = to_flag(0.9, BELOW_ONE)
+    lion_beta1: float = to_flag(0.95, BELOW_ONE)
+    lion_beta2: float = to_flag(0.98, BELOW_ONE)
+    muon_momentum: float = to_flag(0.9, BELOW_ONE)
     muon_nesterov: bool = to_flag(False)
     muon_split_qkv: bool = to_off_flag(True, "--muon-no-split-qkv")
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = to_flag("spectral")
@@ -244,22 +253,22 @@ class Schedule:
         "linear"
     )
     lr_decay_iters: int | None = to_flag(None)
-    lr_warmup_iters: int = to_flag(0)
-    lr_warmup_fraction: float | None = to_flag(None)
-    lr_warmup_init: float = to_flag(0.0)
+    lr_warmup_iters: int = to_flag(0, FROM_ZERO)
+    lr_warmup_fraction: float | None = to_flag(None, BELOW_ONE)
+    lr_warmup_init: float = to_flag(0.0, FROM_ZERO)
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = to_flag(
         "exponential"
     )
     lr_wsd_decay_iters: int | None = to_flag(None)
     eval_interval: int = to_flag()  # Megatron divides by it, also with eval_iters = 0
-    eval_iters: int = to_flag(100)
+    eval_iters: int = to_flag(100, FROM_ZERO)
     log_interval: int = to_flag(100)
     log_throughput: bool = to_flag(False)
-    seed: int = to_flag(1234)
+    seed: int = to_flag(1234, FROM_ZERO)
     check_for_nan_in_loss_and_grad: bool = to_off_flag(True, "--no-check-for-nan-in-loss-and-grad")
     exit_duration_in_mins: int | None = to_flag(None)
     manual_gc: bool = to_flag(False)
-    manual_gc_interval: int = to_flag(0)
+    manual_gc_interval: int = to_flag(0, FROM_ZERO)
 
 
 _Tokenizer = Literal[
@@ -284,8 +293,8 @@ class Data:
     data_cache_path: str | None = to_flag(None)
     tokenizer_type: _Tokenizer = to_flag()
     tokenizer_model: str | None = to_flag(None)
-    null_tokenizer_eod_id: int | None = to_flag(None)
-    num_workers: int = to_flag(2)
+    null_tokenizer_eod_id: int | None = to_flag(None, FROM_ZERO)
+    num_workers: int = to_flag(2, FROM_ZERO)
     dataloader_type: Literal["single", "cyclic"] | None = to_flag(None)
     num_dataset_builder_threads: int = to_flag(1)
     reset_position_ids: bool = to_flag(False)
@@ -335,7 +344,7 @@ class Launch:
         "none"
     )
     cuda_graph_modules: tuple[_GraphModule, ...] | None = to_flag(None)
-    cuda_graph_warmup_steps: int = to_flag(3)
+    cuda_graph_warmup_steps: int = to_flag(3, FROM_ZERO)
 
 
 # section -> its keys; [backends] is apart: its keys are the surfaces of megacpp_mcore.dispatch

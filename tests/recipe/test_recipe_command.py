@@ -177,7 +177,7 @@ def test_check_exits_with_2_for_a_refusal_or_a_difference(
     [
         ["show", "nam57r"],
         ["args", "nam56r", "--set", "model.wide=1"],
-        ["check", "nam56r", "--set", "moe.num_experts=12"],
+        ["check", "nam56r", "--set", "moe.moe_router_topk=17"],
         ["args", "./missing.toml"],
     ],
 )

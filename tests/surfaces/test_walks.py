@@ -27,7 +27,6 @@ OTHER_WORDS = {
     "cuda": None,  # the device, in any module
     "te": {
         "recipe/schema.py": "a value of cross_entropy_fusion_impl",
-        "recipe/rules/numbers.py": "a value of cross_entropy_fusion_impl",
         "layers/loss.py": "a value of cross_entropy_fusion_impl",
     },
     "megatron": {

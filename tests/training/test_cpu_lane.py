@@ -16,6 +16,7 @@ import pytest
 from megacpp_mcore import receipts
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import load_recipe
+from megacpp_mcore.recipe.check import MegatronRefusal
 from megacpp_mcore.training.cpu import checkpoint
 from megacpp_mcore.training.cpu.step import TrainingError
 from megacpp_mcore.training.cpu.support import CpuLaneError
@@ -246,6 +247,14 @@ def test_a_key_that_the_lane_does_not_serve_is_refused_not_ignored(
         train(load_recipe(str(small_recipe), overrides.split()), tmp_path / "run")
     assert isinstance(refused.value, CpuLaneError) or "recipe" in str(refused.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_what_megatron_refuses_ends_the_run_with_its_words(small_recipe, tmp_path):
+    recipe = load_recipe(str(small_recipe), ["schedule.lr_warmup_fraction=0.1"])
+    refused = "Megatron refuses the recipe: .*only specify one of lr-warmup-fraction"
+    with pytest.raises(MegatronRefusal, match=refused):
+        train(recipe, tmp_path / "run")
+    assert not (tmp_path / "run" / "receipt.json").exists()
 
 
 def test_steps_beyond_the_schedule_are_refused_not_cut(small, tmp_path):

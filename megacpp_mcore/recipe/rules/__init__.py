@@ -1,11 +1,11 @@
 """Combinations that cannot run, found before anything is launched.
 
-Each rule is Megatron-Core 0.19.2's own (its parser, TransformerConfig, layers or schedules would
-stop, often much later) or the plugin's; what Megatron supports is not refused. A refusal names the
-key, its value, where that came from and what is allowed.
+Each rule is the plugin's own, or Megatron-Core 0.19.2's where that says nothing, stops late (in a
+layer, a schedule) or in words that do not tell what is wrong. What its parser and validation refuse
+at once and clearly is left to them: `megacpp recipe check` asks, and a run stops there before a
+model is built. A refusal names the key, its value, where that came from and what is allowed.
 """
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -26,32 +26,6 @@ from megacpp_mcore.recipe.source import KEYS
 if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
 
-# Numbers must be greater than 0, except these, which may be 0.
-_MAY_BE_ZERO = {
-    "model": {
-        "hidden_dropout", "attention_dropout", "init_method_std", "embedding_init_method_std",
-    },
-    "attention": {
-        "mscale", "mscale_all_dim", "qk_pos_emb_head_dim", "dsa_indexer_skip_topk_offset",
-        "dsa_indexer_loss_coeff",
-    },
-    "moe": {"moe_router_bias_update_rate", "moe_z_loss_coeff", "moe_input_jitter_eps"},
-    "mtp": {"mtp_num_layers", "mtp_loss_scaling_factor"},
-    "precision": {"num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"},
-    "optimizer": {
-        "min_lr", "decoupled_min_lr", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2",
-        "lion_beta1", "lion_beta2", "sgd_momentum", "muon_momentum",
-    },
-    "schedule": {
-        "lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init", "eval_iters", "seed",
-        "manual_gc_interval",
-    },
-    "data": {"null_tokenizer_eod_id", "num_workers"},
-    "launch": {"cuda_graph_warmup_steps"},
-}  # fmt: skip
-_BELOW_ONE = re.compile(r".*_(dropout|beta[12]|momentum)|schedule\.lr_warmup_fraction")
-
-
 _TOPICS = (backends, parallel, recompute, attention, experts, blocks, numbers, run)
 
 
@@ -68,20 +42,17 @@ def refusals(recipe: "Recipe") -> Sequence[Refusal]:
 
 
 def _ranges(r: Rules) -> None:
+    """Numbers outside the bounds that stand with their key in the schema."""
     for dotted, key in KEYS.items():
         value = r[dotted]
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
         unset = ", or leave it out" if optional(key.hint) else ""
-        low, least = value <= 0, "greater than 0"
-        if key.name in _MAY_BE_ZERO.get(key.section, ()):
-            low, least = value < 0, "at least 0"
-        r.refuse(low, dotted, f"must be {least}{unset}")
-        r.refuse(
-            value >= 1 and _BELOW_ONE.fullmatch(dotted),
-            dotted,
-            f"must be less than 1{unset}",
-        )
+        numbers = [
+            number
+            for number in (value if isinstance(value, tuple) else (value,))
+            if isinstance(number, int | float) and not isinstance(number, bool)
+        ]
+        for reason in dict.fromkeys(why for n in numbers for why in key.bounds.reasons(n)):
+            r.refuse(True, dotted, f"must be {reason}{unset}")
 
 
 def _words(r: Rules) -> None:

@@ -16,27 +16,15 @@ def check(r: Rules) -> None:
         "attention.mla_down_proj_fusion",
         "must be false: there is no MLA layer",
     )
-    _heads(r)
+    if r["attention.kv_channels"] is None:  # Megatron derives them, also where no layer needs them
+        r.multiple("model.hidden_size", "model.num_attention_heads")
     _backend(r)
     if r.has("*"):
         _groups(r)
     if r.has("+D"):
         _mla(r)
-    else:
-        r.refuse(
-            r["attention.rope_type"] == "yarn",
-            "attention.rope_type",
-            'must not be "yarn" without MLA or DSA layers, whose it is; '
-            'model.position_embedding_type = "yarn" is the other attention\'s',
-        )
     if r.has("D"):
         _dsa(r)
-
-
-def _heads(r: Rules) -> None:
-    r.multiple("model.num_attention_heads", "parallel.tensor_model_parallel_size")
-    if r["attention.kv_channels"] is None:  # Megatron derives them, also where no layer needs them
-        r.multiple("model.hidden_size", "model.num_attention_heads")
 
 
 def _backend(r: Rules) -> None:
@@ -51,9 +39,8 @@ def _backend(r: Rules) -> None:
 
 
 def _groups(r: Rules) -> None:
-    groups, tp = r["attention.num_query_groups"], r["parallel.tensor_model_parallel_size"]
     key = "attention.num_query_groups"
-    if groups is None:
+    if r[key] is None:
         r.refuse(True, key, 'is needed with attention.kind = "gqa" (as many as heads for MHA)')
         return
     r.multiple("model.num_attention_heads", key)
@@ -62,11 +49,6 @@ def _groups(r: Rules) -> None:
         dims % 2 and r["model.position_embedding_type"] in ("rope", "yarn"),
         "attention.kv_channels",
         f"makes heads of {dims} dims: must be even, RoPE turns pairs",
-    )
-    r.refuse(
-        groups % tp and tp % groups,
-        key,
-        f"must be a multiple or a divisor of {r.told('parallel.tensor_model_parallel_size')}",
     )
 
 
@@ -118,20 +100,9 @@ def _mla(r: Rules) -> None:
         "attention.qk_pos_emb_head_dim",
         "must be even: RoPE turns pairs",
     )
-    if r["attention.apply_rope_fusion"]:
-        _mla_rope_fusion(r)
-
-
-def _mla_rope_fusion(r: Rules) -> None:
-    key = "attention.apply_rope_fusion"
     r.refuse(
-        r["attention.rope_type"] != "yarn",
-        key,
-        'must be false: with MLA Megatron fuses attention.rope_type = "yarn" only',
-    )
-    r.refuse(
-        r["attention.qk_pos_emb_head_dim"] % 4,
-        key,
+        r["attention.apply_rope_fusion"] and r["attention.qk_pos_emb_head_dim"] % 4,
+        "attention.apply_rope_fusion",
         f"must be false: Megatron's kernel needs {r.told('attention.qk_pos_emb_head_dim')} to be "
         "a multiple of 4",
     )
@@ -153,7 +124,6 @@ def _dsa(r: Rules) -> None:
             key,
             f'must not be "{value}" with DSA: its indexer takes Transformer Engine\'s linears only',
         )
-    r.refuse(r["model.add_bias_linear"], "model.add_bias_linear", "must be false with DSA")
     r.refuse(
         r["attention.apply_rope_fusion"], "attention.apply_rope_fusion", "must be false with DSA"
     )

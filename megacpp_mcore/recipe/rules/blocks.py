@@ -14,18 +14,11 @@ def check(r: Rules) -> None:
 
 
 def _sizes(r: Rules) -> None:
-    seq_length = r["model.seq_length"]
-    r.refuse(
-        r["model.max_position_embeddings"] < seq_length,
-        "model.max_position_embeddings",
-        f"must be at least model.seq_length = {seq_length}",
-    )
     r.refuse(
         r["model.swiglu"] and r["model.squared_relu"],
         "model.squared_relu",
         "cannot be true with model.swiglu = true: choose one activation",
     )
-    r.refuse(r["model.rotary_percent"] > 1, "model.rotary_percent", "must be at most 1")
 
 
 def _letter(r: Rules, entry: letters.BlockLetter) -> None:
@@ -40,11 +33,6 @@ def _letter(r: Rules, entry: letters.BlockLetter) -> None:
 
 
 def _mtp(r: Rules) -> None:
-    r.refuse(
-        r["model.position_embedding_type"] not in ("rope", "none"),
-        "model.position_embedding_type",
-        'must be "rope" or "none" with MTP',
-    )
     full = r["parallel.recompute_granularity"] == "full"
     r.refuse(
         full and r["parallel.recompute_method"] == "block",

@@ -1,6 +1,6 @@
 """Rules about precision and the optimizer."""
 
-from megacpp_mcore.recipe.refusal import Rules, shown
+from megacpp_mcore.recipe.refusal import Rules
 
 _TP, _CP = "parallel.tensor_model_parallel_size", "parallel.context_parallel_size"
 
@@ -14,20 +14,10 @@ def check(r: Rules) -> None:
 
 
 def _precision(r: Rules) -> None:
-    r.refuse(
-        r["precision.cross_entropy_loss_fusion"]
-        and r["precision.cross_entropy_fusion_impl"] == "te",
-        "precision.cross_entropy_fusion_impl",
-        'must be "native": Transformer Engine\'s loss fusion diverges, or has a gradient norm of 0',
-    )
-    if r["precision.deterministic_mode"]:
-        for key in ("precision.cross_entropy_loss_fusion", "parallel.tp_comm_overlap"):
-            r.refuse(r[key], key, "must be false with precision.deterministic_mode = true")
-    bf16 = r["precision.bf16"]
-    for key in ("model.fp32_residual_connection", "precision.grad_reduce_in_bf16"):
-        r.refuse(r[key] and not bf16, key, "needs precision.bf16 = true")
-    for key in ("precision.fp8_param_gather", "precision.first_last_layers_bf16"):
-        r.refuse(r[key] and r["precision.fp8"] is None, key, "needs precision.fp8")
+    for key, other in (
+        ("precision.grad_reduce_in_bf16", "bf16"), ("precision.first_last_layers_bf16", "fp8")
+    ):  # fmt: skip
+        r.refuse(r[key] and not r[f"precision.{other}"], key, f"needs precision.{other}")
 
 
 def _fp8(r: Rules) -> None:
@@ -37,26 +27,9 @@ def _fp8(r: Rules) -> None:
         "model.transformer_impl",
         'must be "transformer_engine" with precision.fp8',
     )
-    delayed = r["precision.fp8_recipe"] == "delayed"
-    r.refuse(
-        r["precision.first_last_layers_bf16"] and delayed,
-        "precision.first_last_layers_bf16",
-        'must be false with precision.fp8_recipe = "delayed"',
-    )
     stage = r["model.depth"] // r["parallel.pipeline_model_parallel_size"]
     for key in ("precision.num_layers_at_start_in_bf16", "precision.num_layers_at_end_in_bf16"):
         r.refuse(r[key] > stage, key, f"must be at most the {stage} layers of a pipeline stage")
-    for key, part in (("recompute.moe", "act"), ("recompute.layernorm", True)):
-        r.refuse(
-            delayed and part in r.recipe.recompute.asked(key.removeprefix("recompute.")),
-            key,
-            f'may not have {shown(part)} with precision.fp8_recipe = "delayed"',
-        )
-    r.refuse(
-        r["precision.fp8_param_gather"] and not r["parallel.use_distributed_optimizer"],
-        "precision.fp8_param_gather",
-        "needs parallel.use_distributed_optimizer",
-    )
 
 
 def _fp8_sizes(r: Rules) -> None:
@@ -98,11 +71,6 @@ def _optimizer(r: Rules) -> None:
         r.refuse(
             r[dotted] != "fp32" and not r[precise], dotted, f'must be "fp32" without {precise}'
         )
-    r.refuse(
-        r["optimizer.optimizer_cpu_offload"] and not r[precise],
-        "optimizer.optimizer_cpu_offload",
-        f"needs {precise}",
-    )
     r.refuse(
         name not in ("adam", "sgd") and r["precision.fp8_param_gather"],
         "precision.fp8_param_gather",

@@ -55,9 +55,6 @@ def _attention(r: Rules) -> None:
     r.refuse(
         "core_attn" in r[key] and not r.has("+D*"), key, "must be left out: there is no attention"
     )
-    r.refuse(
-        "up_proj" in r[key] and not r.has("+D"), key, "may name up_proj only with MLA or DSA layers"
-    )
 
 
 def _moe(r: Rules) -> None:
@@ -72,17 +69,7 @@ def _moe(r: Rules) -> None:
         {"act", "experts"} <= set(asked), key, "may name act or experts, which has the act inside"
     )
     r.refuse(
-        "act" in asked and not r["moe.moe_grouped_gemm"],
-        key,
-        "may name act only with moe.moe_grouped_gemm",
-    )
-    r.refuse(
         "shared_experts" in asked and r["moe.moe_shared_expert_intermediate_size"] is None,
         key,
         "may name shared_experts only with moe.moe_shared_expert_intermediate_size",
-    )
-    r.refuse(
-        "shared_experts" in asked and r["moe.moe_shared_expert_overlap"],
-        key,
-        "may name shared_experts only without moe.moe_shared_expert_overlap",
     )

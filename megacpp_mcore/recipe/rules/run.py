@@ -47,10 +47,7 @@ def _cpu(r: Rules) -> None:
 
 def _schedule(r: Rules) -> None:
     decay = r["schedule.lr_decay_iters"] or r["schedule.train_iters"]
-    warmup, fraction = "schedule.lr_warmup_iters", "schedule.lr_warmup_fraction"
-    r.refuse(
-        r[fraction] is not None and r[warmup], fraction, f"must be left out with {r.told(warmup)}"
-    )
+    warmup = "schedule.lr_warmup_iters"
     r.refuse(r[warmup] >= decay, warmup, f"must be less than the {decay} steps of the decay")
     start = "schedule.lr_warmup_init"
     r.refuse(r[start] > r["optimizer.lr"], start, f"must be at most {r.told('optimizer.lr')}")
@@ -155,12 +152,6 @@ def _environment(r: Rules) -> None:
         r.refuse(
             _RESERVED.fullmatch(name), key, f"may not have {name}: the launcher sets it itself"
         )
-    split = max(r["parallel.tensor_model_parallel_size"], r["parallel.context_parallel_size"]) > 1
-    r.refuse(
-        split and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1",
-        key,
-        'must have CUDA_DEVICE_MAX_CONNECTIONS = "1" with tensor or context parallelism',
-    )
 
 
 def _graphs(r: Rules) -> None:
@@ -169,34 +160,8 @@ def _graphs(r: Rules) -> None:
     if impl == "none":
         r.refuse(modules, key, 'is read with a launch.cuda_graph_impl other than "none" only')
         return
-    r.refuse("mlp" in modules, key, "may not name mlp: no letter is a dense layer")
-    r.refuse(
-        impl == "full_iteration" and modules,
-        key,
-        'must be left out with launch.cuda_graph_impl = "full_iteration"',
-    )
-    r.refuse(
-        impl == "full_iteration" and r["schedule.check_for_nan_in_loss_and_grad"],
-        "schedule.check_for_nan_in_loss_and_grad",
-        'must be false with launch.cuda_graph_impl = "full_iteration"',
-    )
-    r.refuse(
-        r["parallel.recompute_granularity"] == "full" and impl != "full_iteration",
-        "parallel.recompute_granularity",
-        f'must not be "full" with {r.told("launch.cuda_graph_impl")}',
-    )
-    r.refuse(
-        "moe" in modules and "moe_router" in modules,
-        key,
-        "may name moe or moe_router, not both",
-    )
     r.refuse(
         "moe_preprocess" in modules and "moe_router" not in modules,
         key,
         "may name moe_preprocess only with moe_router",
-    )
-    r.refuse(
-        "moe" in modules and not r["moe.moe_pad_expert_input_to_capacity"],
-        key,
-        "may name moe only with moe.moe_pad_expert_input_to_capacity",
     )

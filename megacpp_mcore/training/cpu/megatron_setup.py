@@ -18,22 +18,25 @@ import numpy
 import torch
 
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.recipe.check import megatrons_refusals
 from megacpp_mcore.stack import bridges
 
 
 def megatron_args(argv: Sequence[str]) -> Namespace:
     """Megatron's parsed and validated arguments for `argv`, as the only rank of a world of one.
 
-    The variables of a rank that are set already are kept.
+    The variables of a rank that are set already are kept. Raises MegatronRefusal.
     """
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(name, value)
     bridges.before_megatron()
-    with quiet(), bridges.pretend_h200(), _argv(argv):
+    with quiet(), bridges.pretend_h200(), _argv(argv), megatrons_refusals():
+        from megatron.training.argument_utils import core_transformer_config_from_args
         from megatron.training.arguments import parse_args, validate_args
 
         args = parse_args()
         validate_args(args)
+        core_transformer_config_from_args(args)  # validates, too
     return args
 
 

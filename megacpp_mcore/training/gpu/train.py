@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.recipe import patch_needs
+from megacpp_mcore.recipe.check import megatrons_refusals
 from megacpp_mcore.stack import bridges
 from megacpp_mcore.training.gpu import memory, resume
 from megacpp_mcore.training.gpu.packages import check_backends, check_logging, check_packages
@@ -70,16 +71,18 @@ def _train(launch: Launch) -> None:
 def megatron_args(launch: Launch) -> Any:
     """Megatron's validated arguments, which are also set in its globals.
 
-    Raises LaunchError and MissingPackageError as `train`.
+    Raises LaunchError and MissingPackageError as `train`, and MegatronRefusal.
     """
+    from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import parse_and_validate_args
 
     sys.argv = [sys.argv[0], *launch.argv]
     # Megatron imports the libraries of all tokenizers: transformers alone takes 3 s.
     tokenizer = [pair for pair in pairwise(launch.argv) if pair[0].startswith("--tokenizer")]
     is_null = tokenizer == [("--tokenizer-type", "NullTokenizer")]
-    with bridges.hide_packages(*(["transformers"] if is_null else [])):
+    with bridges.hide_packages(*(["transformers"] if is_null else [])), megatrons_refusals():
         args = parse_and_validate_args()
+        core_transformer_config_from_args(args)  # validates, too
     check_agreement(launch, args)
     asked = [name for name in _UNSERVED if getattr(args, name, None)]
     if asked:
