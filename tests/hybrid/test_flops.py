@@ -147,7 +147,7 @@ def test_the_scan_of_m_is_its_recurrence_with_one_product_folded():
     """Token by token: two products v k^T, one S q. In chunks the second v k^T joins the first."""
     recipe = recipe_of("M", "mamba3.variant=mimo", "mamba3.mimo_rank=3")
     case = Mamba3ScanCase.of(recipe)
-    found = counted(case.truth, **parity.drawn(case, torch.float64, "cpu", seed=0))
+    found = counted(case.reference, **parity.drawn(case, torch.float64, "cpu", seed=0))
     assert found == case.batch * case.seq * 3 / 2 * recurrences(recipe)
 
 
@@ -155,7 +155,7 @@ def test_the_recurrence_of_r_counts_every_product():
     """The definition multiplies h W as a matrix; k v^T and q h are elementwise there."""
     recipe = recipe_of("R", "m2rnn.num_heads=5", "m2rnn.conv_kernel=1")
     case = M2RNNCase.of(recipe)
-    found = counted(case.truth, **parity.drawn(case, torch.float64, "cpu", seed=0))
+    found = counted(case.reference, **parity.drawn(case, torch.float64, "cpu", seed=0))
     state = 5 * 8 * 4
     assert found == case.batch * case.seq * 2 * 4 * state
     assert recurrences(recipe) == 2 * 4 * state + 2 * state + 2 * state + 2 * (8 + 8 + 5 * 4)
