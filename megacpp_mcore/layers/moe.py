@@ -33,6 +33,7 @@ class LocalTokenDispatcher(MoEAlltoAllTokenDispatcher):
     def preprocess(self, routing_map: Tensor) -> Tensor:
         """routing_map (tokens, experts), bool -> token count of each expert, (experts,) int64."""
         self.num_out_tokens = routing_map.size(0) * self.config.moe_router_topk
+        self.num_global_tokens_per_local_expert = None  # of the chunk sort, which there is none of
         if not self.counts_on_device:
             self._maybe_update_cuda_sync_point("before_finish")
         return routing_map.sum(dim=0)

@@ -1,5 +1,6 @@
 """Our MoE layer where every expert is local, compared with Megatron's own dispatcher on the CPU."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,21 @@ class _Stream:
 
     def wait_stream(self, other):
         raise AssertionError("something was copied to the host")
+
+
+class _CopyingStream:
+    """One on which something may be copied to the host."""
+
+    waits = 0
+
+    def wait_stream(self, other):
+        pass
+
+    def record_event(self):
+        return self
+
+    def synchronize(self):
+        _CopyingStream.waits += 1
 
 
 @pytest.fixture
@@ -83,6 +99,24 @@ def test_it_computes_what_megatrons_dispatcher_does(process, tokens, skew):
     for actual, reference in pairs:
         assert reference.abs().max() > 0
         assert (actual - reference).abs().max() <= bound * reference.abs().max()
+
+
+class HostCountExperts(GroupedMMExperts):
+    """Experts that need the tokens of each expert on the host, as Transformer Engine's do."""
+
+    counts_on_device = False
+
+
+def test_experts_that_count_on_the_host_get_their_counts_there(process, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", _CopyingStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    ours = layer(MegacppMoELayer, "alltoall", HostCountExperts)
+    assert not ours.token_dispatcher.counts_on_device
+    before = _CopyingStream.waits
+    found = run(ours, 7, skew=False)
+    assert _CopyingStream.waits == before + 1
+    expected = run(layer(MegacppMoELayer, "alltoall"), 7, skew=False)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
 def test_another_dispatcher_or_dropped_tokens_keep_megatrons(process):

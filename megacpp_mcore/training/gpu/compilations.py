@@ -1,7 +1,10 @@
-"""How often this process has compiled a kernel or captured a step, to tell which steps did."""
+"""What this process has compiled and captured: how often, how many bytes, and its release."""
 
+import contextlib
 import functools
+import gc
 import sys
+from collections.abc import Iterator
 
 
 @functools.cache
@@ -30,13 +33,38 @@ def compilations() -> int:
     """
     import torch
 
-    captured = sys.modules.get("megatron.core.full_cuda_graph")
-    graphs = captured.FullCudaGraphWrapper.cuda_graph.values() if captured else ()
     return (
         _triton()[0]
         + torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        + sum(graph is not None for graph in graphs)
+        + sum(graph is not None for graph in _steps())
     )
+
+
+def _steps() -> list:
+    """Megatron's graphs of a step: of training and of validation, None before their capture."""
+    module = sys.modules.get("megatron.core.full_cuda_graph")
+    return list(module.FullCudaGraphWrapper.cuda_graph.values()) if module else []
+
+
+@contextlib.contextmanager
+def captured_steps_released() -> Iterator[None]:
+    """Release Megatron's graphs of a step when the block ends, however it ends.
+
+    A process group whose collectives are in a CUDA graph waits for the graph when it is destroyed,
+    for ever: two ranks on two H200s did not end after their last step.
+    """
+    try:
+        yield
+    finally:
+        if any(graph is not None for graph in _steps()):
+            import torch
+            from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+            with contextlib.suppress(RuntimeError):  # CUDA itself may no longer answer
+                torch.cuda.synchronize()
+                FullCudaGraphWrapper.cuda_graph = dict.fromkeys(FullCudaGraphWrapper.cuda_graph)
+                FullCudaGraphWrapper.result = dict.fromkeys(FullCudaGraphWrapper.result)
+                gc.collect()
 
 
 def captured_bytes() -> int:

@@ -128,13 +128,14 @@ def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
     from megatron.training import pretrain
 
     from megacpp_mcore.training.gpu import batch, yardstick
+    from megacpp_mcore.training.gpu.compilations import captured_steps_released
     from megacpp_mcore.training.gpu.data import datasets_provider
     from megacpp_mcore.training.gpu.watch import Watch
 
     step = yardstick.forward_step if launch.yardstick else batch.forward_step
     watch = Watch(launch, goodput)
     try:
-        with watch.installed():
+        with captured_steps_released(), watch.installed():
             pretrain(
                 config_container(launch, args),
                 datasets_provider,
