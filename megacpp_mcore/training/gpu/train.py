@@ -134,17 +134,18 @@ def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
 
     step = yardstick.forward_step if launch.yardstick else batch.forward_step
     watch = Watch(launch, goodput)
-    try:
-        with captured_steps_released(), watch.installed():
-            pretrain(
-                config_container(launch, args),
-                datasets_provider,
-                ModelType.encoder_or_decoder,
-                partial(step, reading=partial(goodput.span, "data")),
-            )
-    except BaseException as error:
-        _record_end(watch, error)
-        raise
+    with captured_steps_released():
+        try:
+            with watch.installed():
+                pretrain(
+                    config_container(launch, args),
+                    datasets_provider,
+                    ModelType.encoder_or_decoder,
+                    partial(step, reading=partial(goodput.span, "data")),
+                )
+        except BaseException as error:
+            _record_end(watch, error)
+            raise
     watch.write("complete")
     if watch.receipt is not None:
         print(f"receipt {watch.path}", flush=True)
