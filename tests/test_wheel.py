@@ -52,6 +52,7 @@ def test_the_wheel_holds_every_package_and_its_data(installed):
         shipped = {p.name for p in (CHECKOUT / folder).glob(pattern)}
         assert {f"megacpp_mcore/{folder}/{name}" for name in shipped} <= found
     assert "megacpp_mcore/receipts/receipt.schema.json" in found
+    assert {f"megacpp_mcore/planner/{n}.json" for n in ("h200", "assumptions")} <= found
     assert not any(name.split("/")[0] in ("specs", "recipes", "patches", "tests") for name in found)
     metadata = next(installed.glob("megacpp_mcore-*.dist-info/METADATA")).read_text()
     assert "License-Expression: Apache-2.0" in metadata

@@ -1,4 +1,4 @@
-"""`megacpp recipe`: list, show and check recipes, and print Megatron's command line for one."""
+"""`megacpp recipe`: list, show, check and plan recipes, and print Megatron's command line."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from megacpp_mcore.commands import recipe_plan
 from megacpp_mcore.hybrid.flops import count
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.fields import Target
@@ -40,7 +41,7 @@ examples:
 
 def register(subparsers: Any) -> None:
     """Add `recipe` with its own commands."""
-    recipe = subparsers.add_parser("recipe", help="list, show, check and lower recipes")
+    recipe = subparsers.add_parser("recipe", help="list, show, check, plan and lower recipes")
     commands = recipe.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     commands.add_parser("list", help="the shipped recipes").set_defaults(run=_list)
@@ -52,6 +53,10 @@ def register(subparsers: Any) -> None:
     )
 
     _add(commands, "check", _check, "compare with Megatron's own parser and validation", many=True)
+
+    text = "the fastest layouts on a number of GPUs, with memory and step"
+    planned = _add(commands, "plan", recipe_plan.run, text, epilog=recipe_plan.EPILOG)
+    recipe_plan.add_arguments(planned)
 
     args = _add(commands, "args", _args, "Megatron's command line", epilog=_ARGS_EPILOG)
     args.add_argument("--format", choices=("shell", "lines", "json"), default="shell")

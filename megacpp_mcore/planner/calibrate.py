@@ -1,0 +1,191 @@
+"""h200.json from committed receipts: `python -m megacpp_mcore.planner.calibrate FOLDER`.
+
+Each number has one receipt and one sentence that says how it follows. What a layer moves is what
+its receipt leaves over once products, attention and recurrences have their time; the link inside a
+host is what a run of two GPUs leaves over.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from megacpp_mcore.hybrid.plan import Layer
+from megacpp_mcore.planner.activations import Sizes, bytes_per_token
+from megacpp_mcore.planner.memory import memory
+from megacpp_mcore.planner.pipeline import layers_of, micro_batches
+from megacpp_mcore.planner.rates import Rates, assumptions
+from megacpp_mcore.planner.step import flops_of, layer_seconds, micro_batch, step
+from megacpp_mcore.receipts.reader import Receipt, observed, read, rows_by_key, warm_median
+from megacpp_mcore.recipe import Recipe, load_recipe
+from megacpp_mcore.recipe.source import BACKENDS, KEYS
+
+_BOTH = "forward_backward"
+_RUN, _MODEL = "run-nam56r-2xh200.json", "model-nam56r-quarter-m2rnn.json"
+
+
+def recipe_of(receipt: Receipt) -> Recipe:
+    """A receipt's recipe, as far as its keys are still known, with Megatron's heads where
+    they served: their logits are what a peak is made of."""
+    overrides = []
+    for section, keys in receipt["recipe"]["content"].items():
+        for key, value in (keys or {}).items():
+            dotted = f"{section}.{key}"
+            if section == BACKENDS or (dotted in KEYS and not isinstance(value, dict)):
+                overrides.append(f"{dotted}={json.dumps(value)}")
+    served = observed(receipt)
+    if served.get("linear_cross_entropy") == "megatron":
+        overrides.append(f"{BACKENDS}.linear_cross_entropy=megatron")
+    return load_recipe("nam56r", overrides)
+
+
+class Calibration:
+    """The rates so far; `rates` are what the planner's own formulas are asked with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.found: dict[str, dict[str, Any]] = {}
+        self.rates = Rates(self.found, assumptions())
+
+    def put(self, name: str, value: float, unit: str, receipt: str, how: str) -> None:
+        rounded = value if isinstance(value, int) else float(f"{value:.5g}")
+        self.found[name] = {"value": rounded, "unit": unit, "receipt": receipt, "how": how}
+
+    def receipt(self, name: str) -> Receipt:
+        return read(self.folder / name)
+
+    def row(self, name: str, backend: str) -> Any:
+        return rows_by_key(self.receipt(name))[backend, _BOTH]
+
+    def seconds(self, name: str, backend: str) -> float:
+        return self.row(name, backend)["median_ms"] / 1e3
+
+    def speed(self, rate: str, receipt: str, backend: str) -> None:
+        row = self.row(receipt, backend)
+        how = f"operations over the median of {backend}, forward and backward"
+        value = row["flops"] / row["median_ms"] * 1e3
+        self.put(rate, value, "operations/s", receipt, how)
+
+    def operators(self) -> None:
+        residual = "residual.json"
+        row = self.row(residual, "megatron")
+        self.put("bytes", row["bytes_floor"] / row["median_ms"] * 1e3, "bytes/s", residual,
+                 "bytes of the residual addition over its median")  # fmt: skip
+        memory_bytes = self.receipt(_RUN)["lane"]["device"]["memory_bytes"]
+        self.put("memory", memory_bytes, "bytes", _RUN, "the device's memory, lane.device")
+        self.speed("products", "linear_cross_entropy.json", "chunked")
+        for backend in ("te", "grouped_mm", "reference"):
+            self.speed(f"experts_{backend}", "moe_experts.json", backend)
+        for backend in ("sdpa_cudnn", "sdpa_flash", "sdpa", "flash_2", "flash_3", "flash_4"):
+            self.speed(f"attention_{backend}", "core_attention.json", backend)
+        self.speed("scan_siso", "mamba3_scan.json", "mamba_ssm")
+        self.speed("scan_mimo", "mamba3_scan-mimo.json", "mamba_ssm_mimo")
+        self.m2rnn()
+
+    def m2rnn(self) -> None:
+        """A chain of tokens takes its time whatever the batch is; more heads and rows add to it."""
+        one, four = "m2rnn-b1-h44.json", "m2rnn-b4-h44.json"
+        sizes = self.receipt(one)["problem"]["sizes"]
+        elements = sizes["heads"] * sizes["seq"] * sizes["k_head_dim"] * sizes["v_head_dim"]
+        each = (self.seconds(four, "cuda") - self.seconds(one, "cuda")) / (3 * elements)
+        self.put("m2rnn_element", each, "s an element of the state and token", four,
+                 f"its median less that of {one}, over three rows")  # fmt: skip
+        chain = (self.seconds(one, "cuda") - each * elements) / sizes["seq"]
+        self.put("m2rnn_token", chain, "s a token of the row", one,
+                 "its median less what its elements take")  # fmt: skip
+
+    def left_over(self, recipe: Recipe, layer: Layer, seconds: float) -> float:
+        """Passes over what the layer keeps that fill the rest of its time."""
+        sizes = Sizes.of(recipe)
+        known = layer_seconds(recipe, self.rates, sizes, layer, flops_of(recipe))
+        rest = seconds - sum(known.values())
+        kept = sizes.tokens * bytes_per_token(recipe, sizes, layer, recompute=False)
+        return rest * self.rates["bytes"] / kept
+
+    def layers(self) -> None:
+        how = "what its products, attention and recurrence leave of the median, over the bytes kept"
+        for letter, name, backend in (
+            ("R", "layer-m2rnn.json", "recipe"),
+            ("A", "layer-mla-core.json", "core_attention=sdpa_cudnn"),
+            ("M", "layer-mamba3-prep.json", "mamba3_prep=reference"),
+        ):
+            receipt = self.receipt(name)
+            recipe = _of_one_layer(receipt, letter)
+            (layer,) = layers_of(recipe, 0)
+            self.put(f"passes_{letter}", 0.0, "passes", name, how)
+            value = self.left_over(recipe, layer, self.seconds(name, backend))
+            self.put(f"passes_{letter}", value, "passes", name, how)
+
+    def experts(self) -> None:
+        """No receipt has an E layer alone: the rest of a model that has five and one in MTP."""
+        recipe = recipe_of(self.receipt(_MODEL))
+        self.put("passes_E", 0.0, "passes", _MODEL, "")
+        known = micro_batch(recipe, self.rates, 0)
+        # the bench has no main gradient to add to
+        summed = _adding_gradients(recipe, self.rates)
+        seconds = self.seconds(_MODEL, "model") - (sum(known.values()) - summed)
+        found = [layer for layer in layers_of(recipe, 0) if layer.letter == "E"]
+        sizes = Sizes.of(recipe)
+        kept = sizes.tokens * bytes_per_token(recipe, sizes, found[0], recompute=False)
+        self.put("passes_E", seconds * self.rates["bytes"] / kept / len(found), "passes", _MODEL,
+                 "what all other layers, heads and the experts' products leave of the model's "
+                 "median, over the bytes that its E layers keep")  # fmt: skip
+
+    def runs(self) -> None:
+        packed = "run-small-packed.json"
+        receipt = self.receipt(packed)
+        recipe = recipe_of(receipt)
+        launched = micro_batches(recipe) * len(layers_of(recipe, 0))
+        self.put("host", warm_median(receipt, "ms") / 1e3 / launched, "s a layer and micro batch",
+                 packed, "its median step, in which the GPU has next to nothing to do")  # fmt: skip
+        receipt = self.receipt(_RUN)
+        recipe = recipe_of(receipt)
+        self.put("skew", 0.0, "share", _RUN, "")
+        even = memory(recipe, 0.0).total
+        rows = memory(recipe, 1.0).total - even
+        peak = receipt["result"]["peak_memory_bytes"]
+        self.put("skew", (peak - even) / rows, "share", _RUN,
+                 "its peak over that of even routing, as a share of the experts' rows")  # fmt: skip
+        self.link(recipe, warm_median(receipt, "ms") / 1e3)
+
+    def link(self, recipe: Recipe, seconds: float) -> None:
+        """All collectives of the run go at one rate: the one that makes up its median step."""
+        low, high = 1e9, 1e12
+        for _ in range(60):
+            middle = (low * high) ** 0.5
+            self.put("nvlink", middle, "bytes/s a GPU", _RUN,
+                     "what its exchange of tokens and its reduction have of the median step, "
+                     "waiting for the fullest rank included")  # fmt: skip
+            slow = step(recipe, self.rates).total > seconds
+            low, high = (middle, high) if slow else (low, middle)
+
+
+def _adding_gradients(recipe: Recipe, rates: Rates) -> float:
+    """Seconds that a micro batch adds gradients up."""
+    fused = load_recipe(
+        recipe.source, (*recipe.overrides, "precision.gradient_accumulation_fusion=true")
+    )
+    return sum(micro_batch(recipe, rates, 0).values()) - sum(micro_batch(fused, rates, 0).values())
+
+
+def _of_one_layer(receipt: Receipt, letter: str) -> Recipe:
+    """nam56r's sizes with the one layer that a bench of layers has."""
+    recipe = recipe_of(receipt)
+    if len(recipe.plan.layers) == 1:
+        return recipe
+    return load_recipe(recipe.source, (*recipe.overrides, f"model.pattern={letter}",
+                                       "model.depth=1", "mtp.mtp_num_layers=0"))  # fmt: skip
+
+
+def calibrate(folder: Path) -> dict[str, dict[str, Any]]:
+    """The content of h200.json, from the receipts in `folder`."""
+    found = Calibration(folder)
+    found.operators()
+    found.layers()
+    found.experts()
+    found.runs()
+    return found.found
+
+
+if __name__ == "__main__":
+    print(json.dumps(calibrate(Path(sys.argv[1])), indent=2))

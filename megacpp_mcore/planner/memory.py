@@ -1,0 +1,191 @@
+"""Bytes that a recipe takes on one GPU, from its shapes alone.
+
+Weights, gradients and optimizer states are those of Megatron's distributed optimizer: an optimizer
+state of 12 bytes a parameter (fp32 main parameter, two moments) lies over the data-parallel ranks,
+an expert's over those that hold the same experts. What a layer keeps is in `activations`.
+"""
+
+from dataclasses import dataclass, field
+
+from megacpp_mcore.hybrid.plan import Layer
+from megacpp_mcore.planner.activations import Sizes, bytes_per_token, routed_rows
+from megacpp_mcore.planner.pipeline import (
+    costs,
+    held_at_once,
+    is_last,
+    kinds_of,
+    layers_of,
+    name_of,
+)
+from megacpp_mcore.recipe import Recipe
+
+_BF16, _FP32 = 2, 4
+# On Hopper torch and Transformer Engine have 32 MiB each for cuBLAS, and Transformer Engine's
+# grouped products as much for each of their four streams.
+_WORKSPACE, _GROUPED_STREAMS = 2**25, 4
+_HEAD_CHUNK = 2**28  # bytes of logits that the chunked head has at a time, as measured
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU of a pipeline stage. activations: by letter, `head` and `frame`."""
+
+    stage: int
+    parameters: int
+    weights: float
+    gradients: float
+    optimizer: float
+    workspace: float
+    activations: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        kept = sum(self.activations.values())
+        return self.weights + self.gradients + self.optimizer + self.workspace + kept
+
+
+def memory(recipe: Recipe, skew: float) -> Memory:
+    """Of the pipeline stage that takes the most.
+
+    skew: by how much the rows of the fullest expert-parallel rank are more than the mean's.
+    """
+    stages = range(recipe.parallel.pipeline_model_parallel_size)
+    return max((memory_of_stage(recipe, stage, skew) for stage in stages), key=lambda m: m.total)
+
+
+def memory_of_stage(recipe: Recipe, stage: int, skew: float) -> Memory:
+    sizes = Sizes.of(recipe)
+    dense, experts = parameters(recipe, stage)
+    own = dense + experts
+    bf16 = recipe.precision.bf16
+    reduced = _BF16 if recipe.precision.grad_reduce_in_bf16 else _FP32
+    state = 3 * _FP32 if bf16 else 2 * _FP32
+    shared = recipe.parallel.use_distributed_optimizer
+    over = (sizes.dp, sizes.expert_dp) if shared else (1, 1)
+    kept = _activations(recipe, sizes, stage)
+    if sizes.ep > 1 and (rows := _rows(recipe, sizes, stage)):
+        kept["E"] += skew * rows
+    return Memory(
+        stage=stage,
+        parameters=round(own),
+        weights=own * (_BF16 if bf16 else _FP32),
+        gradients=own * reduced,
+        optimizer=state * (dense / over[0] + experts / over[1]),
+        workspace=_workspace(recipe, sizes, stage),
+        activations=kept,
+    )
+
+
+# --- parameters ---
+
+
+def parameters(recipe: Recipe, stage: int) -> tuple[float, float]:
+    """Parameters on a rank of a stage: those of all but the routed experts, and the experts'."""
+    sizes = Sizes.of(recipe)
+    parts = costs(recipe)
+    first, last = stage == 0, stage == recipe.parallel.pipeline_model_parallel_size - 1
+    depths = recipe.mtp.mtp_num_layers
+    shared_depths = recipe.mtp.mtp_use_repeated_layer
+    dense = experts = 0.0
+    found = list(layers_of(recipe, stage))
+    if shared_depths:
+        found = [layer for layer in found if layer.mtp_depth in (None, 1)]
+    for layer in found:
+        routed = _routed(recipe) if layer.letter == "E" else 0
+        whole = _replicated(recipe, layer)
+        dense += whole + (parts[name_of(layer)].parameters - routed - whole) / sizes.tp
+        experts += routed / (sizes.ep * sizes.etp)
+    hidden = recipe.model.hidden_size
+    if first or (last and depths):  # MTP embeds the next tokens again
+        dense += parts["embedding"].parameters / sizes.tp
+    if last:
+        dense += hidden + (parts["head"].parameters - hidden) / sizes.tp
+        if depths:
+            times = 1 if shared_depths else depths
+            frame = parts["MTP projection"].parameters
+            dense += times * (3 * hidden + (frame - 3 * hidden) / sizes.tp)
+    return dense, experts
+
+
+def _routed(recipe: Recipe) -> int:
+    moe, matrices = recipe.moe, 3 if recipe.model.swiglu else 2
+    width = moe.moe_ffn_hidden_size or recipe.model.ffn_hidden_size or 0
+    return (moe.num_experts or 0) * matrices * recipe.model.hidden_size * width
+
+
+def _replicated(recipe: Recipe, layer: Layer) -> int:
+    """Parameters of a layer that every tensor-parallel rank has: norms, latents, the router."""
+    hidden, a, moe = recipe.model.hidden_size, recipe.attention, recipe.moe
+    if layer.letter == "A" and layer.symbol != "*":
+        down = (a.q_lora_rank or 0) + a.kv_lora_rank + a.qk_pos_emb_head_dim
+        return hidden * (1 + down)
+    if layer.letter == "E":
+        return hidden * (1 + (moe.num_experts or 0) + moe.moe_shared_expert_gate)
+    if layer.letter == "M":
+        return hidden + 2 * recipe.mamba3.mamba_state_dim
+    return hidden
+
+
+# --- activations ---
+
+
+def _activations(recipe: Recipe, sizes: Sizes, stage: int) -> dict[str, float]:
+    """What the layers keep, by letter, and MTP's frame."""
+    kept: dict[str, float] = {}
+    in_flight = held_at_once(recipe, stage)
+    for layer, number in kinds_of(recipe, stage):
+        found = in_flight * number * sizes.tokens * bytes_per_token(recipe, sizes, layer)
+        kept[layer.letter] = kept.get(layer.letter, 0.0) + found
+    depths = recipe.mtp.mtp_num_layers
+    if depths and is_last(recipe, stage):
+        # the inputs of both norms of a depth, and the two halves of the projection's input
+        hidden = _BF16 * recipe.model.hidden_size * sizes.tokens / sizes.cut
+        kept["MTP frame"] = 4 * depths * hidden
+    return kept
+
+
+def _rows(recipe: Recipe, sizes: Sizes, stage: int) -> float:
+    """Of what the layers keep, the part that is as large as the rows that a rank's experts get."""
+    expert_layers = [layer for layer in layers_of(recipe, stage) if layer.letter == "E"]
+    if recipe.parallel.recompute_granularity == "full" or not expert_layers:
+        return 0.0
+    one = routed_rows(recipe, sizes, set(recipe.recompute.moe))
+    return held_at_once(recipe, stage) * sizes.tokens * len(expert_layers) * one
+
+
+# --- workspace ---
+
+
+def _workspace(recipe: Recipe, sizes: Sizes, stage: int) -> float:
+    """What is no activation of a layer: library workspaces, and the most that the heads or one
+    layer's backward pass have beside what the layers keep."""
+    own = [layer for layer, _ in kinds_of(recipe, stage)]
+    found = 2.0 * _WORKSPACE
+    if "E" in {layer.letter for layer in own} and _experts_are_te(recipe):
+        found += _GROUPED_STREAMS * _WORKSPACE
+    # The gradients of what a layer keeps are about as large; recomputed, it is there as well.
+    once = 2 if recipe.parallel.recompute_granularity == "full" else 1
+    largest = max(bytes_per_token(recipe, sizes, layer, recompute=False) for layer in own)
+    working = once * sizes.tokens * largest
+    if is_last(recipe, stage):
+        working = max(working, _heads(recipe, sizes))
+    return found + working
+
+
+def _experts_are_te(recipe: Recipe) -> bool:
+    return recipe.backends.get("moe_experts", "auto") in ("auto", "te")
+
+
+def _heads(recipe: Recipe, sizes: Sizes) -> float:
+    """The main head and MTP's. The chunked one makes its gradients at once: of hidden, of the
+    weight in bf16, while it works in fp32 too, and a chunk of logits. Megatron's own keeps the
+    logits in bf16 and their softmax in fp32."""
+    vocabulary, hidden = recipe.model.vocab_size / sizes.tp, recipe.model.hidden_size
+    heads = 1 + recipe.mtp.mtp_num_layers
+    rows = 2 * _BF16 * hidden * sizes.tokens / sizes.cut  # into the final norm and out of it
+    if recipe.backends.get("linear_cross_entropy") == "megatron":
+        logits = sizes.tokens * vocabulary
+        return heads * (logits * (_BF16 + _FP32) + rows) + logits * _FP32 + _WORKSPACE
+    logits = min(_HEAD_CHUNK, _BF16 * vocabulary * sizes.tokens)
+    one = _BF16 * hidden * (sizes.tokens + vocabulary) + rows
+    return heads * one + _FP32 * vocabulary * hidden + logits

@@ -1,0 +1,82 @@
+"""What a model and a pipeline stage of it have: layers, their cost, micro batches at once."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from megacpp_mcore.hybrid.flops import count
+from megacpp_mcore.hybrid.plan import Layer
+from megacpp_mcore.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Cost:
+    """flops: a token's, forward and backward, of each time a layer runs; of all heads, or all
+    projections of MTP, together. parameters: of one layer, on all ranks."""
+
+    flops: float
+    parameters: float
+
+
+def costs(recipe: Recipe, keys: float | None = None) -> dict[str, Cost]:
+    """By the names of `hybrid.flops`, whose `keys` it is; the mean where layers of a letter differ.
+
+    A layer that all depths of MTP share is counted there once, with the operations of all depths.
+    """
+    parts = count(recipe, keys=keys).parts
+    runs = Counter(name_of(layer) for layer in recipe.plan.layers)
+    flops: Counter[str] = Counter()
+    parameters: Counter[str] = Counter()
+    layers = Counter({part.name: 0 for part in parts})
+    for part in parts:
+        flops[part.name] += part.layers * (part.forward + part.backward)
+        parameters[part.name] += part.layers * part.parameters
+        layers[part.name] += part.layers
+    return {
+        name: Cost(flops[name] / (runs[name] or 1), parameters[name] / number)
+        for name, number in layers.items()
+    }
+
+
+def name_of(layer: Layer) -> str:
+    """In `costs`."""
+    return ("MTP " if layer.mtp_depth else "") + layer.letter
+
+
+def layers_of(recipe: Recipe, stage: int) -> list[Layer]:
+    """The layers of a stage, in all its virtual stages; MTP's are on the last."""
+    return [layer for layer in recipe.plan.layers if layer.stage == stage]
+
+
+def kinds_of(recipe: Recipe, stage: int) -> list[tuple[Layer, int]]:
+    """One layer of each kind that a stage has, with how many there are. MTP's are apart."""
+    first: dict[tuple, Layer] = {}
+    numbers: dict[tuple, int] = {}
+    for layer in layers_of(recipe, stage):
+        kind = layer.letter, layer.symbol, layer.mtp_depth is None
+        first.setdefault(kind, layer)
+        numbers[kind] = numbers.get(kind, 0) + 1
+    return [(first[kind], number) for kind, number in numbers.items()]
+
+
+def is_last(recipe: Recipe, stage: int) -> bool:
+    return stage == recipe.parallel.pipeline_model_parallel_size - 1
+
+
+def micro_batches(recipe: Recipe) -> int:
+    """A step's, on each data-parallel rank."""
+    s = recipe.schedule
+    return s.global_batch_size // (s.micro_batch_size * recipe.data_parallel_size)
+
+
+def held_at_once(recipe: Recipe, stage: int) -> float:
+    """Micro batches whose activations a stage holds at most, in whole stages.
+
+    One forward, one backward in turns (Megatron's schedules.py): a stage starts as many as there
+    are stages from it to the last. Interleaved, it starts 2 a stage behind it and a pipeline's
+    length for each virtual stage but the last, each of 1 / vpp of its layers.
+    """
+    pp, vpp, batches = recipe.plan.pp, recipe.plan.vpp, micro_batches(recipe)
+    behind = pp - stage - 1
+    if vpp == 1:
+        return min(batches, behind + 1)
+    return min(batches * vpp, 2 * behind + (vpp - 1) * pp + 1) / vpp

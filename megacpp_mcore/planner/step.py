@@ -1,0 +1,258 @@
+"""Predicted time of a step, from a recipe's operations and bytes and from measured rates.
+
+A micro batch on a pipeline stage is the sum of its products, its attention and recurrences, the
+bytes that everything else moves and the collectives inside layers; the host's launches count where
+they take longer. A step is its micro batches with the pipeline's bubble, the part of the
+data-parallel collectives that is not hidden, and the optimizer.
+"""
+
+from dataclasses import dataclass, fields
+
+from megacpp_mcore.hybrid.plan import Layer
+from megacpp_mcore.planner.activations import Sizes, bytes_per_token
+from megacpp_mcore.planner.memory import parameters
+from megacpp_mcore.planner.pipeline import (
+    costs,
+    is_last,
+    kinds_of,
+    layers_of,
+    micro_batches,
+    name_of,
+)
+from megacpp_mcore.planner.rates import Rates
+from megacpp_mcore.recipe import Recipe
+
+_BF16, _FP32 = 2, 4
+_EXCHANGES = 4  # dispatch and combine, each way
+_GATHERS = 5  # of a layer's tokens under sequence parallelism: 2 forward, 3 backward
+_HEADS = ("head", "MTP head", "MTP projection")
+_BUCKET = 40_000_000, 1_000_000  # Megatron's ddp_bucket_size: at least, and a rank
+
+# name of `costs` -> operations a token, and those of them that are no attention
+Flops = dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step, in the parts that add up to `total`. stage: the slowest one."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    recurrences: float = 0.0
+    moved: float = 0.0
+    recomputed: float = 0.0
+    exchange: float = 0.0
+    tensor_parallel: float = 0.0
+    pipeline: float = 0.0
+    host: float = 0.0
+    data_parallel: float = 0.0
+    optimizer: float = 0.0
+    stage: int = 0
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, f.name) for f in fields(self) if f.name != "stage")
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "stage"}
+
+
+@dataclass(frozen=True)
+class Link:
+    """How the ranks of a group are joined. hosts: those that the group lies on."""
+
+    ranks: int
+    bytes_per_s: float
+    latency: float
+
+    @classmethod
+    def of(cls, rates: Rates, ranks: int, stride: int) -> "Link":
+        """Of a group whose ranks are `stride` GPUs apart."""
+        if ranks == 1:
+            return cls(1, float("inf"), 0.0)
+        here = max(1, int(rates["host_gpus"]) // stride)  # of the group, on one host
+        if ranks <= here:
+            return cls(ranks, rates["nvlink"], rates["nvlink_latency"])
+        rate = min(rates["nvlink"], here * rates["network"])
+        return cls(ranks, rate, rates["network_latency"])
+
+    def ring(self, size: float, messages: float = 1) -> float:
+        """Seconds of an all-gather to `size` bytes, or a reduce-scatter of them."""
+        others = self.ranks - 1
+        return others / self.ranks * size / self.bytes_per_s + messages * others * self.latency
+
+    def exchange(self, size: float) -> float:
+        """Seconds of an all-to-all of `size` bytes a rank."""
+        return (self.ranks - 1) / self.ranks * size / self.bytes_per_s + self.latency
+
+
+def step(recipe: Recipe, rates: Rates) -> Step:
+    """Of the slowest pipeline stage."""
+    stages = range(recipe.parallel.pipeline_model_parallel_size)
+    return max((_of_stage(recipe, rates, stage) for stage in stages), key=lambda s: s.total)
+
+
+def _of_stage(recipe: Recipe, rates: Rates, stage: int) -> Step:
+    batches, plan = micro_batches(recipe), recipe.plan
+    one = micro_batch(recipe, rates, stage)
+    device = sum(one.values())
+    launched = recipe.launch.cuda_graph_impl != "full_iteration"
+    host = launched * rates["host"] * len(layers_of(recipe, stage))
+    waits = max(0.0, host - device)
+    bubble = (plan.pp - 1) / plan.vpp * (device + waits)
+    own = {name: batches * seconds for name, seconds in one.items()}
+    own["pipeline"] += bubble
+    dense, experts = parameters(recipe, stage)
+    return Step(
+        **own,
+        host=batches * waits,
+        data_parallel=_data_parallel(recipe, rates, dense, experts, device),
+        optimizer=_optimizer(recipe, rates, dense, experts),
+        stage=stage,
+    )
+
+
+def micro_batch(recipe: Recipe, rates: Rates, stage: int) -> dict[str, float]:
+    """Seconds of a micro batch's forward and backward on a stage, by `Step`'s names."""
+    sizes = Sizes.of(recipe)
+    found = dict.fromkeys(
+        ("products", "attention", "recurrences", "moved", "recomputed", "exchange",
+         "tensor_parallel", "pipeline"), 0.0,
+    )  # fmt: skip
+    flops = flops_of(recipe)
+    for layer, number in kinds_of(recipe, stage):
+        parts = layer_seconds(recipe, rates, sizes, layer, flops)
+        again = _again(recipe, rates, layer) * sum(parts.values()) / 3
+        parts |= _collectives(recipe, rates, sizes, layer) | {"recomputed": again}
+        for name, seconds in parts.items():
+            found[name] += number * seconds
+    if is_last(recipe, stage):
+        heads = sum(flops[name][1] for name in _HEADS if name in flops)
+        found["products"] += sizes.tokens * heads / sizes.tp / rates["products"]
+    dense, experts = parameters(recipe, stage)
+    if not recipe.precision.gradient_accumulation_fusion:
+        # a bf16 gradient is read and added to the one that is summed
+        summed = _BF16 if recipe.precision.grad_reduce_in_bf16 else _FP32
+        found["moved"] += (dense + experts) * (_BF16 + 2 * summed) / rates["bytes"]
+    if recipe.plan.pp > 1:
+        size = _BF16 * recipe.model.hidden_size * sizes.tokens / sizes.cut
+        link = Link.of(rates, 2, recipe.world_size // recipe.plan.pp)
+        found["pipeline"] += 2 * recipe.plan.vpp * (size / link.bytes_per_s + link.latency)
+    return found
+
+
+def flops_of(recipe: Recipe) -> Flops:
+    without = costs(recipe, keys=0.0)
+    return {name: (cost.flops, without[name].flops) for name, cost in costs(recipe).items()}
+
+
+def layer_seconds(
+    recipe: Recipe, rates: Rates, sizes: Sizes, layer: Layer, flops: Flops
+) -> dict[str, float]:
+    """Forward and backward of one layer on one rank, without collectives and recomputation."""
+    tokens, tp = sizes.tokens, sizes.tp
+    whole, products = flops[name_of(layer)]
+    routed = _routed_flops(recipe) if layer.letter == "E" else 0.0
+    experts = f"experts_{_named(recipe, 'moe_experts', 'te')}"
+    core = f"attention_{_named(recipe, 'core_attention', 'sdpa_cudnn')}"
+    kept = bytes_per_token(recipe, sizes, layer, recompute=False)
+    passes = _rate(rates, f"passes_{layer.letter}", "passes_R")
+    return {
+        "products": tokens / tp * ((products - routed) / rates["products"]
+                                   + routed / _rate(rates, experts, "experts_te")),
+        "attention": tokens / tp * (whole - products) / _rate(rates, core, "attention_sdpa_cudnn"),
+        "recurrences": _recurrence(recipe, rates, sizes, layer),
+        "moved": tokens * kept * passes / rates["bytes"],
+    }  # fmt: skip
+
+
+def _rate(rates: Rates, name: str, otherwise: str) -> float:
+    return rates[name if name in rates.measured else otherwise]
+
+
+def _named(recipe: Recipe, surface: str, auto: str) -> str:
+    named = recipe.backends.get(surface, "auto")
+    return auto if named == "auto" else named
+
+
+def _routed_flops(recipe: Recipe) -> float:
+    moe, matrices = recipe.moe, 3 if recipe.model.swiglu else 2
+    width = moe.moe_router_topk * (moe.moe_ffn_hidden_size or 0)
+    return 6 * matrices * recipe.model.hidden_size * width
+
+
+def _recurrence(recipe: Recipe, rates: Rates, sizes: Sizes, layer: Layer) -> float:
+    if layer.letter == "M":
+        m = recipe.mamba3
+        rank = m.mimo_rank if m.variant == "mimo" else 1
+        flops = 12 * (m.mamba_num_heads or 0) * m.mamba_head_dim * m.mamba_state_dim * rank
+        return sizes.tokens / sizes.tp * flops / rates["scan_" + m.variant]
+    if layer.letter == "R":
+        r = recipe.m2rnn
+        heads = r.num_heads or recipe.model.hidden_size // (r.k_head_dim + r.v_head_dim)
+        elements = heads / sizes.tp * r.k_head_dim * r.v_head_dim * sizes.tokens
+        chain = recipe.model.seq_length * rates["m2rnn_token"]
+        return chain + elements * rates["m2rnn_element"]
+    return 0.0
+
+
+def _again(recipe: Recipe, rates: Rates, layer: Layer) -> float:
+    """The share of a layer's forward pass that its backward pass repeats."""
+    if recipe.parallel.recompute_granularity == "full":
+        return 1.0
+    asked = recipe.recompute
+    parts = {"A": asked.attention, "E": asked.moe, "M": asked.asked("mamba3"),
+             "R": asked.asked("m2rnn")}.get(layer.letter, ())  # fmt: skip
+    if {"layer", "mixer"} & set(parts):
+        return 1.0
+    return max((rates[f"again_{part}"] for part in parts), default=0.0)
+
+
+def _collectives(recipe: Recipe, rates: Rates, sizes: Sizes, layer: Layer) -> dict[str, float]:
+    row = _BF16 * recipe.model.hidden_size
+    within = Link.of(rates, sizes.tp, 1)
+    found = {"tensor_parallel": _GATHERS * within.ring(sizes.tokens * row), "exchange": 0.0}
+    if layer.letter == "E":
+        rows = sizes.tokens / sizes.cut * recipe.moe.moe_router_topk * row
+        over = Link.of(rates, sizes.ep, sizes.etp)
+        found["exchange"] = _EXCHANGES * over.exchange(rows)
+        joined = Link.of(rates, sizes.etp, 1)
+        found["tensor_parallel"] += _EXCHANGES * joined.ring(rows * sizes.etp)
+    return found
+
+
+def _data_parallel(
+    recipe: Recipe, rates: Rates, dense: float, experts: float, device: float
+) -> float:
+    """What the reduction of gradients and the gather of weights add to a step."""
+    sizes, p = Sizes.of(recipe), recipe.parallel
+    summed = _BF16 if recipe.precision.grad_reduce_in_bf16 else _FP32
+    reduced = gathered = 0.0
+    groups = ((dense, sizes.dp, sizes.tp), (experts, sizes.expert_dp, sizes.ep * sizes.etp))
+    for numbers, ranks, stride in groups:
+        bucket = p.ddp_bucket_size or max(_BUCKET[0], _BUCKET[1] * ranks)
+        link, messages = Link.of(rates, ranks, stride), -(-numbers // bucket)
+        reduced += link.ring(summed * numbers, messages)
+        gathered += link.ring(_BF16 * numbers, messages)
+    if not p.use_distributed_optimizer:  # an all-reduce: gradients are gathered, weights are not
+        reduced, gathered = 2 * reduced, 0.0
+
+    def exposed(seconds: float, overlapped: bool, window: float) -> float:
+        if not overlapped:
+            return seconds
+        return max(rates["exposed"] * seconds, seconds - window)
+
+    return exposed(reduced, p.overlap_grad_reduce, device * 2 / 3) + exposed(
+        gathered, p.overlap_param_gather, device / 3
+    )
+
+
+def _optimizer(recipe: Recipe, rates: Rates, dense: float, experts: float) -> float:
+    sizes = Sizes.of(recipe)
+    shared = recipe.parallel.use_distributed_optimizer
+    over = (sizes.dp, sizes.expert_dp) if shared else (1, 1)
+    own = dense / over[0] + experts / over[1]
+    # and the gradients are set to zero
+    summed = _BF16 if recipe.precision.grad_reduce_in_bf16 else _FP32
+    return (rates["optimizer_bytes"] * own + summed * (dense + experts)) / rates["bytes"]

@@ -1,0 +1,153 @@
+"""The planner's memory and step against every committed run on H200s, and its rates' origin."""
+
+import datetime
+import json
+from pathlib import Path
+
+import pytest
+
+from megacpp_mcore.planner.calibrate import calibrate, recipe_of
+from megacpp_mcore.planner.memory import memory_of_stage
+from megacpp_mcore.planner.pipeline import layers_of
+from megacpp_mcore.planner.rates import h200
+from megacpp_mcore.planner.step import micro_batch, step
+from megacpp_mcore.receipts.reader import read, rows_by_key, warm_median
+
+H200 = Path(__file__).parents[2] / "examples/receipts/h200"
+MEMORY, STEP = 0.05, 0.15
+RUNS = {
+    str(path.relative_to(H200)): document
+    for path in sorted(H200.glob("**/*.json"))
+    if (document := json.loads(path.read_text()))["kind"] == "run"
+}
+
+YARDSTICK = "Megatron's own blocks, which the planner does not know"
+EARLIER = "earlier kernels and layers, which do not ship"
+OTHERS = "other jobs on the host, whose launches are most of this small model's step"
+COLD = "three to seven steps that measure a cold start"
+FP8 = "FP8 products, of which no operator has a receipt"
+
+NO_MEMORY = {
+    **dict.fromkeys((name for name in RUNS if "yardstick" in name), YARDSTICK),
+    **dict.fromkeys(
+        (f"layouts/{name}.json" for name in ("ep2", "ep4", "ep4-from-ep2", "tp2-ep2")), EARLIER
+    ),
+}
+# Beyond the bound, with what the planner is off by. Both have their peak in the first step, before
+# there is an optimizer state: a transient of the start, of some 20 MB, that the planner has not.
+MISSED_MEMORY = {
+    "layouts-2xh200/ep4.json": -0.051,
+    "layouts-2xh200/tp2-ep2.json": -0.060,
+}
+NO_STEP = {
+    **dict.fromkeys((name for name in RUNS if "yardstick" in name), YARDSTICK),
+    **dict.fromkeys((name for name in RUNS if name.startswith("layouts-2xh200/")), OTHERS),
+    **dict.fromkeys((name for name in RUNS if name.startswith("stock/")), OTHERS),
+    **dict.fromkeys((name for name in RUNS if name.startswith("layouts/")), EARLIER),
+    **dict.fromkeys(
+        (f"run-nam56r-quarter-{name}.json" for name in (
+            "1xh200", "mla_rope-reference-a", "mla_rope-reference-b", "mla_rope-triton",
+        )), EARLIER,
+    ),
+    "run-nam56r-quarter-fp8.json": FP8,
+    "run-cold-first-start.json": COLD,
+    "run-cold-second-start.json": COLD,
+    "run-nam56r-2xh200-second-start.json": COLD,
+}  # fmt: skip
+# Two that the rates are made of, and two with earlier kernels of R that the planner meets as well.
+STEPS = {
+    "run-nam56r-2xh200.json",
+    "run-nam56r-2xh200-33-steps.json",
+    "run-nam56r-4xh200.json",
+    "run-nam56r-1xh200.json",
+    "run-small-packed.json",
+}
+
+
+def off_by(predicted: float, measured: float) -> float:
+    return predicted / measured - 1
+
+
+def test_every_run_is_held_or_excluded_with_a_reason():
+    assert set(RUNS) == STEPS | NO_STEP.keys()
+    assert not STEPS & NO_STEP.keys()
+    assert NO_MEMORY.keys() | MISSED_MEMORY.keys() <= set(RUNS)
+
+
+def measured_stage(document: dict) -> int:
+    """Memory is that of one rank: the last, where there are pipeline stages."""
+    last = document["topology"]["world_size"] - 1
+    of_last = f"peak memory, parameters and times are those of rank {last}"
+    pp = document["topology"]["pp"]
+    assert pp == 1 or of_last in document["notes"]
+    return pp - 1
+
+
+@pytest.mark.parametrize("name", sorted(set(RUNS) - NO_MEMORY.keys()))
+def test_memory(name):
+    document = RUNS[name]
+    result, recipe = document["result"], recipe_of(document)
+    needed = memory_of_stage(recipe, measured_stage(document), h200()["skew"])
+    parameters = result.get("rank_parameters") or result["parameters_on_this_rank"]
+    assert needed.parameters == parameters
+    if "optimizer_bytes" in result:
+        for own, key in (
+            (needed.weights, "parameter_bytes"),
+            (needed.gradients, "gradient_bytes"),
+            (needed.optimizer, "optimizer_bytes"),
+        ):
+            assert off_by(own, result[key]) == pytest.approx(0, abs=0.005), key
+    found = off_by(needed.total, result["peak_memory_bytes"])
+    if name in MISSED_MEMORY:
+        peaks = document["series"]["peak_memory_bytes"]
+        assert peaks[0] == peaks[-1]  # as MISSED_MEMORY says
+        assert found == pytest.approx(MISSED_MEMORY[name], abs=0.005)
+    else:
+        assert abs(found) <= MEMORY
+
+
+@pytest.mark.parametrize("name", sorted(STEPS))
+def test_step(name):
+    predicted = step(recipe_of(RUNS[name]), h200()).total
+    assert abs(off_by(predicted, warm_median(RUNS[name], "ms") / 1e3)) <= STEP
+
+
+@pytest.mark.parametrize(
+    ("receipt", "backend"),
+    [
+        ("model-nam56r-quarter-m2rnn.json", "model"),
+        ("model-nam56r-quarter-mtp2.json", "model"),
+        ("model-nam56r-quarter-precision.json", "precision.fp8=null"),
+        ("model-nam56r-quarter-compile.json", "m2rnn_prep=reference"),
+    ],
+)
+def test_forward_and_backward_of_a_model(receipt, backend):
+    """Micro batches of 4 and 8 rows, one and two MTP depths, without Megatron's main gradients."""
+    document = read(H200 / receipt)
+    predicted = sum(micro_batch(recipe_of(document), h200(), 0).values())
+    measured = rows_by_key(document)[backend, "forward_backward"]["median_ms"] / 1e3
+    assert abs(off_by(predicted, measured)) <= STEP
+
+
+def interval(document: dict) -> tuple[datetime.datetime, datetime.datetime]:
+    last = document["goodput"]["segments"][-1]
+    start = datetime.datetime.fromisoformat(last["started"])
+    return start, start + datetime.timedelta(seconds=last["wall_s"])
+
+
+def test_runs_called_disturbed_ran_at_the_same_time_as_another():
+    times = {name: interval(document) for name, document in RUNS.items()}
+    for name in (name for name, reason in NO_STEP.items() if reason == OTHERS):
+        start, end = times[name]
+        assert any(
+            other != name and begun < end and start < ended
+            for other, (begun, ended) in times.items()
+        ), name
+        assert len(layers_of(recipe_of(RUNS[name]), 0)) <= 10
+
+
+def test_rates_are_those_of_the_committed_receipts():
+    """After a new receipt: python -m megacpp_mcore.planner.calibrate examples/receipts/h200."""
+    assert calibrate(H200) == h200().measured
+    assert all((H200 / entry["receipt"]).exists() for entry in h200().measured.values())
+    assert all(entry["why"] for entry in h200().assumed.values())

@@ -1,0 +1,248 @@
+"""`megacpp recipe plan`: legal layouts, what memory does as they change, refusals, both outputs."""
+
+import dataclasses
+import itertools
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megacpp_mcore.cli import main
+from megacpp_mcore.planner.memory import memory
+from megacpp_mcore.planner.rates import h200
+from megacpp_mcore.planner.search import RECOMPUTE, PlanError, plan, words_of
+from megacpp_mcore.planner.step import Link, step
+from megacpp_mcore.recipe import load_recipe
+
+GIB = 2**30
+RATES = h200()
+SMALL = ("model.depth=12",)  # as many layers as the pattern has letters
+
+
+def planned(gpus, overrides=(), name="nam56r", nodes=None, budget=RATES.usable_memory):
+    return plan(name, overrides, gpus, nodes, budget, RATES)
+
+
+@pytest.fixture(scope="module")
+def four():
+    return planned(4)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "overrides"),
+    [
+        ("nam56r", 4, ()),
+        ("nam56r", 2, ("parallel.overlap_param_gather=false", *SMALL)),
+        ("nam56r-quarter", 2, ("attention.kind=gqa",)),
+        ("nam56r-quarter", 3, ("schedule.global_batch_size=48",)),
+        ("nam56r", 4, ("launch.cuda_graph_impl=full_iteration",
+                       "schedule.check_for_nan_in_loss_and_grad=false", *SMALL)),
+    ],
+)  # fmt: skip
+def test_every_layout_loads_with_its_words_and_is_what_was_measured(name, gpus, overrides):
+    found = planned(gpus, overrides, name)
+    assert found.layouts
+    for layout in found.layouts:
+        loaded = load_recipe(name, (*overrides, *layout.words))
+        assert loaded == layout.recipe
+        assert loaded.world_size == gpus
+        assert memory(loaded, RATES["skew"]) == layout.memory
+        assert step(loaded, RATES) == layout.step
+        assert layout.memory.total <= found.budget
+    times = [layout.step.total for layout in found.layouts]
+    assert times == sorted(times)
+
+
+def test_layouts_of_every_kind_are_among_them(four):
+    seen = {
+        key: {layout.recipe.get(key) for layout in four.layouts}
+        for key in (
+            "parallel.expert_model_parallel_size",
+            "parallel.tensor_model_parallel_size",
+            "parallel.pipeline_model_parallel_size",
+            "schedule.micro_batch_size",
+            "precision.grad_reduce_in_bf16",
+            "parallel.use_distributed_optimizer",
+        )
+    }
+    assert list(map(len, seen.values())) == [3, 3, 3, 5, 2, 2]
+    assert {layout.recipe.plan.vpp for layout in planned(8, ("model.depth=16",)).layouts} == {
+        1, 2, 4,
+    }  # fmt: skip
+
+
+def test_one_host_of_h200s_needs_no_expert_parallelism(four):
+    assert four.layouts[0].recipe.parallel.expert_model_parallel_size == 1
+
+
+def at(*words):
+    recipe = load_recipe("nam56r", words)
+    return memory(recipe, RATES["skew"])
+
+
+def layout(gpus, ep=1, **more):
+    words = {
+        "launch.nproc_per_node": gpus,
+        "parallel.expert_model_parallel_size": ep,
+        "schedule.micro_batch_size": 1,
+    }
+    return words_of(words | {key.replace("__", "."): value for key, value in more.items()})
+
+
+def test_more_data_parallel_ranks_never_take_more_memory():
+    sizes = [at(*layout(gpus)).total for gpus in (1, 2, 4, 8, 16, 32)]
+    assert sizes == sorted(sizes, reverse=True)
+    whole = [
+        at(*layout(gpus, parallel__use_distributed_optimizer=False,
+                   parallel__overlap_param_gather=False)).total
+        for gpus in (2, 4, 8)
+    ]  # fmt: skip
+    assert len(set(whole)) == 1
+
+
+def test_expert_parallelism_lowers_weights_and_gradients():
+    found = [at(*layout(16, ep)) for ep in (1, 2, 4, 8, 16)]
+    for part in ("parameters", "weights", "gradients"):
+        sizes = [getattr(memory, part) for memory in found]
+        assert sizes == sorted(sizes, reverse=True)
+        assert len(set(sizes)) == len(sizes)
+
+
+def test_each_recomputation_keeps_less_and_takes_longer():
+    recipes = [load_recipe("nam56r", words_of(keys)) for keys in RECOMPUTE.values()]
+    kept = [sum(memory(recipe, 0.0).activations.values()) for recipe in recipes]
+    times = [step(recipe, RATES).total for recipe in recipes]
+    assert all(more > less for more, less in itertools.pairwise(kept))
+    assert times == sorted(times)
+
+
+def test_tensor_and_pipeline_parallelism_divide_the_model():
+    whole = at(*layout(4))
+    halves = [
+        at(*layout(4, parallel__pipeline_model_parallel_size=2)),
+        at(*layout(4, parallel__tensor_model_parallel_size=2, parallel__sequence_parallel=True)),
+    ]
+    for half in halves:
+        assert 0.5 * whole.parameters < half.parameters < 0.6 * whole.parameters
+
+
+def test_links_between_hosts_are_slower_and_each_hop_costs():
+    inside, across = Link.of(RATES, 8, 1), Link.of(RATES, 8, 8)
+    assert inside.ring(1e9) < across.ring(1e9)
+    assert inside.exchange(1e9) < across.exchange(1e9)
+    assert inside.ring(1e9, messages=10) > inside.ring(1e9)
+    assert Link.of(RATES, 1, 1).ring(1e9) == 0
+    assert Link.of(RATES, 1, 1).exchange(1e9) == 0
+
+
+def test_a_captured_step_does_not_wait_for_the_host():
+    words = layout(1, schedule__micro_batch_size=1)
+    graph = ("launch.cuda_graph_impl=full_iteration",
+             "schedule.check_for_nan_in_loss_and_grad=false")  # fmt: skip
+    eager, captured = (step(load_recipe("nam56r", w), RATES) for w in (words, (*words, *graph)))
+    assert eager.host > 0
+    assert captured.host == 0
+    assert captured.total == pytest.approx(eager.total - eager.host)
+
+
+def test_a_backend_of_attention_and_experts_has_its_own_rate():
+    base = load_recipe("nam56r")
+    faster = dataclasses.replace(
+        base, backends={"core_attention": "flash_4", "moe_experts": "grouped_mm"}
+    )
+    assert step(faster, RATES).attention < step(base, RATES).attention
+    assert step(faster, RATES).products < step(base, RATES).products
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nodes", "said"),
+    [(0, None, "--gpus is 0"), (-1, None, "--gpus is -1"), (6, 4, "--gpus 6"), (8, 0, "over 0")],
+)
+def test_numbers_that_make_no_sense(gpus, nodes, said):
+    with pytest.raises(PlanError, match=said):
+        planned(gpus, nodes=nodes)
+
+
+def test_too_little_memory_names_the_smallest_layout_and_its_bytes():
+    with pytest.raises(PlanError) as error:
+        planned(2, budget=30 * GIB)
+    text = str(error.value)
+    assert "fits into 30.0 GiB a GPU" in text
+    words = text.partition("bytes): ")[2].replace("--set ", "").replace("[]", "").split()
+    size = int(text.partition(" GiB (")[2].partition(" bytes")[0].replace(",", ""))
+    smallest = memory(load_recipe("nam56r", words), RATES["skew"])
+    assert smallest.total == pytest.approx(size, abs=1)
+    assert planned(2, budget=size + 1).layouts
+    with pytest.raises(PlanError):
+        planned(2, budget=size - 1)
+
+
+def test_no_memory_and_more_gpus_than_rows():
+    with pytest.raises(PlanError, match="must be more than 0"):
+        planned(2, budget=-GIB)
+    with pytest.raises(PlanError, match=r"no layout .* 4096 GPUs .*global_batch_size = 64"):
+        planned(4096)
+
+
+def test_it_needs_no_torch():
+    code = "import sys, megacpp_mcore.planner.calibrate, megacpp_mcore.planner.search as s; "
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_text(capsys):
+    assert main(["recipe", "plan", "nam56r", "--gpus", "2", "--top", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    text = "\n".join(lines)
+    assert "expert parallelism is not needed" in text
+    assert "--set parallel.expert_model_parallel_size=1" in text
+    assert "ms slower: " in text
+    assert [line.split()[0] for line in lines if line[:4].strip().isdigit()] == ["1", "2", "3"]
+    assert "activations E" in text
+
+
+def test_on_paper_the_assumptions_are_printed(capsys):
+    words = ["--set", "schedule.global_batch_size=4096", "--set", SMALL[0]]
+    assert main(["recipe", "plan", "nam56r", "--gpus", "4096", "--top", "1", *words]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 100
+    assert "on 4096 GPUs of 512 hosts" in out
+    assert "On paper" in out
+    assert "network" in out
+    assert "not measured" in out
+
+
+def test_json(capsys):
+    words = ["recipe", "plan", "nam56r", "--gpus", "2", "--memory", "80", "--top", "0", "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory_bytes"] == 80 * GIB
+    assert found["fit"] == len(found["layouts"])
+    first, second = found["layouts"][:2]
+    assert first["slower_because"] is None
+    assert second["total_ms"] > first["total_ms"]
+    assert sum(second["step_ms"].values()) == pytest.approx(second["total_ms"])
+    assert sum(second["memory_bytes"].values()) == pytest.approx(second["total_bytes"], abs=20)
+    assert load_recipe("nam56r", second["set"]).world_size == 2
+    assert set(found["rates"]) == set(RATES.measured)
+
+
+def test_it_says_where_expert_parallelism_is_needed(capsys):
+    words = ["recipe", "plan", "nam56r", "--gpus", "8", "--memory", "17",
+             "--set", "moe.num_experts=128", "--set", "schedule.global_batch_size=8",
+             "--set", SMALL[0]]  # fmt: skip
+    assert main([*words, "--top", "1"]) == 0
+    assert "expert parallelism is needed: without it" in capsys.readouterr().out
+
+
+def test_the_commands_of_the_page(capsys):
+    page = (Path(__file__).parents[2] / "docs/layouts.md").read_text()
+    commands = [line[len("$ megacpp ") :] for line in page.splitlines() if line[:2] == "$ "]
+    assert commands
+    for command in commands:
+        assert main(shlex.split(command)) == 0
+        assert capsys.readouterr().out
