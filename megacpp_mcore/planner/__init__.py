@@ -8,3 +8,9 @@
 
 Nothing here imports torch.
 """
+
+from megacpp_mcore.errors import MegacppError
+
+
+class PlanError(MegacppError):
+    """A question that no layout answers, or a model that the planner does not know."""

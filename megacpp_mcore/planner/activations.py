@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megacpp_mcore.hybrid.block_settings import RecomputeSettings
 from megacpp_mcore.hybrid.plan import Layer
+from megacpp_mcore.planner import PlanError
 from megacpp_mcore.recipe import Recipe
 
 _BF16, _FP32 = 2, 4
@@ -57,7 +58,13 @@ def bytes_per_token(recipe: Recipe, sizes: Sizes, layer: Layer, *, recompute: bo
         return hidden
     asked = recipe.recompute if recompute else None
     normed = 0 if asked and asked.layernorm and layer.letter != "M" else hidden
-    inner = _KEPT[layer.letter, layer.symbol](recipe, sizes, asked)
+    kept = _KEPT.get((layer.letter, layer.symbol))
+    if kept is None:
+        raise PlanError(
+            f"what a layer {layer.letter} ({layer.symbol}) keeps is not known: the planner knows "
+            + ", ".join(f"{letter} ({symbol})" for letter, symbol in _KEPT)
+        )
+    inner = kept(recipe, sizes, asked)
     return hidden + normed + _FP32 / sizes.cut + inner
 
 
@@ -121,7 +128,7 @@ def _mamba3(recipe: Recipe, sizes: Sizes, asked: _Asked) -> float:
     heads, dim, state = (m.mamba_num_heads or 0) / sizes.tp, m.mamba_head_dim, m.mamba_state_dim
     groups = max(m.mamba_num_groups / sizes.tp, 1)
     rank = m.mimo_rank if m.variant == "mimo" else 1
-    angles = int(state * m.rope_fraction) // 2
+    angles = m.angles(state)
     inner = heads * dim
     projected = _BF16 * (2 * inner + 2 * groups * rank * state + 3 * heads + angles)
     out = _BF16 * inner
@@ -138,8 +145,7 @@ def _mamba3(recipe: Recipe, sizes: Sizes, asked: _Asked) -> float:
 
 def _m2rnn(recipe: Recipe, sizes: Sizes, asked: _Asked) -> float:
     r = recipe.m2rnn
-    whole = r.num_heads or recipe.model.hidden_size // (r.k_head_dim + r.v_head_dim)
-    heads = whole / sizes.tp
+    heads = r.heads(recipe.model.hidden_size) / sizes.tp
     values, keys = heads * r.v_head_dim, 2 * r.k_head_dim
     channels = values + keys / sizes.tp
     out = _BF16 * values

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.hybrid.pattern import PatternError
+from megacpp_mcore.planner import PlanError
 from megacpp_mcore.planner.memory import Memory, memory
 from megacpp_mcore.planner.rates import Rates
 from megacpp_mcore.planner.step import Step, step
@@ -47,13 +47,10 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 _PP = "parallel.pipeline_model_parallel_size"
 _VPP = "parallel.virtual_pipeline_model_parallel_size"
 _MICRO = "schedule.micro_batch_size"
+_CONNECTIONS = "launch.environment.CUDA_DEVICE_MAX_CONNECTIONS"
 _BATCH = "schedule.global_batch_size"
 _VIRTUAL = (1, 2, 4)
 _ROWS = (1, 2, 4, 8, 16)
-
-
-class PlanError(MegacppError):
-    """A question that no layout answers."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +96,17 @@ def plan(
     if not budget > 0:
         raise PlanError(f"--memory leaves {budget / 2**30:g} GiB; it must be more than 0")
     base = _Asked(name, overrides)
+    if base.get("launch.device") != "cuda":
+        raise PlanError(
+            f"{name} is for launch.device = {base.get('launch.device')!r}, not for GPUs"
+        )
     found: list[Layout] = []
     recomputes: dict[str, dict[str, Any]] = {}
     refused: list[str] = []
     for shape, recipe in _legal(name, overrides, _shapes(base, gpus, nodes), refused):
         recomputes = recomputes or _recomputes(name, (*overrides, *words_of(shape)), recipe)
         for choice in _choices(recipe):
-            found.append(_fitted(base, recipe, shape | choice, recomputes, budget, rates))
+            found.append(_fitted(base, recipe, shape, choice, recomputes, budget, rates))
     if not found:
         raise PlanError(
             f"no layout of {name} on {gpus} GPUs is legal: "
@@ -168,7 +169,8 @@ class _Asked:
     def get(self, dotted: str) -> Any:
         """The value of `section.key`, or its default."""
         section, _, key = dotted.partition(".")
-        return self._values.get(dotted, SECTIONS[section].__dataclass_fields__[key].default)
+        field = SECTIONS[section].__dataclass_fields__.get(key)  # none: the entry of a table
+        return self._values.get(dotted, field and field.default)
 
 
 def _shapes(base: _Asked, gpus: int, nodes: int) -> Iterator[dict[str, Any]]:
@@ -186,7 +188,8 @@ def _shapes(base: _Asked, gpus: int, nodes: int) -> Iterator[dict[str, Any]]:
         for vpp, etp, ep, row in itertools.product(virtual, etps, _divisors(experts or 1), rows):
             if gpus % (pp * ep * (etp or tp)) or batch % (row * dp):
                 continue
-            yield {
+            # Megatron asks for one connection with tensor or context parallelism
+            yield ({_CONNECTIONS: "1"} if tp * cp > 1 else {}) | {
                 "launch.nnodes": nodes,
                 "launch.nproc_per_node": here,
                 "parallel.tensor_model_parallel_size": tp,
@@ -204,7 +207,8 @@ def _choices(recipe: Recipe) -> Iterator[dict[str, Any]]:
     shards = (True, False) if recipe.data_parallel_size > 1 else (
         recipe.parallel.use_distributed_optimizer,
     )  # fmt: skip
-    for shard, bf16 in itertools.product(shards, (False, True)):
+    sums = (False, True) if recipe.precision.bf16 else (False,)
+    for shard, bf16 in itertools.product(shards, sums):
         choice = {
             "parallel.use_distributed_optimizer": shard,
             "precision.grad_reduce_in_bf16": bf16,
@@ -215,16 +219,21 @@ def _choices(recipe: Recipe) -> Iterator[dict[str, Any]]:
 
 
 def _recomputes(name: str, overrides: Sequence[str], recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Those of RECOMPUTE that the rules admit, for the blocks that the pattern has."""
-    letters = {layer.letter for layer in recipe.plan.layers}
-    blocks = {"moe": "E", "mamba3": "M", "m2rnn": "R", "attention": "A"}
+    """Those of RECOMPUTE that the rules admit, for what the model has; with CUDA graphs none."""
+    if recipe.launch.cuda_graph_impl != "none":
+        return {"none": {}}
+    symbols = {(layer.letter, layer.symbol) for layer in recipe.plan.layers}
+    present = {
+        "recompute.moe": ("E", "E") in symbols,
+        "recompute.mamba3": ("M", "M") in symbols,
+        "recompute.m2rnn": ("R", "G") in symbols,
+        "recompute.attention": bool({("A", "+"), ("A", "D")} & symbols),
+    }
     found: dict[str, dict[str, Any]] = {}
     for step_name, keys in RECOMPUTE.items():
-        asked = {
-            key: value
-            for key, value in keys.items()
-            if blocks.get(key.partition(".")[2]) in {None, *letters}
-        }
+        asked = {key: value for key, value in keys.items() if present.get(key, True)}
+        if asked.get("recompute.moe") and not _has_own_shared_experts(recipe):
+            asked["recompute.moe"] = ("experts",)
         try:
             load_recipe(name, (*overrides, *words_of(asked)))
         except RecipeError:
@@ -233,18 +242,25 @@ def _recomputes(name: str, overrides: Sequence[str], recipe: Recipe) -> dict[str
     return found
 
 
+def _has_own_shared_experts(recipe: Recipe) -> bool:
+    """Megatron does not recompute those that overlap the exchange."""
+    moe = recipe.moe
+    return bool(moe.moe_shared_expert_intermediate_size) and not moe.moe_shared_expert_overlap
+
+
 def _fitted(
-    base: _Asked, recipe: Recipe, values: dict[str, Any], recomputes: dict[str, dict[str, Any]],
-    budget: float, rates: Rates,
+    base: _Asked, recipe: Recipe, shape: dict[str, Any], choice: dict[str, Any],
+    recomputes: dict[str, dict[str, Any]], budget: float, rates: Rates,
 ) -> Layout:  # fmt: skip
     """The layout with the first of `recomputes` that fits, else with the last."""
     for recompute in recomputes:
-        asked = values | recomputes[recompute]
+        asked = choice | recomputes[recompute]
         whole = _with(recipe, asked)
         needed = memory(whole, rates["skew"])
         if needed.total <= budget:
             break
-    words = words_of({key: value for key, value in asked.items() if base.get(key) != value})
+    words = words_of({key: value for key, value in (shape | asked).items()
+                      if base.get(key) != value})  # fmt: skip
     return Layout(whole, recompute, needed, step(whole, rates), words)
 
 

@@ -60,18 +60,18 @@ class Step:
 
 @dataclass(frozen=True)
 class Link:
-    """How the ranks of a group are joined. hosts: those that the group lies on."""
+    """How the ranks of a group are joined: the rate of a rank, and seconds a hop."""
 
     ranks: int
     bytes_per_s: float
     latency: float
 
     @classmethod
-    def of(cls, rates: Rates, ranks: int, stride: int) -> "Link":
+    def of(cls, recipe: Recipe, rates: Rates, ranks: int, stride: int) -> "Link":
         """Of a group whose ranks are `stride` GPUs apart."""
         if ranks == 1:
             return cls(1, float("inf"), 0.0)
-        here = max(1, int(rates["host_gpus"]) // stride)  # of the group, on one host
+        here = max(1, recipe.launch.nproc_per_node // stride)  # of the group, on one host
         if ranks <= here:
             return cls(ranks, rates["nvlink"], rates["nvlink_latency"])
         rate = min(rates["nvlink"], here * rates["network"])
@@ -137,7 +137,7 @@ def micro_batch(recipe: Recipe, rates: Rates, stage: int) -> dict[str, float]:
         found["moved"] += (dense + experts) * (_BF16 + 2 * summed) / rates["bytes"]
     if recipe.plan.pp > 1:
         size = _BF16 * recipe.model.hidden_size * sizes.tokens / sizes.cut
-        link = Link.of(rates, 2, recipe.world_size // recipe.plan.pp)
+        link = Link.of(recipe, rates, 2, recipe.world_size // recipe.plan.pp)
         found["pipeline"] += 2 * recipe.plan.vpp * (size / link.bytes_per_s + link.latency)
     return found
 
@@ -157,7 +157,7 @@ def layer_seconds(
     experts = f"experts_{_named(recipe, 'moe_experts', 'te')}"
     core = f"attention_{_named(recipe, 'core_attention', 'sdpa_cudnn')}"
     kept = bytes_per_token(recipe, sizes, layer, recompute=False)
-    passes = _rate(rates, f"passes_{layer.letter}", "passes_R")
+    passes = _rate(rates, f"passes_{layer.letter}", "passes_M")
     return {
         "products": tokens / tp * ((products - routed) / rates["products"]
                                    + routed / _rate(rates, experts, "experts_te")),
@@ -190,8 +190,8 @@ def _recurrence(recipe: Recipe, rates: Rates, sizes: Sizes, layer: Layer) -> flo
         return sizes.tokens / sizes.tp * flops / rates["scan_" + m.variant]
     if layer.letter == "R":
         r = recipe.m2rnn
-        heads = r.num_heads or recipe.model.hidden_size // (r.k_head_dim + r.v_head_dim)
-        elements = heads / sizes.tp * r.k_head_dim * r.v_head_dim * sizes.tokens
+        heads = r.heads(recipe.model.hidden_size) / sizes.tp
+        elements = heads * r.k_head_dim * r.v_head_dim * sizes.tokens
         chain = recipe.model.seq_length * rates["m2rnn_token"]
         return chain + elements * rates["m2rnn_element"]
     return 0.0
@@ -211,13 +211,13 @@ def _again(recipe: Recipe, rates: Rates, layer: Layer) -> float:
 
 def _collectives(recipe: Recipe, rates: Rates, sizes: Sizes, layer: Layer) -> dict[str, float]:
     row = _BF16 * recipe.model.hidden_size
-    within = Link.of(rates, sizes.tp, 1)
+    within = Link.of(recipe, rates, sizes.tp, 1)
     found = {"tensor_parallel": _GATHERS * within.ring(sizes.tokens * row), "exchange": 0.0}
     if layer.letter == "E":
         rows = sizes.tokens / sizes.cut * recipe.moe.moe_router_topk * row
-        over = Link.of(rates, sizes.ep, sizes.etp)
+        over = Link.of(recipe, rates, sizes.ep, sizes.etp)
         found["exchange"] = _EXCHANGES * over.exchange(rows)
-        joined = Link.of(rates, sizes.etp, 1)
+        joined = Link.of(recipe, rates, sizes.etp, 1)
         found["tensor_parallel"] += _EXCHANGES * joined.ring(rows * sizes.etp)
     return found
 
@@ -232,7 +232,7 @@ def _data_parallel(
     groups = ((dense, sizes.dp, sizes.tp), (experts, sizes.expert_dp, sizes.ep * sizes.etp))
     for numbers, ranks, stride in groups:
         bucket = p.ddp_bucket_size or max(_BUCKET[0], _BUCKET[1] * ranks)
-        link, messages = Link.of(rates, ranks, stride), -(-numbers // bucket)
+        link, messages = Link.of(recipe, rates, ranks, stride), -(-numbers // bucket)
         reduced += link.ring(summed * numbers, messages)
         gathered += link.ring(_BF16 * numbers, messages)
     if not p.use_distributed_optimizer:  # an all-reduce: gradients are gathered, weights are not

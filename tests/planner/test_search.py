@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from megacpp_mcore.cli import main
+from megacpp_mcore.planner import PlanError
+from megacpp_mcore.planner.activations import Sizes, bytes_per_token
 from megacpp_mcore.planner.memory import memory
 from megacpp_mcore.planner.rates import h200
-from megacpp_mcore.planner.search import RECOMPUTE, PlanError, plan, words_of
+from megacpp_mcore.planner.search import RECOMPUTE, plan, words_of
 from megacpp_mcore.planner.step import Link, step
 from megacpp_mcore.recipe import load_recipe
+from megacpp_mcore.recipe.check import check
 
 GIB = 2**30
 RATES = h200()
@@ -54,6 +57,28 @@ def test_every_layout_loads_with_its_words_and_is_what_was_measured(name, gpus, 
         assert layout.memory.total <= found.budget
     times = [layout.step.total for layout in found.layouts]
     assert times == sorted(times)
+
+
+def test_megatrons_own_validation_takes_a_layout_of_each_kind(four):
+    """What the recipe's rules leave to Megatron, the search does not ask for."""
+    kinds = {}
+    for layout in four.layouts:
+        p = layout.recipe.parallel
+        kind = (p.tensor_model_parallel_size, p.expert_tensor_parallel_size,
+                layout.recipe.plan.pp, p.expert_model_parallel_size > 1)  # fmt: skip
+        kinds.setdefault(kind, layout)
+    tight = planned(4, budget=52 * GIB).layouts
+    kinds |= {layout.recompute: layout for layout in tight}
+    recipes = [load_recipe("nam56r", layout.words) for layout in kinds.values()]
+    assert {"inner", "full"} <= kinds.keys()
+    assert [report.refused for report in check(recipes)] == [None] * len(recipes)
+
+
+def test_an_unconnected_recipe_gets_the_variable_that_tensor_parallelism_needs():
+    name = "launch.environment.CUDA_DEVICE_MAX_CONNECTIONS"
+    for layout in planned(2, (f"{name}=32",)).layouts:
+        split = layout.recipe.parallel.tensor_model_parallel_size > 1
+        assert (f"{name}=1" in layout.words) == split
 
 
 def test_layouts_of_every_kind_are_among_them(four):
@@ -130,12 +155,13 @@ def test_tensor_and_pipeline_parallelism_divide_the_model():
 
 
 def test_links_between_hosts_are_slower_and_each_hop_costs():
-    inside, across = Link.of(RATES, 8, 1), Link.of(RATES, 8, 8)
+    recipe = load_recipe("nam56r", ["launch.nnodes=8", "schedule.micro_batch_size=1"])
+    inside, across = Link.of(recipe, RATES, 8, 1), Link.of(recipe, RATES, 8, 8)
     assert inside.ring(1e9) < across.ring(1e9)
     assert inside.exchange(1e9) < across.exchange(1e9)
     assert inside.ring(1e9, messages=10) > inside.ring(1e9)
-    assert Link.of(RATES, 1, 1).ring(1e9) == 0
-    assert Link.of(RATES, 1, 1).exchange(1e9) == 0
+    assert Link.of(recipe, RATES, 1, 1).ring(1e9) == 0
+    assert Link.of(recipe, RATES, 1, 1).exchange(1e9) == 0
 
 
 def test_a_captured_step_does_not_wait_for_the_host():
@@ -191,6 +217,21 @@ def test_it_needs_no_torch():
     code = "import sys, megacpp_mcore.planner.calibrate, megacpp_mcore.planner.search as s; "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_recipe_of_the_cpu_is_refused():
+    with pytest.raises(PlanError, match=r"launch\.device = 'cpu'"):
+        planned(1, name="nam56r-tiny")
+
+
+def test_a_letter_of_ones_own_is_not_known():
+    recipe = load_recipe("nam56r")
+    layer = dataclasses.replace(recipe.plan.layers[0], letter="X")
+    changed = dataclasses.replace(
+        recipe, plan=dataclasses.replace(recipe.plan, layers=(layer, *recipe.plan.layers[1:]))
+    )
+    with pytest.raises(PlanError, match="what a layer X"):
+        bytes_per_token(changed, Sizes.of(changed), layer)
 
 
 def test_text(capsys):
