@@ -28,7 +28,7 @@ _HEAD_CHUNK = 2**28  # bytes of logits that the chunked head has at a time, as m
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU of a pipeline stage. activations: by letter, `head` and `frame`."""
+    """Bytes on one GPU of a pipeline stage. activations: by letter, and of MTP's frame."""
 
     stage: int
     parameters: int
@@ -83,20 +83,21 @@ def parameters(recipe: Recipe, stage: int) -> tuple[float, float]:
     """Parameters on a rank of a stage: those of all but the routed experts, and the experts'."""
     sizes = Sizes.of(recipe)
     parts = costs(recipe)
-    first, last = stage == 0, stage == recipe.parallel.pipeline_model_parallel_size - 1
+    last = is_last(recipe, stage)
+    tied = not recipe.model.untie_embeddings_and_output_weights
     depths = recipe.mtp.mtp_num_layers
     shared_depths = recipe.mtp.mtp_use_repeated_layer
     dense = experts = 0.0
-    found = list(layers_of(recipe, stage))
-    if shared_depths:
-        found = [layer for layer in found if layer.mtp_depth in (None, 1)]
-    for layer in found:
+    for layer in layers_of(recipe, stage):
+        if shared_depths and layer.mtp_depth not in (None, 1):
+            continue
         routed = _routed(recipe) if layer.letter == "E" else 0
         whole = _replicated(recipe, layer)
         dense += whole + (parts[name_of(layer)].parameters - routed - whole) / sizes.tp
         experts += routed / (sizes.ep * sizes.etp)
     hidden = recipe.model.hidden_size
-    if first or (last and depths):  # MTP embeds the next tokens again
+    # MTP embeds the next tokens again, and a tied head is the embedding
+    if stage == 0 or (last and (depths or tied)):
         dense += parts["embedding"].parameters / sizes.tp
     if last:
         dense += hidden + (parts["head"].parameters - hidden) / sizes.tp
