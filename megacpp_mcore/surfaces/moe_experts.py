@@ -23,7 +23,8 @@ _MATRIX_OPTIMIZERS = ("muon", "adaptive_muon", "soap")
 
 
 def workload(device: str, config, optimizer: str) -> Workload:
-    """optimizer: the recipe's, which may want every weight to be a matrix."""
+    """ffn: columns of fc1's gate on one expert-tensor-parallel rank. optimizer: the recipe's,
+    which may want every weight to be a matrix."""
     recomputed = config.recompute_modules if config.recompute_granularity == "selective" else ()
     return Workload.of(
         device,
@@ -34,6 +35,8 @@ def workload(device: str, config, optimizer: str) -> Workload:
         fp8=config.fp8,
         recomputed_activation="moe_act" in recomputed,
         optimizer=optimizer,
+        hidden_size=config.hidden_size,
+        ffn=config.moe_ffn_hidden_size // config.expert_tensor_parallel_size,
     )
 
 
@@ -62,6 +65,10 @@ def _grouped(workload: Workload) -> str | None:
             f"optimizer {optimizer}: the weights are one 3-d tensor, no matrices, so that Megatron "
             "would train them with Adam"
         )
+    rows = 16 // (4 if workload.dtype == "float32" else 2)
+    for name in ("hidden_size", "ffn"):
+        if workload.size(name) % rows:
+            return f"{name} {workload.size(name)}: a grouped product takes multiples of {rows}"
     return _plain(workload)
 
 
@@ -80,26 +87,26 @@ SURFACE = Surface(
     "moe_experts",
     (
         _backend(
-            TE, "megacpp_mcore.layers.parts:te_experts", transformer_engine,
-            role="chosen", keep="keep",
-            removes="one GEMM launch an expert, in fc1, SwiGLU and fc2",
-            layout=_LAYOUT,
-            dtypes="bf16, fp16, fp32; fp8 inside", fallback="grouped_mm",
-            exit_when="a path that never writes the permuted copies wins a whole run",
-            skips={
-                **TE_GRAPH, "float32": "TE multiplies float32 in TF32; the model runs it in bf16",
-            },
-        ),
-        _backend(
             "grouped_mm", "megacpp_mcore.layers.parts:grouped_mm_experts", _grouped_mm,
+            role="chosen", keep="keep",
             ruled_out=whatever_the_machine(_grouped),
             removes="one GEMM launch an expert, and the wait for the counts on the host. SwiGLU "
             "without bias, not in FP8, and not under Muon, which would leave its weights, one 3-d "
             "tensor, to Adam: the recipe and dispatch refuse those",
             layout="tokens [t, h] sorted by expert, counts [experts] anywhere; h and f multiples "
             "of 8",
-            dtypes="bf16; fp16 and fp32 outside torch.compile", fallback=REFERENCE,
-            exit_when="te is as fast in the bench of the surface, or torch drops F.grouped_mm",
+            dtypes="bf16; fp16 and fp32 outside torch.compile", fallback=TE,
+            exit_when="a path that never writes the permuted copies wins a whole run",
+        ),
+        _backend(
+            TE, "megacpp_mcore.layers.parts:te_experts", transformer_engine,
+            removes="one GEMM launch an expert, in fc1, SwiGLU and fc2",
+            layout=_LAYOUT,
+            dtypes="bf16, fp16, fp32; fp8 inside", fallback=REFERENCE,
+            exit_when="FP8 experts, recomputed activations or Muon are served by grouped_mm, too",
+            skips={
+                **TE_GRAPH, "float32": "TE multiplies float32 in TF32; the model runs it in bf16",
+            },
         ),
         reference(
             "megacpp_mcore.layers.parts:sequential_experts", _plain,
@@ -117,7 +124,7 @@ SURFACE = Surface(
             name="sonicmoe", role="donor",
             removes="the stored expert output: router gradients come from dA' . A, so that only X "
             "and the pre-activation are kept",
-            fallback=TE,
+            fallback="grouped_mm",
             why="0.1.2.post1 needs torch <= 2.9.1 and cutlass-dsl 4.4.2; its algorithm carries "
             "over, its package does not",
             exit_when="a release serves the pinned torch: then it is benched as a vendor",

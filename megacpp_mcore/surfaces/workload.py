@@ -88,6 +88,9 @@ def config_of(recipe: "Recipe") -> SimpleNamespace:
         activation_func=SimpleNamespace(__name__="silu" if model.swiglu else "another"),
         add_bias_linear=model.add_bias_linear,
         moe_apply_probs_on_input=recipe.moe.moe_apply_probs_on_input,
+        moe_ffn_hidden_size=recipe.moe.moe_ffn_hidden_size or model.ffn_hidden_size or 0,
+        expert_tensor_parallel_size=recipe.parallel.expert_tensor_parallel_size
+        or recipe.parallel.tensor_model_parallel_size,
         recompute_granularity="selective" if modules else None,
         recompute_modules=modules,
         num_attention_heads=model.num_attention_heads,

@@ -202,12 +202,19 @@ def test_parameters_are_marked_for_megatrons_optimizer():
         ("grouped_mm", {"fp8": "hybrid"}, "fp8 hybrid: it multiplies in the model's dtype"),
         ("reference", {"fp8": "hybrid"}, "fp8 hybrid: it multiplies in the model's dtype"),
         ("grouped_mm", {"moe_apply_probs_on_input": True}, "probs_on_input: it has none"),
-        ("grouped_mm", RECOMPUTED_ACTIVATION, "only Transformer Engine's experts make it again"),
-        ("reference", RECOMPUTED_ACTIVATION, "only Transformer Engine's experts make it again"),
+        ("grouped_mm", {"hidden_size": 36}, "hidden_size 36: a grouped product takes multiples"),
+        (
+            "grouped_mm",
+            {"moe_ffn_hidden_size": 24, "expert_tensor_parallel_size": 2},
+            "ffn 12: a grouped product takes multiples of 8",
+        ),
+        ("grouped_mm", RECOMPUTED_ACTIVATION, "only Transformer Engine's experts compute it again"),
+        ("reference", RECOMPUTED_ACTIVATION, "only Transformer Engine's experts compute it again"),
     ],
 )
 def test_experts_that_the_config_rules_out_are_not_chosen(backend, changes, message):
     wrong = config()
+    wrong.params_dtype = torch.bfloat16
     for name, value in changes.items():
         setattr(wrong, name, value)
     with pytest.raises(DispatchError, match=message):

@@ -60,6 +60,8 @@ STEPS = {
     "run-nam56r-2xh200-33-steps.json",
     "run-nam56r-4xh200.json",
     "run-nam56r-1xh200.json",
+    "run-nam56r-1xh200-graph.json",
+    "run-nam56r-2xh200-dp2.json",
     "run-small-packed.json",
 }
 
@@ -89,7 +91,9 @@ def test_memory(name):
     result, recipe = document["result"], recipe_of(document)
     needed = memory_of_stage(recipe, measured_stage(document), h200()["skew"])
     parameters = result.get("rank_parameters") or result["parameters_on_this_rank"]
-    assert needed.parameters == parameters
+    # R's in_proj is padded by up to 15 rows, in memory alone; runs before that have none.
+    padding = 15 * recipe.model.hidden_size * recipe.plan.counts["source"]["R"]
+    assert needed.parameters <= parameters <= needed.parameters + padding
     if "optimizer_bytes" in result:
         for own, key in (
             (needed.weights, "parameter_bytes"),

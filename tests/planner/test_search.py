@@ -235,7 +235,8 @@ def test_a_letter_of_ones_own_is_not_known():
 
 
 def test_text(capsys):
-    assert main(["recipe", "plan", "nam56r", "--gpus", "2", "--top", "3"]) == 0
+    asked = ["--set", "parallel.expert_model_parallel_size=2"]
+    assert main(["recipe", "plan", "nam56r", "--gpus", "2", "--top", "3", *asked]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     text = "\n".join(lines)

@@ -26,7 +26,8 @@ GRAPHS = ["launch.cuda_graph_impl=local"]
 NO_SHARED = ["moe.moe_shared_expert_intermediate_size=null"]
 CAPACITY = ["moe.moe_expert_capacity_factor=1"]
 PADS = ["moe.moe_pad_expert_input_to_capacity=true"]
-WHOLE = ["launch.cuda_graph_impl=full_iteration"]
+WHOLE = ["launch.cuda_graph_impl=full_iteration", "parallel.expert_model_parallel_size=1"]
+BASE = ["parallel.expert_model_parallel_size=8", "schedule.check_for_nan_in_loss_and_grad=true"]
 
 # overrides of nam56r -> words of Megatron's refusal
 REFUSED = [
@@ -118,7 +119,7 @@ REFUSED = [
 @pytest.fixture(scope="module")
 def refusals() -> list[str | None]:
     """Of every recipe, from one process that has imported Megatron once."""
-    reports = check.check([load_recipe("nam56r", overrides) for overrides, _ in REFUSED])
+    reports = check.check([load_recipe("nam56r", [*BASE, *overrides]) for overrides, _ in REFUSED])
     return [report.refused for report in reports]
 
 

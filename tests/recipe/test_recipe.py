@@ -56,7 +56,7 @@ def test_nam56r_is_the_published_shape():
     assert (m.mamba_state_dim, m.mamba_num_groups) == (64, 8)
     assert (r.m2rnn.k_head_dim, r.m2rnn.v_head_dim) == (64, 16)
     assert (r.world_size, r.data_parallel_size) == (8, 8)
-    assert r.parallel.expert_model_parallel_size == 8 and r.precision.bf16
+    assert r.parallel.expert_model_parallel_size == 1 and r.precision.bf16
 
 
 def test_quarter_is_nam56r_at_13_layers():

@@ -40,7 +40,8 @@ RECIPES = {
         "attention.kind=gqa", "attention.apply_rope_fusion=true", "optimizer.optimizer=muon",
         "mtp.mtp_num_layers=2", "mtp.mtp_use_repeated_layer=true"]),
     "flex, graphs, low precision Adam": ("nam56r", [
-        "moe.moe_token_dispatcher_type=flex", "launch.cuda_graph_impl=transformer_engine",
+        "parallel.expert_model_parallel_size=8", "moe.moe_token_dispatcher_type=flex",
+        "launch.cuda_graph_impl=transformer_engine",
         'launch.cuda_graph_modules=["attn", "mamba"]', "optimizer.exp_avg_dtype=bf16",
         "optimizer.use_precision_aware_optimizer=true", "optimizer.main_grads_dtype=bf16"]),
 }  # fmt: skip

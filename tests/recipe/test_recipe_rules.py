@@ -17,8 +17,9 @@ VPP = ["model.depth=48", "parallel.pipeline_model_parallel_size=2",
        "parallel.virtual_pipeline_model_parallel_size=2",
        "parallel.expert_model_parallel_size=4"]  # fmt: skip
 YARN = ["attention.rope_type=yarn", "attention.apply_rope_fusion=true"]
-FLEX = ["moe.moe_token_dispatcher_type=flex"]
+FLEX = ["moe.moe_token_dispatcher_type=flex", "parallel.expert_model_parallel_size=8"]
 FULL = ["parallel.recompute_granularity=full"]
+WHOLE = ["launch.cuda_graph_impl=full_iteration"]
 NO_MTP = ["mtp.mtp_num_layers=0", "mtp.pattern=null"]
 PER_SPLIT = ["data.data_path=null", "data.split=null", "data.train_data_path=a"]
 
@@ -89,7 +90,8 @@ REFUSED = [
     (["moe.moe_shared_expert_intermediate_size=7", *TP2],
      "moe.moe_shared_expert_intermediate_size", "= 2"),
     ([TP2[0], TP2[2]], "parallel.sequence_parallel", "must be true"),
-    (["model.pattern=AM", "mtp.pattern=A"], "parallel.expert_model_parallel_size", "no E"),
+    (["model.pattern=AM", "mtp.pattern=A", "parallel.expert_model_parallel_size=8"],
+     "parallel.expert_model_parallel_size", "no E"),
     (["moe.moe_aux_loss_coeff=[0.1, 0.2]"], "moe.moe_aux_loss_coeff", "one number for each"),
     (["moe.moe_aux_loss_coeff=[-0.1]"], "moe.moe_aux_loss_coeff", "at least 0"),
     (["moe.moe_router_load_balancing_type=sinkhorn"], "moe.moe_aux_loss_coeff", "must be 0"),
@@ -117,8 +119,10 @@ REFUSED = [
     ([*FULL, "parallel.recompute_method=uniform", "parallel.recompute_num_layers=2"],
      "parallel.recompute_num_layers", "must be 1"),
     # the world
-    (["launch.nproc_per_node=4"], "parallel.expert_model_parallel_size", "= 4"),
-    (["parallel.expert_tensor_parallel_size=2"], "parallel.expert_model_parallel_size", "is 16"),
+    (["launch.nproc_per_node=4", "parallel.expert_model_parallel_size=8"],
+     "parallel.expert_model_parallel_size", "= 4"),
+    (["parallel.expert_tensor_parallel_size=2", "parallel.expert_model_parallel_size=8"],
+     "parallel.expert_model_parallel_size", "is 16"),
     (["parallel.num_distributed_optimizer_instances=3"],
      "parallel.num_distributed_optimizer_instances", "= 8"),
     (["schedule.global_batch_size=48"], "schedule.global_batch_size", "= 32"),
@@ -163,6 +167,20 @@ REFUSED = [
     (["backends.norm=liger", "model.normalization=LayerNorm"], "backends.norm", "RMSNorm"),
     (["backends.mamba3_prep=inductor", "precision.deterministic_mode=true",
       "precision.cross_entropy_loss_fusion=false"], "backends.mamba3_prep", "chosen by timing"),
+    # A whole step as one CUDA graph
+    ([*WHOLE, "parallel.expert_model_parallel_size=8"], "parallel.expert_model_parallel_size",
+     "must be 1 with launch.cuda_graph_impl"),
+    ([*WHOLE, "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
+     "parallel.expert_tensor_parallel_size", "how many tokens each rank or expert gets"),
+    ([*WHOLE, "parallel.pipeline_model_parallel_size=2", "model.depth=48"],
+     "parallel.pipeline_model_parallel_size", "untested"),
+    ([*WHOLE, "data.dataloader_inter_document_masking=true", "schedule.micro_batch_size=1"],
+     "data.dataloader_inter_document_masking", "the host reads them"),
+    ([*WHOLE, "backends.moe_experts=te"], "backends.moe_experts", 'must be "grouped_mm"'),
+    ([*WHOLE, "precision.fp8=hybrid"], "precision.fp8", "must be left out"),
+    ([*WHOLE, "moe.moe_token_dispatcher_type=allgather"], "moe.moe_token_dispatcher_type",
+     'must be "alltoall"'),
+    ([*WHOLE, "launch.cuda_graph_warmup_steps=0"], "launch.cuda_graph_warmup_steps", "at least 1"),
     (["backends.m2rnn_prep=inductor", "launch.cuda_graph_impl=local"], "backends.m2rnn_prep",
      "captured graph"),
     (["launch.device=cpu", "backends.m2rnn_prep=inductor"], "backends.m2rnn_prep",

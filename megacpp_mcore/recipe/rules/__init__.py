@@ -15,6 +15,7 @@ from megacpp_mcore.recipe.rules import (
     attention,
     backends,
     blocks,
+    cuda_graphs,
     experts,
     numbers,
     parallel,
@@ -26,7 +27,7 @@ from megacpp_mcore.recipe.source import KEYS
 if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
 
-_TOPICS = (backends, parallel, recompute, attention, experts, blocks, numbers, run)
+_TOPICS = (backends, parallel, recompute, attention, experts, blocks, numbers, run, cuda_graphs)
 
 
 def refusals(recipe: "Recipe") -> Sequence[Refusal]:

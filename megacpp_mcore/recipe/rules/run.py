@@ -36,7 +36,6 @@ def check(r: Rules) -> None:
     _data(r)
     _checkpoint(r)
     _environment(r)
-    _graphs(r)
 
 
 def _cpu(r: Rules) -> None:
@@ -152,16 +151,3 @@ def _environment(r: Rules) -> None:
         r.refuse(
             _RESERVED.fullmatch(name), key, f"may not have {name}: the launcher sets it itself"
         )
-
-
-def _graphs(r: Rules) -> None:
-    impl, modules = r["launch.cuda_graph_impl"], r["launch.cuda_graph_modules"] or ()
-    key = "launch.cuda_graph_modules"
-    if impl == "none":
-        r.refuse(modules, key, 'is read with a launch.cuda_graph_impl other than "none" only')
-        return
-    r.refuse(
-        "moe_preprocess" in modules and "moe_router" not in modules,
-        key,
-        "may name moe_preprocess only with moe_router",
-    )

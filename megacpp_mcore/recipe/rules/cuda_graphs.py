@@ -1,0 +1,66 @@
+"""Rules about CUDA graphs: what a whole captured step cannot hold, and per-layer modules."""
+
+from megacpp_mcore.recipe.refusal import Rules, shown
+
+_IMPL, _MODULES = "launch.cuda_graph_impl", "launch.cuda_graph_modules"
+
+
+def check(r: Rules) -> None:
+    modules = r[_MODULES] or ()
+    if r[_IMPL] == "none":
+        r.refuse(modules, _MODULES, 'is read with a launch.cuda_graph_impl other than "none" only')
+        return
+    r.refuse(
+        "moe_preprocess" in modules and "moe_router" not in modules,
+        _MODULES,
+        "may name moe_preprocess only with moe_router",
+    )
+    if r[_IMPL] == "full_iteration":
+        _whole_step(r)
+
+
+def _whole_step(r: Rules) -> None:
+    """A captured step has no host in it: every size is known before, nothing is read back."""
+    one = ("parallel.expert_model_parallel_size", "parallel.pipeline_model_parallel_size")
+    wanted = dict.fromkeys(one, 1) | {
+        "data.dataloader_inter_document_masking": False,
+        "moe.moe_expert_capacity_factor": None,
+        "precision.fp8": None,
+    }
+    if r.has("E"):
+        wanted["moe.moe_token_dispatcher_type"] = "alltoall"
+        etp = r["parallel.expert_tensor_parallel_size"]
+        tp = r["parallel.tensor_model_parallel_size"]
+        r.refuse(
+            (etp or tp) > 1,
+            "parallel.expert_tensor_parallel_size",
+            f"must be 1 with {r.told(_IMPL)}: {_why('parallel.expert_tensor_parallel_size')}",
+        )
+    for key, value in wanted.items():
+        r.refuse(
+            r[key] != value,
+            key,
+            f"must be {'left out' if value is None else shown(value)} with {r.told(_IMPL)}: "
+            f"{_why(key)}",
+        )
+    experts = "backends.moe_experts"
+    r.refuse(
+        r.has("E") and r[experts] not in (None, "auto", "grouped_mm"),
+        experts,
+        f'must be "grouped_mm" or left out with {r.told(_IMPL)}: the others read the tokens of '
+        "each expert on the host",
+    )
+    r.refuse(
+        not r["launch.cuda_graph_warmup_steps"],
+        "launch.cuda_graph_warmup_steps",
+        f"must be at least 1 with {r.told(_IMPL)}: kernels are compiled in the steps before",
+    )
+
+
+def _why(key: str) -> str:
+    return {
+        "parallel.pipeline_model_parallel_size": "a captured step over pipeline stages is untested",
+        "data.dataloader_inter_document_masking": "the bounds of packed documents differ from "
+        "batch to batch, and the host reads them",
+        "precision.fp8": "Transformer Engine's FP8 experts read their counts on the host",
+    }.get(key, "the host has to read how many tokens each rank or expert gets")
