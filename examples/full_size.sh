@@ -2,8 +2,9 @@
 # Compare NAM56R at full size with the yardstick, Megatron's own blocks of the same sizes with
 # Mamba-2 in place of M and R: examples/full_size.sh GPUS DATA_PREFIX OUT [STEPS]
 #
-# Both runs have the same options, data and steps; OUT keeps two receipts and their comparison. The
-# data are the byte tokens of `megacpp data build`, with the recipe's own vocabulary of 65,536.
+# Both runs have the same data and steps, and the same options except those that Megatron's blocks
+# cannot serve; OUT keeps two receipts and their comparison. The data are the byte tokens of
+# `megacpp data build`, with the recipe's own vocabulary of 65,536.
 set -euo pipefail
 gpus=$1 data=$2 out=$3 steps=${4:-36}
 
@@ -13,13 +14,15 @@ sets=(
   --set schedule.eval_iters=1 --set schedule.log_interval=1
   --set checkpoint.save=null --set checkpoint.load=null --set checkpoint.save_interval=null
 )
+native=()
 if [ "$gpus" = 1 ]; then
   recipe=$(dirname "$0")/nam56r-1gpu.toml
+  # Megatron's experts read counts on the host, its output layer fuses gradients with apex only.
+  native=(--set launch.cuda_graph_impl=none --set precision.gradient_accumulation_fusion=false)
 else
   recipe=nam56r
-  sets+=(--set "parallel.expert_model_parallel_size=$gpus" --set schedule.micro_batch_size=4
-    --set "schedule.global_batch_size=$((4 * gpus))")
+  sets+=(--set schedule.micro_batch_size=4 --set "schedule.global_batch_size=$((4 * gpus))")
 fi
 megacpp train "$recipe" --gpus "$gpus" "${sets[@]}" --out "$out/ours"
-megacpp train "$recipe" --gpus "$gpus" --yardstick "${sets[@]}" --out "$out/yardstick"
+megacpp train "$recipe" --gpus "$gpus" --yardstick "${sets[@]}" "${native[@]}" --out "$out/yardstick"
 megacpp report compare --allow-unlike "$out/yardstick/receipt.json" "$out/ours/receipt.json"

@@ -10,6 +10,5 @@ gpus=$1 data=$2 run=$3
 megacpp doctor || echo "one_node.sh: the stack is not the pinned one; see above" >&2
 megacpp data check "$data"
 exec megacpp train nam56r --gpus "$gpus" --resume --out "$run" \
-  --set "parallel.expert_model_parallel_size=$gpus" \
   --set "data.data_path=[\"$data\"]" \
   --set "checkpoint.save=$run/checkpoints" --set "checkpoint.load=$run/checkpoints"

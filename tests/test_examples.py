@@ -73,7 +73,7 @@ def test_one_node(run, corpus):
     [_, words] = run("one_node.sh", "4", str(corpus), "out")
     recipe = trained(words)
     assert "--resume" in words and words[words.index("--out") + 1] == "out"
-    assert recipe.parallel.expert_model_parallel_size == recipe.data_parallel_size == 4
+    assert recipe.parallel.expert_model_parallel_size == 1 and recipe.data_parallel_size == 4
     assert recipe.checkpoint.load == recipe.checkpoint.save == "out/checkpoints"
     assert lower(recipe).argv
 
@@ -114,7 +114,10 @@ def test_bring_your_data(tmp_path):
 def test_full_size_is_the_same_run_twice(run, tmp_path):
     shutil.copy(EXAMPLES / "nam56r-1gpu.toml", tmp_path)
     ours, yardstick, compared = run("full_size.sh", "1", "data/cpp", "out")
-    assert [word for word in yardstick if word != "--yardstick"][:-1] == ours[:-1]
+    native = ["launch.cuda_graph_impl=none", "precision.gradient_accumulation_fusion=false"]
+    both = [word for word in yardstick if word != "--yardstick" and word not in native]
+    assert [w for w in both if w != "--set"][:-1] == [w for w in ours if w != "--set"][:-1]
+    assert set(native) <= set(yardstick)
     assert compared[:2] == ["report", "compare"]
     recipe = trained(ours)
     assert recipe.plan.depth == 52 and recipe.model.vocab_size == 65_536
@@ -124,7 +127,7 @@ def test_full_size_is_the_same_run_twice(run, tmp_path):
 
 def test_full_size_on_four(run):
     recipe = trained(run("full_size.sh", "4", "data/cpp", "out", "30")[0])
-    assert recipe.parallel.expert_model_parallel_size == 4
+    assert recipe.parallel.expert_model_parallel_size == 1
     assert recipe.schedule.global_batch_size == 16 and recipe.schedule.train_iters == 30
 
 

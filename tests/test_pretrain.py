@@ -122,6 +122,17 @@ def test_the_yardstick_is_megatrons_own_stack_with_the_recipes_arguments(small_r
     assert core.__name__ == "DispatchedCoreAttention"
 
 
+def test_the_yardstick_is_not_captured(small_recipe):
+    recipe = load_recipe(str(small_recipe), [
+        "launch.device=cuda", "launch.cuda_graph_impl=full_iteration", "model.pattern=AEMM",
+        "mtp.pattern=AE", "moe.moe_token_dispatcher_type=alltoall", "moe.moe_grouped_gemm=true",
+        "schedule.check_for_nan_in_loss_and_grad=false", "launch.distributed_backend=nccl",
+        "model.transformer_impl=transformer_engine",
+    ])  # fmt: skip
+    with pytest.raises(LaunchError, match=r"set launch\.cuda_graph_impl=none"):
+        launch(["--megacpp-yardstick", *arguments(recipe)])
+
+
 def test_the_yardstick_has_no_block_like_r(gpu_recipe):
     with pytest.raises(LaunchError, match="no block like R"):
         launch(["--megacpp-yardstick", *arguments(gpu_recipe)])

@@ -1,6 +1,7 @@
 """The receipts that the repository carries: each is valid, and says what is claimed of it."""
 
 import re
+import statistics
 from pathlib import Path
 from statistics import fmean
 
@@ -410,3 +411,28 @@ def test_layouts_are_as_far_apart_as_said():
     assert apart("layouts-2xh200", "one-resumed.json") == 0
     heads = apart("stock", "megatron-heads.json")
     assert "losses differ by less than 0.4 %" in words and 0.003 < heads < 0.004
+
+
+def test_a_captured_step_of_52_layers_and_two_ranks_of_them_are_as_said():
+    words = " ".join(README.read_text().split())
+    names = ("1xh200-graph", "2xh200-dp2")
+    one, two = (receipts.read(FOLDER / f"run-nam56r-{name}.json") for name in names)
+    assert one["recipe"]["content"]["launch"]["cuda_graph_impl"] == "full_iteration"
+    result, ms = one["result"], one["series"]["ms"]
+    warm = [x for step, x in enumerate(ms, 1) if step not in one["series_info"]["cold_steps"]]
+    assert one["series_info"]["cold_steps"] == [1, 4]  # the first, and the capture
+    said = (
+        f"({result['tokens_per_s_median'] / 1e3:.1f} k tokens/s, "
+        f"{result['tflops_per_s_per_device']:.0f} TFLOP/s by our count, "
+        f"{result['mfu'] * 100:.1f} % MFU, peak {result['peak_memory_bytes'] / 2**30:.0f} GiB, "
+        f"of the graph {result['cuda_graph_bytes'] / 2**30:.0f})"
+    )
+    assert said in words
+    assert f"took {statistics.median(ms[-8:]) / 1e3:.2f} s each" in words
+    assert f"last eight {max(ms[-8:]) / statistics.median(ms[-8:]):.3f} times the median" in words
+    assert len(warm) == 15
+    rate = two["result"]["tokens_per_s_median"]
+    assert two["topology"]["dp"] == 2 and two["topology"]["ep"] == 1
+    assert f"took {2 * 4 * 4 * 4096 / rate:.2f} s per step of 131,072 tokens" in words
+    mfu = two["result"]["mfu"] * 100
+    assert f"[{rate / 2e3:.1f} k tokens/s per GPU, {mfu:.1f} % MFU]" in words

@@ -122,6 +122,11 @@ def _with_yardstick_spec(
             f"{YARDSTICK}: Megatron has no block like {letter}; make the arguments with M in its "
             "place, as `megacpp train RECIPE --gpus N --yardstick` does"
         )
+    if recipe.launch.cuda_graph_impl == "full_iteration":
+        raise LaunchError(
+            f"{YARDSTICK}: Megatron's experts read the tokens of each expert on the host, which a "
+            "captured step does not have; set launch.cuda_graph_impl=none"
+        )
     argv = list(argv)
     at = argv.index("--spec") if "--spec" in argv else len(argv)
     argv[at : at + 3] = ["--spec", *YARDSTICK_SPEC]
