@@ -5,10 +5,10 @@ import re
 import shutil
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from megacpp_mcore import receipts
 from megacpp_mcore.hybrid.flops import count
@@ -36,7 +36,7 @@ def run(tmp_path: Path, corpus: Path):
     """run(script, *words): the commands that the script would have started, as lists of words."""
     tools, calls = tmp_path / "bin", tmp_path / "calls"
     tools.mkdir()
-    files = {"megacpp": TRAIN.format(python=sys.executable), "srun": NOTE.format(name="srun"),
+    files = {"megacpp": TRAIN.format(python=warm.python()), "srun": NOTE.format(name="srun"),
              "scontrol": "#!/bin/sh\necho first\nsleep 0.3\necho second\n"}  # fmt: skip
     for name, text in files.items():
         path = tools / name
@@ -98,11 +98,9 @@ def test_bring_your_data(tmp_path):
     source.mkdir()
     for number in range(40):
         (source / f"{number}.cpp").write_text(f"int f{number}(int x) {{ return x; }}\n" * 40)
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "megacpp").write_text(f'#!/bin/sh\nexec {sys.executable} -m megacpp_mcore.cli "$@"\n')
-    (tools / "megacpp").chmod(0o755)
-    environment = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+    environment = os.environ | {
+        "PATH": f"{warm.folder_of_megacpp()}{os.pathsep}{os.environ['PATH']}"
+    }
     subprocess.run(
         ["bash", str(EXAMPLES / "bring_your_data.sh"), str(source), "*.cpp", "out", "1"],
         cwd=tmp_path, env=environment, check=True, capture_output=True,
@@ -133,7 +131,7 @@ def test_full_size_on_four(run):
 
 def test_a_block_of_your_own_learns(tmp_path):
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "own_block.py"), "--steps", "12"],
+        [warm.python(), str(EXAMPLES / "own_block.py"), "--steps", "12"],
         capture_output=True, text=True, cwd=tmp_path,
         env={k: v for k, v in os.environ.items() if k not in ("MEGACPP_RECIPE", "RANK")},
     )  # fmt: skip

@@ -1,12 +1,15 @@
-"""Every command of the README's tour runs, in order, in one folder, as a new user would."""
+"""Every command of the README's tour runs, in order, in one folder, as a new user would.
+
+But for the start of Python, which `warm` shares: `megacpp` stands first on the PATH.
+"""
 
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from megacpp_mcore import receipts
 
@@ -23,7 +26,7 @@ def tour() -> list[str]:
 def test_every_command_of_the_tour_runs(tmp_path):
     commands = tour()
     assert len(commands) >= 15
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    path = f"{warm.folder_of_megacpp()}{os.pathsep}{os.environ['PATH']}"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MEGACPP_")}
     for command in commands:
         done = subprocess.run(

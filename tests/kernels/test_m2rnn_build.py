@@ -4,9 +4,9 @@ import ctypes
 import shutil
 import stat
 import subprocess
-import sys
 
 import pytest
+import warm
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.kernels.m2rnn import build, launch
@@ -127,7 +127,7 @@ exec {compiler} -shared -fPIC -o "$2" {tmp_path}/$$.c"""
     monkeypatch.setenv("CUDA_HOME", nvcc(tmp_path / "toolkit", script))
     program = "from megacpp_mcore.kernels.m2rnn import build;print(build.library('sm_90').answer())"
     processes = [
-        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([warm.python(), "-c", program], stdout=subprocess.PIPE, text=True)
         for _ in range(4)
     ]
     assert [process.communicate()[0].strip() for process in processes] == ["42"] * 4

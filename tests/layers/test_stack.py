@@ -3,12 +3,12 @@
 import os
 import runpy
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megacpp_mcore import dispatch
@@ -208,7 +208,7 @@ def test_an_import_error_inside_the_spec_is_loud():
         "from megatron.core.transformer.spec_utils import import_module\n"
         "import_module(('megacpp_mcore.specs.nam56r', 'nam56r_stack_spec'))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = subprocess.run([warm.python(), "-c", script], capture_output=True, text=True)
     assert done.returncode == 1
     assert "SpecError: megacpp_mcore.specs.nam56r cannot be used" in done.stderr
 

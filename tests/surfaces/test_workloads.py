@@ -2,9 +2,9 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
+import warm
 
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.surfaces.registry import REGISTRY
@@ -38,7 +38,7 @@ print(json.dumps(asked))
 def test_a_models_layers_ask_what_its_recipe_answers():
     overrides = ["mamba3.variant=mimo", "mamba3.mimo_rank=2", "m2rnn.chunk_size=48"]
     done = subprocess.run(
-        [sys.executable, "-c", _BUILD, *overrides], capture_output=True, text=True, timeout=120
+        [warm.python(), "-c", _BUILD, *overrides], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-2000:]
     asked = json.loads(done.stdout.splitlines()[-1])

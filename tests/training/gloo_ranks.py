@@ -6,17 +6,14 @@ optimizer, schedules and checkpoints, which are for CUDA but need little of it.
 
 import contextlib
 import json
-import multiprocessing
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
+import ranks
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from megatron.core import dist_checkpointing
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -52,19 +49,12 @@ class Run:
 def launch(run: Run, folder: Path) -> dict[str, list[float]]:
     """The losses of every step, and the gradient norms, as all ranks together saw them."""
     out = folder / f"{run.name}.json"
-    # Forked from a server that has imported all this and no more: a fork of the test's own process
-    # has the locks of its threads, which are not there to release them.
-    multiprocessing.set_forkserver_preload(["gloo_preload"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # for the server
-        mp.start_processes(_rank, (run, str(folder)), nprocs=run.ranks, start_method="forkserver")
+    ranks.start(_rank, (run, str(folder)), run.ranks)
     return json.loads(out.read_text())
 
 
 def _rank(rank: int, run: Run, folder: str) -> None:
     torch.set_num_threads(1)
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.ranks}
-    os.environ |= {name: str(value) for name, value in names.items()}
     bridges.install()
     _without_cuda()
     _use_an_adam_as_on_cuda()

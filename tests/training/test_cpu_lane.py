@@ -4,7 +4,6 @@ import json
 import math
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warm
 
 from megacpp_mcore import receipts
 from megacpp_mcore.errors import MegacppError
@@ -29,10 +29,8 @@ def losses(run: Path) -> list[float]:
     return receipts.read(run / "receipt.json")["series"]["loss"]
 
 
-def command(recipe: Path, out: Path, *more: str) -> list[str]:
-    return [
-        sys.executable, "-m", "megacpp_mcore.cli", "train", str(recipe), "--out", str(out), *more
-    ]  # fmt: skip
+def words(recipe: Path, out: Path, *more: str) -> list[str]:
+    return ["-m", "megacpp_mcore.cli", "train", str(recipe), "--out", str(out), *more]
 
 
 @pytest.fixture(autouse=True)
@@ -84,18 +82,17 @@ def test_resume_before_any_checkpoint_begins_anew(small, unbroken, tmp_path):
 
 def test_a_run_killed_at_random_moments_ends_with_the_same_losses(small_recipe, unbroken, tmp_path):
     out = tmp_path / "killed"
+    command = [warm.python(), *words(small_recipe, out, "--resume")]
     for _ in range(2):
-        process = subprocess.Popen(
-            command(small_recipe, out, "--resume"), stderr=subprocess.DEVNULL
-        )
+        process = subprocess.Popen(command, stderr=subprocess.PIPE)
         # Past the imports, somewhere in training or saving.
         deadline = time.monotonic() + 120
         while not (out / "cache").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(random.uniform(0.0, 4.0))
         process.kill()
-        process.wait()
-    subprocess.run(command(small_recipe, out, "--resume"), check=True, capture_output=True)
+        process.communicate()  # which ends when the program has
+    subprocess.run(command, check=True, capture_output=True)
     assert checkpoint.latest(out / "checkpoints").name == "iter_0000008"
     assert losses(out) == losses(unbroken)
 
@@ -122,8 +119,9 @@ def test_a_run_that_dies_as_it_has_saved_lost_no_step(step, small, unbroken, tmp
 def test_sigint_finishes_the_step_saves_and_exits_130(small_recipe, tmp_path):
     out = tmp_path / "run"
     process = subprocess.Popen(
-        command(small_recipe, out, "--set", "schedule.train_iters=100000",
-                "--set", "schedule.lr_decay_iters=1000", "--set", "schedule.log_interval=1"),
+        [sys.executable, *words(
+            small_recipe, out, "--set", "schedule.train_iters=100000",
+            "--set", "schedule.lr_decay_iters=1000", "--set", "schedule.log_interval=1")],
         stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     for line in process.stderr:
@@ -200,9 +198,13 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_writing(small, tmp_pat
 def test_a_write_that_fails_half_way_leaves_no_checkpoint_and_says_so(small_recipe, tmp_path):
     out = tmp_path / "run"
     limit = 800_000  # bytes a file may have: index and receipt fit, a shard of 1.2 MB does not
+    script = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+        "import sys; from megacpp_mcore.cli import main; sys.exit(main(sys.argv[3:]))"
+    )
     done = subprocess.run(
-        command(small_recipe, out, "--steps", "1"), capture_output=True, text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        [warm.python(), "-c", script, *words(small_recipe, out, "--steps", "1")],
+        capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert "could not be written" in done.stderr
