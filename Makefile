@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env data train test lint clean
+.PHONY: help env data train test check lint clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -41,8 +41,14 @@ lint: $(STAMP) ## ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-test: lint ## lint and the test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+# One worker a core; a group of tests with costly fixtures in common stays on one of them.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test: lint ## lint and the test suite, six minutes on two cores
+	$(PYTEST)
+
+check: lint ## lint and the tests not marked slow, a minute: before every commit
+	$(PYTEST) -m 'not gpu and not slow'
 
 clean: ## remove the environment, the runs and the caches
 	rm -rf $(VENV) runs build dist .pytest_cache .hypothesis .ruff_cache

@@ -77,11 +77,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prefix
 
 
+@pytest.fixture(scope="session")
+def small_text(corpus: Path) -> str:
+    """The small recipe's file, reading the corpus."""
+    return f'{SMALL}\n[data]\ndata_path = ["{corpus}"]\n'
+
+
 @pytest.fixture
-def small_recipe(tmp_path: Path, corpus: Path) -> Path:
-    """The path of the small recipe, reading the corpus."""
+def small_recipe(tmp_path: Path, small_text: str) -> Path:
+    """The path of the small recipe."""
     path = tmp_path / "small.toml"
-    path.write_text(f'{SMALL}\n[data]\ndata_path = ["{corpus}"]\n')
+    path.write_text(small_text)
     return path
 
 

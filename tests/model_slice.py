@@ -36,6 +36,9 @@ _OTHERS = {
     "rope_qk": ("attention.kind=gqa", "attention.num_query_groups=2"),
     "mamba_ssm_mimo": ("mamba3.variant=mimo",),
 }
+# Triton's interpreter takes milliseconds a program, and RoPE's kernels have one a token: 24 tokens
+# a row make them cross many programs; other lengths are the samples' of the surface's case.
+_ON_CPU = {surface: ["model.seq_length=24"] for surface in ("mla_rope", "rope_qk")}
 _ENVIRONMENT = ("MEGACPP_RECIPE", "MEGACPP_BACKENDS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 # Roundings to bf16 from a weight to the loss, and from there to its gradient: some 16 operations in
 # the block, another 16 in the embedding, the head and the loss, each way.
@@ -82,7 +85,8 @@ def _values(
 ) -> dict[str, torch.Tensor]:
     """Losses and gradients by Megatron's names, each expert's weights apart."""
     sizes = [f"model.pattern={block}", "model.depth=1", *_SIZES, *others]
-    recipe = load_recipe("nam56r-tiny", sizes + (_ON_GPU if device == "cuda" else []))
+    sizes += _ON_GPU if device == "cuda" else _ON_CPU.get(surface, [])
+    recipe = load_recipe("nam56r-tiny", sizes)
     with pytest.MonkeyPatch.context() as patch:
         for name in _ENVIRONMENT:
             patch.delenv(name, raising=False)

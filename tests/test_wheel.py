@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("wheel")  # one worker: its fixtures are made once
+
 CHECKOUT = Path(__file__).parent.parent
 
 

@@ -94,18 +94,20 @@ def _begin(connection, streams, words, folder, environment) -> list[str]:
     """In a fork of the server: fork the program, in which this returns, and see it to its end."""
     program = os.fork()
     if program:
+        os.setpgid(program, program)  # here and there: whichever comes first
         for stream in streams:
             os.close(stream)
         ended = os.pidfd_open(program)
-        ready, _, _ = select.select([connection, ended], [], [])
-        if ended not in ready:  # the client is gone
-            os.kill(program, signal.SIGKILL)
+        select.select([connection, ended], [], [])
+        # The program has ended, or its client has; what it started and left behind ends, too.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program, signal.SIGKILL)
         _, status = os.waitpid(program, 0)
         with contextlib.suppress(BrokenPipeError):
             connection.send(str(os.waitstatus_to_exitcode(status)).encode())
         os._exit(0)
     connection.close()
-    os.setsid()
+    os.setpgid(0, 0)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)

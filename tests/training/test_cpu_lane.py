@@ -1,9 +1,11 @@
 """The CPU lane through its function and, where a process matters, through the command."""
 
+import functools
 import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +26,8 @@ from megacpp_mcore.training.cpu.train import train
 from megacpp_mcore.training.data.files import DataError
 from megacpp_mcore.training.run_folder import RunFolderError
 
+pytestmark = pytest.mark.xdist_group("cpu_lane")  # one worker: its fixtures are made once
+
 
 def losses(run: Path) -> list[float]:
     return receipts.read(run / "receipt.json")["series"]["loss"]
@@ -36,16 +40,40 @@ def words(recipe: Path, out: Path, *more: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def environment_of_one_run(monkeypatch):
     """`train` sets launch variables for its process; a test's end takes them back."""
+    forget_runs(monkeypatch)
+
+
+def forget_runs(monkeypatch):
     for name in ("MEGACPP_RECIPE", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
 
+@pytest.fixture(scope="module")
+def runs(small_text, tmp_path_factory):
+    """runs(steps): the folder of a run of the small recipe, made once and not to be changed."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "small.toml").write_text(small_text)
+
+    @functools.cache
+    def run(steps: int | None) -> Path:
+        with pytest.MonkeyPatch.context() as patch:
+            forget_runs(patch)
+            train(load_recipe(str(folder / "small.toml")), folder / f"{steps}", steps=steps)
+        return folder / f"{steps}"
+
+    return run
+
+
 @pytest.fixture
-def unbroken(small, tmp_path) -> Path:
-    out = tmp_path / "unbroken"
-    train(small, out)
-    return out
+def unbroken(runs) -> Path:
+    return runs(None)
+
+
+@pytest.fixture
+def one_step(runs, tmp_path) -> Path:
+    """A run that was stopped after its first step, the test's own copy."""
+    return shutil.copytree(runs(1), tmp_path / "run", symlinks=True)
 
 
 def test_a_run_learns_and_leaves_a_whole_receipt(small, tmp_path):
@@ -149,50 +177,45 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(smal
     assert all(math.isfinite(loss) for loss in losses(out))
 
 
-def test_a_checkpoint_of_another_recipe_is_refused_by_its_keys(small, small_recipe, tmp_path):
-    train(small, tmp_path / "run", steps=1)
+def test_a_checkpoint_of_another_recipe_is_refused_by_its_keys(one_step, small_recipe):
     other = load_recipe(str(small_recipe), ["optimizer.lr=1e-3"])
     with pytest.raises(checkpoint.CheckpointError, match=r"optimizer\.lr was 0\.003 and is 0\.001"):
-        train(other, tmp_path / "run", resume=True)
+        train(other, one_step, resume=True)
 
 
-def test_a_checkpoint_trained_on_other_data_is_refused(small, corpus, tmp_path):
-    train(small, tmp_path / "run", steps=1)
-    progress = checkpoint.latest(tmp_path / "run/checkpoints") / "progress.json"
+def test_a_checkpoint_trained_on_other_data_is_refused(small, one_step):
+    progress = checkpoint.latest(one_step / "checkpoints") / "progress.json"
     content = json.loads(progress.read_text())
     progress.write_text(json.dumps(content | {"data_digest": "0" * 64}))
     with pytest.raises(checkpoint.CheckpointError, match="on other data"):
-        train(small, tmp_path / "run", resume=True)
+        train(small, one_step, resume=True)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "remove"])
-def test_a_damaged_checkpoint_is_refused(small, tmp_path, damage):
-    train(small, tmp_path / "run", steps=1)
-    shard = next(checkpoint.latest(tmp_path / "run/checkpoints").glob("*.distcp"))
+def test_a_damaged_checkpoint_is_refused(small, one_step, damage):
+    shard = next(checkpoint.latest(one_step / "checkpoints").glob("*.distcp"))
     if damage == "truncate":
         with open(shard, "r+b") as file:
             file.truncate(shard.stat().st_size // 2)
     else:
         shard.unlink()
     with pytest.raises(checkpoint.CheckpointError, match="cannot be loaded"):
-        train(small, tmp_path / "run", resume=True)
+        train(small, one_step, resume=True)
 
 
-def test_a_half_written_checkpoint_is_never_loaded(small, tmp_path):
-    train(small, tmp_path / "run", steps=1)
-    checkpoints = tmp_path / "run/checkpoints"
+def test_a_half_written_checkpoint_is_never_loaded(one_step):
+    checkpoints = one_step / "checkpoints"
     (checkpoints / ".tmp-iter_0000002").mkdir()
     (checkpoints / "iter_0000003").mkdir()  # no metadata: not one of ours
     assert checkpoint.latest(checkpoints).name == "iter_0000001"
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused_before_writing(small, tmp_path, monkeypatch):
-    train(small, tmp_path / "run", steps=1)
+def test_a_checkpoint_that_does_not_fit_is_refused_before_writing(small, one_step, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10})())
     with pytest.raises(checkpoint.CheckpointWriteError, match="MiB are needed, 0 MiB are free"):
-        train(small, tmp_path / "run", resume=True)
-    assert checkpoint.latest(tmp_path / "run/checkpoints").name == "iter_0000001"
-    assert receipts.read(tmp_path / "run/receipt.json")["result"]["status"] == "failed"
+        train(small, one_step, resume=True)
+    assert checkpoint.latest(one_step / "checkpoints").name == "iter_0000001"
+    assert receipts.read(one_step / "receipt.json")["result"]["status"] == "failed"
 
 
 def test_a_write_that_fails_half_way_leaves_no_checkpoint_and_says_so(small_recipe, tmp_path):
@@ -212,12 +235,11 @@ def test_a_write_that_fails_half_way_leaves_no_checkpoint_and_says_so(small_reci
     assert list((out / "checkpoints").iterdir()) == []
 
 
-def test_a_folder_that_holds_a_run_is_not_written_over(small, tmp_path):
-    train(small, tmp_path / "run", steps=1)
+def test_a_folder_that_holds_a_run_is_not_written_over(small, one_step):
     with pytest.raises(RunFolderError, match=r"--resume.*--overwrite"):
-        train(small, tmp_path / "run", steps=1)
-    train(small, tmp_path / "run", steps=2, overwrite=True)
-    assert len(losses(tmp_path / "run")) == 2
+        train(small, one_step, steps=1)
+    train(small, one_step, steps=2, overwrite=True)
+    assert len(losses(one_step)) == 2
 
 
 def test_two_processes_cannot_train_in_one_folder(small, tmp_path):
