@@ -41,8 +41,8 @@ lint: $(STAMP) ## ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# One worker a core; a group of tests with costly fixtures in common stays on one of them.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+# One worker a core; tests/conftest.py says which files stay on one of them.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test: lint ## lint and the test suite, six minutes on two cores
 	$(PYTEST)

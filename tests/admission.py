@@ -81,9 +81,13 @@ def suite(surface: str, device: str = "cpu", beyond_dispatch: tuple[str, ...] = 
     """A test of every check for every backend of `surface` on `device`.
 
     beyond_dispatch: backends to test on this device although dispatch does not serve them on it.
+    All but the reference are slow: kernels run in Triton's interpreter.
     """
     subjects = [
-        Subject(surface, backend.name, device, backend.name in beyond_dispatch)
+        pytest.param(
+            Subject(surface, backend.name, device, backend.name in beyond_dispatch),
+            marks=() if backend.name == REFERENCE else pytest.mark.slow,
+        )
         for backend in REGISTRY[surface].backends
     ]
 

@@ -65,6 +65,30 @@ save_interval = 3
 """
 
 
+# Files whose fixtures take many seconds: one worker of pytest-xdist has all tests of each. It has
+# them first, so that none is alone at the end.
+ON_ONE_WORKER = (
+    "tests/patching/test_shipped_lane.py",
+    "tests/test_wheel.py",
+    "tests/training/test_cpu_lane.py",
+    "tests/training/test_distributed_training.py",
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    # `--dist loadgroup` would do it, but xdist 3.8 renames the tests for it, which pytest 9.2 does
+    # not notice.
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return file if file in ON_ONE_WORKER else nodeid
+
+    return Scheduling(config, log)
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level dataset of this package's own source."""

@@ -5,6 +5,7 @@ import re
 import shutil
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def run(tmp_path: Path, corpus: Path):
     """run(script, *words): the commands that the script would have started, as lists of words."""
     tools, calls = tmp_path / "bin", tmp_path / "calls"
     tools.mkdir()
-    files = {"megacpp": TRAIN.format(python=warm.python()), "srun": NOTE.format(name="srun"),
+    files = {"megacpp": TRAIN.format(python=sys.executable), "srun": NOTE.format(name="srun"),
              "scontrol": "#!/bin/sh\necho first\nsleep 0.3\necho second\n"}  # fmt: skip
     for name, text in files.items():
         path = tools / name
@@ -93,6 +94,7 @@ def test_slurm(run, corpus):
     assert own[-len(lower(recipe).argv) :] == lower(recipe).argv
 
 
+@pytest.mark.slow
 def test_bring_your_data(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
@@ -129,6 +131,7 @@ def test_full_size_on_four(run):
     assert recipe.schedule.global_batch_size == 16 and recipe.schedule.train_iters == 30
 
 
+@pytest.mark.slow
 def test_a_block_of_your_own_learns(tmp_path):
     done = subprocess.run(
         [warm.python(), str(EXAMPLES / "own_block.py"), "--steps", "12"],

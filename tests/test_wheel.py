@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("wheel")  # one worker: its fixtures are made once
+pytestmark = pytest.mark.slow
 
 CHECKOUT = Path(__file__).parent.parent
 

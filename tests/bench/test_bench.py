@@ -424,6 +424,7 @@ class TestLayer:
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 class TestCommand:
     def test_a_model_step(self, tmp_path, capsys):
         path = tmp_path / "model.json"

@@ -84,6 +84,7 @@ def test_a_launch_of_two_hosts_ends_with_either(tmp_path, monkeypatch):
     assert "no end within 0 s" in launch((60, 0), (0, 0))
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_launch_that_is_ended_end_with_it(tmp_path):
     """A real torchrun: it makes every rank a session of its own, which killing its own leaves."""
     program = tmp_path / "rank.py"

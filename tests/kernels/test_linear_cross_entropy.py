@@ -42,6 +42,7 @@ def chunks_of_five(monkeypatch):
     monkeypatch.setattr(chunk_loop, "chunk_length", lambda tokens, classes: 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("contract", CONTRACTS)
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -97,6 +98,7 @@ def test_large_logits_neither_overflow_nor_lose_the_loss(head):
     assert losses == pytest.approx([0.6931472, 2e4 + 0.6931472, 0.6931472])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("vocab", "hidden_size"), [(1, 23), (2, 1), (64, 8), (97, 23)])
 def test_chunks_of_any_sizes(vocab, hidden_size, chunks_of_five):
     generator = torch.Generator().manual_seed(vocab)
@@ -149,6 +151,7 @@ def test_what_is_not_wanted_is_not_made(monkeypatch, chunks_of_five):
 class TestKernels:
     """In blocks and tiles that are small enough for several of them here."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("vocab", [5, 32, 33])
     def test_rows_of_several_blocks(self, vocab, monkeypatch, chunks_of_five):
         monkeypatch.setattr(kernels, "_LANES", 8)

@@ -114,6 +114,7 @@ def test_a_cache_that_cannot_be_written_or_loaded_is_named(monkeypatch, tmp_path
         build.library("sm_90")
 
 
+@pytest.mark.slow
 def test_built_once_whoever_asks(monkeypatch, tmp_path):
     """Four processes at once: one compiles, all load the same whole library."""
     compiler = shutil.which("cc")
@@ -146,6 +147,7 @@ def test_another_nvcc_or_source_is_another_library(monkeypatch, tmp_path):
     assert len(names) == 3
 
 
+@pytest.mark.slow
 def test_the_sources_compile(tmp_path):
     compiler = build.find_nvcc()
     if compiler is None:

@@ -308,6 +308,7 @@ def test_step_by_step_is_the_sequence():
     torch.testing.assert_close(state, final, rtol=0, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_operator_is_opaque_and_sound():
     inputs = draw(2, 5, 2, 3, 2)
     tensors = [inputs[n].requires_grad_() for n in NAMES]

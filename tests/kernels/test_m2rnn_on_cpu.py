@@ -17,9 +17,12 @@ import torch
 from megacpp_mcore.kernels.m2rnn import build, cuda, launch, schedule
 from megacpp_mcore.kernels.m2rnn import m2rnn as reference
 
-pytestmark = pytest.mark.skipif(
-    cuda_on_cpu.reason() is not None, reason=f"kernels cannot run here: {cuda_on_cpu.reason()}"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        cuda_on_cpu.reason() is not None, reason=f"kernels cannot run here: {cuda_on_cpu.reason()}"
+    ),
+]
 
 V = 16
 # As in tests/gpu/test_m2rnn_gpu.py: what a step is off by, forward and backward, and how long.

@@ -156,6 +156,7 @@ def largest_allocation(call, *arguments):
     return max(event.nbytes() for event in events if event.name() == "[memory]"), result
 
 
+@pytest.mark.slow
 def test_training_makes_nothing_of_the_size_of_the_logits(serving, monkeypatch):
     vocab_size, logits = 4096, 4 * BATCH * SEQ * 4096
     weight = 4 * vocab_size * 16

@@ -121,6 +121,7 @@ def assert_equal(found, expected, eps):
         assert (found[name] - value).abs().max() <= bound, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("bounds", [None, [0, 4, 4, 9]], ids=["rows", "documents"])
 def test_ours_is_upstreams(variant, bounds):
@@ -222,6 +223,7 @@ def test_a_named_norm_is_not_left_to_transformer_engines_linears(monkeypatch, no
     assert norms == {IdentityOp if inside else DispatchedNorm}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bounds", [None, [0, 4, 9]], ids=["rows", "documents"])
 def test_the_kernel_in_the_layer(bounds):
     torch.manual_seed(4)

@@ -49,6 +49,7 @@ def test_all_of_ours_together(plain):
     assert all(found[1] < train_once(small(override))[1] for override in together)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", MEGATRONS)
 def test_what_megatron_recomputes_around_our_layers(module, plain, monkeypatch):
     """Without CUDA there is no random state of its to keep; nothing here draws a random number."""

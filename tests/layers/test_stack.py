@@ -200,6 +200,7 @@ def test_importing_the_spec_reads_no_recipe_and_decides_nothing(environment):
         _ = spec.submodules
 
 
+@pytest.mark.slow
 def test_an_import_error_inside_the_spec_is_loud():
     """Megatron's import_module turns an ImportError into None and its default spec, silently."""
     script = (

@@ -24,6 +24,8 @@ from megacpp_mcore.patching import PatchError, manifest, state, transaction
 from megacpp_mcore.patching.operations import apply, revert
 from megacpp_mcore.patching.store import FOLDER, Store
 
+pytestmark = pytest.mark.slow
+
 OPERATIONS = {"apply": apply, "revert": revert}
 KILLS = 200
 

@@ -13,8 +13,6 @@ import warm
 
 from megacpp_mcore.patching import manifest, operations, verify
 
-pytestmark = pytest.mark.xdist_group("shipped_lane")  # one worker: its fixtures are made once
-
 LANE = manifest.load()
 FRESH = ["te-import-without-driver"]  # its defect is in the import of Megatron
 # `make env` installs mamba-ssm's sources there: its package cannot be imported without CUDA.

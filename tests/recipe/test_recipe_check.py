@@ -80,6 +80,7 @@ def actions():
     return {flag: action for action in parser._actions for flag in action.option_strings}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_megatron_gets_every_value_as_asked(reports, name):
     report = reports[name]

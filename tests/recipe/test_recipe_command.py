@@ -145,6 +145,7 @@ def test_env_sets_everything_for_a_launch(capsys):
     assert argv == lowered.argv and environment == lowered.environment
 
 
+@pytest.mark.slow
 def test_check_of_a_good_recipe(capsys):
     assert recipe("check", "nam56r-tiny") == 0
     out = capsys.readouterr().out

@@ -26,7 +26,7 @@ from megacpp_mcore.training.cpu.train import train
 from megacpp_mcore.training.data.files import DataError
 from megacpp_mcore.training.run_folder import RunFolderError
 
-pytestmark = pytest.mark.xdist_group("cpu_lane")  # one worker: its fixtures are made once
+pytestmark = pytest.mark.slow
 
 
 def losses(run: Path) -> list[float]:

@@ -11,8 +11,6 @@ import pytest
 import torch
 from gloo_ranks import Run, launch
 
-pytestmark = pytest.mark.xdist_group("distributed")  # one worker: its fixtures are made once
-
 STEPS, SAVED = 10, 5
 MODEL = (
     "model.pattern=AEMRE", "model.depth=5", "model.hidden_size=32", "model.ffn_hidden_size=64",

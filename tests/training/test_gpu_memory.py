@@ -4,6 +4,7 @@ import gc
 from collections import Counter
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
@@ -110,6 +111,7 @@ def test_a_chain_of_megatrons_optimizers():
     assert watch.measure().optimizer == 8 * (10 * 4 + 2 * 100)
 
 
+@pytest.mark.slow
 def test_what_is_there_of_a_model_that_is_not_finished():
     """On the CPU, where other tests' tensors are, too: by classes that only this one has."""
 

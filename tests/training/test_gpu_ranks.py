@@ -12,6 +12,8 @@ import pytest
 
 from megacpp_mcore.training.gpu.torchrun import RanksOutcome, run_ranks
 
+pytestmark = pytest.mark.slow
+
 # A training loop in miniature: gloo's all-reduce, and a rank that ends in its midst.
 RANK = """
 import os, signal, sys, time

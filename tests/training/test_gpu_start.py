@@ -35,12 +35,14 @@ def python(script: str, *argv: str, environment: dict[str, str]) -> subprocess.C
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["megacpp_mcore.pretrain", "megacpp_mcore.training.gpu.train"])
 def test_megatron_is_not_imported_before_it_is_bridged(module):
     script = f"import {module}, sys; sys.exit(not {{'megatron', 'triton'}}.isdisjoint(sys.modules))"
     assert python(script, environment={}).returncode == 0
 
 
+@pytest.mark.slow
 def test_transformers_is_imported_for_its_own_tokenizer_alone(small_recipe: Path, tmp_path: Path):
     (tmp_path / "transformers.py").write_text("raise RuntimeError('transformers is imported')")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
@@ -80,6 +82,7 @@ def test_backends_are_checked_where_jax_is_not_found(monkeypatch, tmp_path):
         importlib.import_module("jax")
 
 
+@pytest.mark.slow
 def test_a_start_is_counted_from_the_process_and_from_its_launcher():
     """Never from before this test made the process: psutil's start may be wrong by a second."""
     rank = """
