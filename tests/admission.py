@@ -81,7 +81,8 @@ def suite(surface: str, device: str = "cpu", beyond_dispatch: tuple[str, ...] = 
     """A test of every check for every backend of `surface` on `device`.
 
     beyond_dispatch: backends to test on this device although dispatch does not serve them on it.
-    All but the reference are slow: kernels run in Triton's interpreter.
+    All but the reference are slow, as kernels run in Triton's interpreter, and so are the checks
+    that build a model or compile.
     """
     subjects = [
         pytest.param(
@@ -91,7 +92,12 @@ def suite(surface: str, device: str = "cpu", beyond_dispatch: tuple[str, ...] = 
         for backend in REGISTRY[surface].backends
     ]
 
-    @pytest.mark.parametrize("check", CHECKS)
+    checks = [
+        pytest.param(name, marks=pytest.mark.slow if name in ("graph", "model_slice") else ())
+        for name in CHECKS
+    ]
+
+    @pytest.mark.parametrize("check", checks)
     @pytest.mark.parametrize("subject", subjects, ids=lambda subject: subject.backend)
     def test_admission(subject: Subject, check: str) -> None:
         admit(subject, check)

@@ -358,6 +358,7 @@ def missing_package(package):
     raise ImportError("No module named 'unidiff'")
 
 
+@pytest.mark.slow
 class TestLayer:
     words = tuple(word for override in SMALL for word in ("--set", override))
 

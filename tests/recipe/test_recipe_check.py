@@ -12,6 +12,8 @@ from megacpp_mcore.recipe.fields import Flag
 from megacpp_mcore.recipe.schema import SECTIONS
 from megacpp_mcore.recipe.source import KEYS
 
+pytestmark = pytest.mark.slow  # Megatron parses every recipe once
+
 TP2 = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true",
        "parallel.expert_model_parallel_size=4"]  # fmt: skip
 CUTS = "AEMEAEMEAEMRAEMEAEMEAEMRAE|MEAEMEAEMRAEMEAEMEAEMRAEME"
@@ -80,7 +82,6 @@ def actions():
     return {flag: action for action in parser._actions for flag in action.option_strings}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_megatron_gets_every_value_as_asked(reports, name):
     report = reports[name]
