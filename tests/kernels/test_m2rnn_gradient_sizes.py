@@ -12,11 +12,9 @@ from test_m2rnn_on_cpu import pytestmark as can_run
 
 from megacpp_mcore.kernels.m2rnn import cuda
 
-pytestmark = pytest.mark.slow
-
 # On one multiprocessor a chain is undone in segments, so that what is carried is handed on, too.
 pytestmark = [
-    can_run,
+    *can_run,
     pytest.mark.usefixtures("on_cpu"),
     pytest.mark.parametrize("on_cpu", [1], indirect=True, ids=[""]),
 ]
