@@ -3,6 +3,7 @@
 The weights are float64; Megatron's cross entropy computes in float32 whatever the model's dtype.
 """
 
+import os
 from functools import partial
 from typing import NamedTuple
 
@@ -48,6 +49,7 @@ def models(*overrides: str, heads: str | None = None) -> Models:
     environment ask for; a model of Megatron's has Megatron's own.
     """
     recipe = load_recipe("nam56r-tiny", [*SIZES, *overrides])
+    os.environ.update(recipe.launch.environment)
     args = megatron_args(lower(recipe).argv)
     groups, built = ProcessGroupCollection.use_mpu_process_groups(), []
     requests = "" if heads is None else f"linear_cross_entropy={heads}"

@@ -74,6 +74,7 @@ def model_of(overrides):
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
     recipe = load_recipe("nam56r-tiny", [*ONE, *overrides])
+    os.environ.update(recipe.launch.environment)
     args = megatron_args(lower(recipe).argv)
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,

@@ -146,6 +146,7 @@ class _Training:
 
         self.run = run
         recipe = load_recipe("nam56r-tiny", run.overrides)
+        os.environ.update(recipe.launch.environment)
         self.args = args = megatron_args(lower(recipe).argv)
         if run.bf16:  # no recipe for the CPU can have it
             args.bf16, args.params_dtype = True, torch.bfloat16
