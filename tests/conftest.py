@@ -69,6 +69,7 @@ save_interval = 3
 # them first, so that none is alone at the end.
 ON_ONE_WORKER = (
     "tests/patching/test_shipped_lane.py",
+    "tests/recipe/test_megatrons_refusals.py",
     "tests/recipe/test_recipe_check.py",
     "tests/test_wheel.py",
     "tests/training/test_cpu_lane.py",

@@ -7,6 +7,8 @@ import pytest
 
 from megacpp_mcore.recipe import check, load_recipe
 
+pytestmark = pytest.mark.slow  # Megatron parses every recipe once
+
 TP2 = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true",
        "parallel.expert_model_parallel_size=4"]  # fmt: skip
 CP2 = ["parallel.context_parallel_size=2", "parallel.expert_model_parallel_size=4",
