@@ -1,9 +1,5 @@
 """Unified diffs, read and applied to the byte: no fuzz, no moved hunk, no repair.
 
-`unidiff` parses. Applying is ours, because every tool that offers it searches for a place when the
-stated one does not match. Text is handled as Latin-1, which maps each byte to one character and
-back, so an encoding, a carriage return or a missing newline at the end survives as it is.
-
 Each diff of a chain is written against the file with every earlier patch of the lane in it. When an
 earlier one is left out (`compose`), the later one's lines are found by identity, not by searching
 for similar text: a line that any patch wrote or removed stays in one list, marked with both.
@@ -11,17 +7,18 @@ for similar text: a line that any patch wrote or removed stays in one list, mark
 
 import difflib
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-
-from unidiff import PatchSet
-from unidiff.errors import UnidiffParseError
 
 from megacpp_mcore.patching import DependencyError, PatchError
 
-_FIRST_FILE = re.compile(rb"^diff --git ", re.MULTILINE)
-_GIT_HEADER = re.compile(r"^diff --git a/(?P<path>\S+) b/(?P=path)$")
-_REFUSED_INFO = ("old mode", "new mode", "rename", "copy", "similarity", "dissimilarity", "deleted")
+_SECTION = re.compile(rb"^(?=diff --git )", re.MULTILINE)
+_GIT_HEADER = re.compile(r"diff --git a/(\S+) b/\1\n")
+_HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+_REFUSED = re.compile(
+    r"^(old mode|new mode|rename|copy|similarity|dissimilarity|deleted|binary).*",
+    re.MULTILINE | re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -59,23 +56,18 @@ Chain = Sequence[tuple[str, FileDiff]]
 
 
 def split_lines(data: bytes) -> list[bytes]:
-    """Lines with their `\\n`; the last has none when the file does not end with one.
-
-    bytes.splitlines would also split at a lone carriage return, which diff does not.
-    """
+    """Lines with their `\\n`, which alone ends a line: bytes.splitlines splits at `\\r` too."""
     return [line for line in re.split(rb"(?<=\n)", data) if line]
 
 
 def header_of(data: bytes) -> str:
     """The text above the first `diff --git` line of a patch file."""
-    first = _FIRST_FILE.search(data)
-    return data[: first.start() if first else len(data)].decode("utf-8", "replace").strip()
+    return _SECTION.split(data, maxsplit=1)[0].decode("utf-8", "replace").strip()
 
 
 def body_of(data: bytes) -> bytes:
     """A patch file without its header text."""
-    first = _FIRST_FILE.search(data)
-    return data[first.start() :] if first else b""
+    return b"".join(_SECTION.split(data)[1:])
 
 
 def parse(data: bytes, name: str) -> tuple[FileDiff, ...]:
@@ -84,68 +76,67 @@ def parse(data: bytes, name: str) -> tuple[FileDiff, ...]:
     Raises PatchError for anything but changes to the lines of text files: an empty or malformed
     diff, text that belongs to no hunk, renames, modes, deletions, binary files.
     """
-    text = body_of(data).decode("latin-1")
-    try:
-        patch_set = PatchSet(text)
-    except UnidiffParseError as error:
-        raise PatchError(f"{name}: not a unified diff: {error}".rstrip()) from error
-    if not patch_set:
+    parsed = tuple(_file_diff(section, name) for section in _SECTION.split(data)[1:])
+    if not parsed:
         raise PatchError(f"{name}: holds no `diff --git` section")
-    parsed = tuple(_file_diff(file, text, name) for file in patch_set)
-    # unidiff drops lines that belong to no hunk, for example when a hunk's header counts too few.
-    counted = sum(
-        len(file.patch_info or ()) + 2 + sum(1 + len(hunk) for hunk in file) for file in patch_set
-    )
-    if counted != len(split_lines(text.encode("latin-1"))):
-        raise PatchError(
-            f"{name}: some lines belong to no hunk: a hunk header's counts do not match its lines, "
-            "or text follows the last hunk"
-        )
-    paths = [diff.path for diff in parsed]
-    if len(set(paths)) != len(paths):
+    if len({diff.path for diff in parsed}) != len(parsed):
         raise PatchError(f"{name}: a file has more than one section")
     return parsed
 
 
-def _file_diff(file, text: str, name: str) -> FileDiff:
-    info = [line.rstrip("\n") for line in file.patch_info or ()]
-    git_header = _GIT_HEADER.match(info[0]) if info else None
+def _file_diff(section: bytes, name: str) -> FileDiff:
+    # Latin-1 maps each byte to one character and back: encodings survive as they are.
+    info, *hunks = re.split("^(?=@@ )", section.decode("latin-1"), flags=re.MULTILINE)
+    git_header = _GIT_HEADER.match(info)
     if git_header is None:
         raise PatchError(f"{name}: a section does not start with `diff --git a/PATH b/PATH`")
-    path = git_header["path"]
-    refused = [line for line in info[1:] if line.startswith(_REFUSED_INFO)]
-    if refused or file.is_binary_file:
+    path = git_header[1]
+    if refused := _REFUSED.search(info):
         raise PatchError(
-            f"{name}: {path}: {refused[0] if refused else 'binary'}: the lane carries only changed "
-            "lines of text files"
+            f"{name}: {path}: {refused[0]}: the lane carries changed lines of text files only, no "
+            f"renames, modes, deletions or binary files"
         )
-    creates = any(line.startswith("new file mode") for line in info)
+    creates = "\nnew file mode" in info
     source = "/dev/null" if creates else f"a/{path}"
-    if f"\n--- {source}\n+++ b/{path}\n@@ " not in text:
+    if not hunks or not info.endswith(f"\n--- {source}\n+++ b/{path}\n"):
         raise PatchError(f"{name}: {path}: no `--- {source}`, `+++ b/{path}` and hunk follow it")
-    hunks = tuple(_hunk(hunk, number, f"{name}: {path}") for number, hunk in enumerate(file, 1))
-    return FileDiff(path, creates, hunks)
+    numbered = enumerate(hunks, 1)
+    return FileDiff(path, creates, tuple(_hunk(*each, f"{name}: {path}") for each in numbered))
 
 
-def _hunk(hunk, number: int, where: str) -> Hunk:
+def _hunk(number: int, text: str, where: str) -> Hunk:
+    where = f"{where}: hunk {number}"
+    head, *body = split_lines(text.encode("latin-1"))
+    stated = _HUNK.match(head.decode("latin-1"))
+    if stated is None:
+        raise PatchError(f"{where}: cannot read its header {head!r}")
+    start, source_count, target_start, target_count = (int(n or 1) for n in stated.groups())
     lines: list[tuple[str, bytes]] = []
-    for line in hunk:
-        if line.line_type in (" ", "-", "+"):
-            lines.append((line.line_type, line.value.encode("latin-1")))
-        elif line.line_type == "\\" and lines and lines[-1][1].endswith(b"\n"):
-            kind, data = lines[-1]
-            lines[-1] = (kind, data[:-1])
+    for line in body:
+        kind, data = chr(line[0]), line[1:]
+        if kind in " -+":
+            lines.append((kind, data))
+        elif kind == "\\" and lines and lines[-1][1].endswith(b"\n"):
+            lines[-1] = (lines[-1][0], lines[-1][1][:-1])
         else:
-            raise PatchError(f"{where}: hunk {number}: cannot read {str(line).rstrip()!r}")
-    parsed = Hunk(number, hunk.source_start, hunk.target_start, tuple(lines))
-    if parsed.source == parsed.target:
-        raise PatchError(f"{where}: hunk {number} changes nothing")
-    if not parsed.source and parsed.start != 0:
+            raise PatchError(
+                f"{where}: Hunk diff line expected, found {line!r}: lines that do not start with "
+                f"' ', '-' or '+' belong to no hunk"
+            )
+    hunk = Hunk(number, start, target_start, tuple(lines))
+    if (len(hunk.source), len(hunk.target)) != (source_count, target_count):
         raise PatchError(
-            f"{where}: hunk {number} has no context line, so nothing says that its place is right; "
-            "make the diff with `git diff -U3`"
+            f"{where}: its header's counts do not match its lines: some belong to no hunk, or the "
+            f"hunk is shorter than expected"
         )
-    return parsed
+    if hunk.source == hunk.target:
+        raise PatchError(f"{where}: changes nothing")
+    if not hunk.source and start != 0:
+        raise PatchError(
+            f"{where}: has no context line, so nothing says that its place is right; make the diff "
+            f"with `git diff -U3`"
+        )
+    return hunk
 
 
 def reverse(diff: FileDiff) -> FileDiff:
@@ -183,7 +174,12 @@ def compose(pristine: bytes | None, chain: Chain, chosen: Collection[str]) -> by
         exists, chosen_exists = True, chosen_exists or patch in chosen
         there = [at for at, line in enumerate(lines) if line.removed_by is None]
         data = [lines[at].data for at in there]
-        for hunk, index in reversed([*_places(diff, data, where)]):
+        places = [check_hunk(hunk, data, where) for hunk in diff.hunks]
+        done = len(data)
+        for hunk, index in reversed([*zip(diff.hunks, places, strict=True)]):
+            if index + len(hunk.source) > done:
+                raise PatchError(f"{where}: hunk {hunk.number + 1} overlaps the one before it")
+            done = index
             block = there[index : index + len(hunk.source)]
             start, end = (block[0], block[-1] + 1) if block else (0, 0)
             if patch in chosen:
@@ -206,17 +202,6 @@ class _Line:
     def is_with(self, chosen: Collection[str]) -> bool:
         """Whether the line is in the file that has the patches `chosen`."""
         return (self.origin is None or self.origin in chosen) and self.removed_by not in chosen
-
-
-def _places(diff: FileDiff, lines: list[bytes], where: str) -> Iterator[tuple[Hunk, int]]:
-    """Each hunk with the index of its source block in `lines`, which is where it says."""
-    done = 0
-    for hunk in diff.hunks:
-        index = check_hunk(hunk, lines, where)
-        if index < done:
-            raise PatchError(f"{where}: hunk {hunk.number} overlaps the one before it")
-        done = index + len(hunk.source)
-        yield hunk, index
 
 
 def _edited(hunk: Hunk, patch: str, lines: Sequence[_Line]) -> list[_Line]:
