@@ -121,7 +121,7 @@ def _owner(
         found = state.read(manifest, package, folder)
         if found.installed is None:
             continue
-        rows = site.record_rows((found.installed.site / found.installed.record).read_bytes())
+        rows = dict(site.record_lines((found.installed.site / found.installed.record).read_bytes()))
         if tops and tops <= {path.split("/")[0] for path in rows}:
             if found.problem or found.interrupted:
                 raise PatchError(found.problem or found.interrupted)

@@ -70,8 +70,6 @@ def change(
             said = [*notes, f"{error}: nothing was changed; {operation} again"]
             raise PatchError("; ".join(said)) from error
         except PatchError as error:
-            if not notes:
-                raise
             raise type(error)("; ".join([*notes, str(error)])) from error
         states = [state.read(manifest, package, folder) for package in manifest.packages]
     applied = {
@@ -94,30 +92,26 @@ def _locked_plans(
 
     Plans first without any lock, so that a run with nothing to do writes nothing at all.
     """
-    held: set[Path] = set()
-    while True:
-        plans, absent = [], []
-        wanted = [kept for kept in state.stores(request.folder) if kept.unfinished()]
-        if held.issuperset(kept.site for kept in wanted):
-            try:
-                plans, absent = _plans(request)
-                wanted = [plan.store for plan in plans]
-            except (PatchError, OSError):
-                # Read without the lock, the state may be torn by a run beside this one.
-                wanted = _writable(request)
-                if held.issuperset(kept.site for kept in wanted):
-                    raise
-        wanted = [kept for kept in wanted if kept.site not in held]
-        if not wanted:
-            return plans, absent
-        for kept in sorted(wanted, key=lambda kept: kept.site):
-            _check_folder(kept.site)
-            locks.enter_context(kept.locked(wait))
-            locks.callback(kept.clean)
-            held.add(kept.site)
-            if kept.journal.exists():
-                _, done = transaction.finish(kept, step)
-                notes.append(f"{kept.site}: {done}")
+    stores = {kept.site: kept for kept in state.stores(request.folder) if kept.unfinished()}
+    if not stores:
+        # What goes wrong here may come of a run beside this one: it is read again with the lock.
+        with contextlib.suppress(PatchError, OSError):
+            plans, absent = _plans(request)
+            if not plans:
+                return plans, absent
+    for package in request.manifest.packages:
+        with contextlib.suppress(PatchError):
+            installed = site.find(package, request.folder)
+            if installed is not None and _is_writable(installed.site):
+                stores.setdefault(installed.site, Store(installed.site))
+    for folder, kept in sorted(stores.items()):
+        _check_folder(folder)
+        locks.enter_context(kept.locked(wait))
+        locks.callback(kept.clean)
+        if kept.journal.exists():
+            _, done = transaction.finish(kept, step)
+            notes.append(f"{folder}: {done}")
+    return _plans(request)
 
 
 def _plans(request: _Request) -> tuple[list[Plan], list[str]]:
@@ -126,7 +120,7 @@ def _plans(request: _Request) -> tuple[list[Plan], list[str]]:
     Everything is checked and nothing written. Raises PatchError.
     """
     manifest, where = request.manifest, request.folder or "this interpreter's site-packages"
-    working: list[PackageState] = []
+    sites: dict[Path, list[PackageState]] = {}
     absent: list[str] = []
     for package in dict.fromkeys(patch.package for patch in request.selected):
         found = state.read(manifest, package, request.folder)
@@ -134,20 +128,17 @@ def _plans(request: _Request) -> tuple[list[Plan], list[str]]:
         if found.problem and not (leftovers and request.whole):
             raise PatchError(f"{found.problem}. Nothing was changed")
         if found.installed is not None:
-            working.append(found)
+            sites.setdefault(found.installed.site, []).append(found)
         elif request.whole:
             count = len(manifest.of(package))
             absent.append(f"{package} is not installed: its {count} patches are left out")
         else:
             raise PatchError(f"{package} {found.pinned} is not installed in {where}")
-    if not working:
+    if not sites:
         raise PatchError(
             f"none of {', '.join(manifest.packages)} is installed in {where}: there is nothing to "
             f"{request.operation}"
         )
-    sites: dict[Path, list[PackageState]] = {}
-    for found in working:
-        sites.setdefault(found.installed.site, []).append(found)
     plans = [_site_plan(request, folder, packages) for folder, packages in sites.items()]
     plans = [plan for plan in plans if plan.actions]
     for plan in plans:
@@ -161,20 +152,16 @@ def _site_plan(request: _Request, folder: Path, packages: Sequence[PackageState]
     ledger = plan.store.ledger()
     records = []
     for found in packages:
+        path, package = found.installed.record, found.package
         wanted, paths = _targets(request, found)
-        site.check_inside(folder, found.package, [*paths, found.installed.record])
-        plan.versions[found.package] = found.installed.version
-        ledger[found.package], record = _package(request.manifest, found, plan, wanted, paths)
-        records.append((found, record))
-    for found, record in records:
-        path = folder / found.installed.record
-        before = path.read_bytes()
-        if record != before:
-            mode = transaction.file_mode(path)
-            plan.add(found.installed.record, record, mode, sha256(before), found.package)
-    after, now = ledger_bytes(ledger), digest(folder / LEDGER)
-    if sha256(after) != now:
-        plan.add(LEDGER, after, 0o644, now, "")
+        site.check_inside(folder, package, [*paths, path])
+        record = (folder / path).read_bytes()
+        plan.versions[package] = found.installed.version
+        ledger[package], rows = _package(request.manifest, found, plan, record, wanted, paths)
+        records.append((path, site.record_with(record, rows), package, sha256(record)))
+    for each in records:
+        plan.add(*each)
+    plan.add(LEDGER, ledger_bytes(ledger), "", digest(folder / LEDGER))
     return plan
 
 
@@ -186,25 +173,22 @@ def _targets(request: _Request, found: PackageState) -> tuple[list[str], list[st
     """
     applying, patches = request.operation == "apply", request.manifest.of(found.package)
     named = [patch for patch in patches if patch in request.selected]
-    wanted = ids = {patch.id for patch in named}
-    paths = list(dict.fromkeys(file.path for patch in named for file in patch.files))
+    ids = {patch.id for patch in named}
+    now = found.applied(request.manifest)
+    paths = dict.fromkeys(file.path for patch in named for file in patch.files)
     if request.whole:
-        paths = list(found.files)
-        wanted = ids if applying else set()
-    else:
-        now = found.applied(request.manifest)
-        wanted = now | ids if applying else now - ids
+        paths, now = found.files, frozenset()
     for path in paths:
         _refuse_drift(found, path, request.whole)
-    for patch in () if request.whole or found.problem else patches:
-        condition, _ = found.of(patch)
-        in_the_way = {file.path for file in patch.files}.intersection(paths)
-        if patch not in named and condition == state.PARTIAL and in_the_way:
+    for patch in () if request.whole else patches:
+        in_the_way = paths.keys() & {file.path for file in patch.files}
+        if patch not in named and in_the_way and found.of(patch)[0] == state.PARTIAL:
             raise PatchError(
-                f"patch {patch.id!r} is {condition} on a file that this would change: name it as "
-                f"well, or name none"
+                f"patch {patch.id!r} is {state.PARTIAL} on a file that this would change: name it "
+                f"as well, or name none"
             )
-    return [patch.id for patch in patches if patch.id in wanted], paths
+    wanted = now | ids if applying else now - ids
+    return [patch.id for patch in patches if patch.id in wanted], list(paths)
 
 
 def _refuse_drift(found: PackageState, path: str, whole: bool) -> None:
@@ -216,27 +200,24 @@ def _refuse_drift(found: PackageState, path: str, whole: bool) -> None:
         what = "is missing" if file.found == ABSENT else f"has sha256 {file.found}"
         raise PatchError(
             f"{where} {what}: the lane knows no such state, so someone else changed it. Nothing "
-            f"was changed. Undo that change, or reinstall: pip install --force-reinstall --no-deps "
-            f"{found.package}=={found.installed.version}"
+            f"was changed. Undo that change, or reinstall: {found.installed.reinstall}"
         )
 
 
 def _package(
-    manifest: Manifest, found: PackageState, plan: Plan, wanted: list[str], paths: list[str]
-) -> tuple[Entry, bytes]:
-    """Add the package's files to the plan; returns its new ledger entry and RECORD."""
+    manifest: Manifest,
+    found: PackageState,
+    plan: Plan,
+    record: bytes,
+    wanted: list[str],
+    paths: list[str],
+) -> tuple[Entry, dict[str, str | None]]:
+    """Add the package's files to the plan; returns its new ledger entry and RECORD's new rows."""
     folder, version = found.installed.site, found.installed.version
     old = found.entry or Entry(version)
-    new = Entry(
-        version,
-        wanted,
-        {path: value for path, value in old.files.items() if path not in paths},
-        {path: value for path, value in old.rows.items() if path not in paths},
-    )
-    record = (folder / found.installed.record).read_bytes()
-    rows = site.record_rows(record)
+    new = Entry(version, wanted, {**old.files}, {**old.rows})
     end = "\r\n" if record.split(b"\n", 1)[0].endswith(b"\r") else "\n"
-    changed_rows: dict[str, str | None] = {}
+    standing, rows = dict(site.record_lines(record)), {}
     touching = {} if found.problem else manifest.touching(found.package)
     for path in paths:
         target = original = state.original(manifest, found, path)
@@ -244,20 +225,19 @@ def _package(
             target = _composed(manifest, found.package, path, original, wanted)
         now, pristine = found.files[path].found, sha256(original)
         mode = old.files.get(path, {}).get("mode", transaction.file_mode(folder / path))
-        if sha256(target) != now:
-            plan.add(path, target, mode, now, found.package, pristine)
+        plan.add(path, target, found.package, now, pristine, mode)
         # RECORD's line for the unpatched file: remembered, standing there now, or worked out.
         row = None if original is None else site.record_row(path, original, end)
-        row = old.rows.get(path, rows.get(path) if now == pristine else row)
+        row = old.rows.get(path, standing.get(path) if now == pristine else row)
         if target == original:
-            changed_rows[path] = row
-            continue
-        new.files[path] = {"before": pristine, "after": sha256(target), "mode": mode}
-        new.rows[path] = row
-        changed_rows[path] = site.record_row(path, target, end)
-        if original is not None:
-            plan.originals.append(original)
-    return new, site.record_with(record, changed_rows)
+            new.files.pop(path, None), new.rows.pop(path, None)
+            rows[path] = row
+        else:
+            new.files[path] = {"before": pristine, "after": sha256(target), "mode": mode}
+            new.rows[path] = row
+            rows[path] = site.record_row(path, target, end)
+            plan.originals += [original] if original is not None else []
+    return new, rows
 
 
 def _composed(
@@ -286,7 +266,8 @@ def _check_writable(plan: Plan) -> None:
     """Refuse a read-only folder, a package on another file system, and a full disk."""
     folder = plan.store.site
     _check_folder(folder)
-    for path in (folder / action.path for action in plan.actions if action.path != LEDGER):
+    paths = [folder / action.path for action in plan.actions]
+    for path in (path for path in paths if path != folder / LEDGER):
         if not path.parent.is_dir():
             relative = path.relative_to(folder)
             raise PatchError(f"{path.parent}: the folder of {relative} does not exist")
@@ -297,32 +278,23 @@ def _check_writable(plan: Plan) -> None:
                 f"{path.parent} is on another file system than {folder}: its files cannot be "
                 f"switched by a rename"
             )
-    old = [folder / action.path for action in plan.actions if action.before != ABSENT]
-    needed = sum(len(data or b"") for data, _ in plan.new) + sum(map(len, plan.originals))
-    needed += sum(path.stat().st_size for path in old) + _SLACK
-    free = shutil.disk_usage(folder).free
+    data = [*(new for new, _ in plan.new if new is not None), *plan.originals]
+    old = sum(path.stat().st_size for path in paths if path.exists())
+    needed, free = sum(map(len, data)) + old + _SLACK, shutil.disk_usage(folder).free
     if free < needed:
         raise PatchError(
             f"{folder}: {free} bytes are free, {needed} are needed. Nothing was changed"
         )
 
 
+def _is_writable(folder: Path) -> bool:
+    """Whether this user may create and replace files in the folder."""
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
 def _check_folder(folder: Path) -> None:
-    """Refuse a folder in which this user may not create and replace files."""
-    if not os.access(folder, os.W_OK | os.X_OK):
+    if not _is_writable(folder):
         raise PatchError(
             f"{folder} is read-only for this user: nothing was changed. Run as its owner, or use "
             f"an environment of your own (python -m venv) or another folder with --site"
         )
-
-
-def _writable(request: _Request) -> list[Store]:
-    """The stores of the sites that have a pinned package and let this user write."""
-    sites = set()
-    for package in request.manifest.packages:
-        with contextlib.suppress(PatchError):
-            installed = site.find(package, request.folder)
-            if installed is not None:
-                _check_folder(installed.site)
-                sites.add(installed.site)
-    return [Store(folder) for folder in sites]

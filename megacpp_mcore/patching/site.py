@@ -8,6 +8,7 @@ import csv
 import hashlib
 import importlib.metadata
 import io
+import itertools
 import json
 import os
 import re
@@ -32,6 +33,11 @@ class Installed:
     def record(self) -> str:
         """RECORD's path below the site."""
         return f"{self.info.name}/RECORD"
+
+    @property
+    def reinstall(self) -> str:
+        """The command that brings the wheel's own files back."""
+        return f"pip install --force-reinstall --no-deps {self.package}=={self.version}"
 
 
 def search_path() -> list[Path]:
@@ -59,16 +65,16 @@ def find(package: str, site: Path | None = None) -> Installed | None:
 
 
 def _installed(package: str, site: Path, infos: list[Path]) -> Installed:
+    info = infos[0]
+    wheels_only = (
+        "the lane patches installed wheels only. Change the checkout itself, or install the wheel"
+    )
     if len(infos) > 1:
         names = ", ".join(info.name for info in infos)
         raise PatchError(
             f"{package}: {site} records it {len(infos)} times ({names}): an install was broken "
             f"off; reinstall it first"
         )
-    info = infos[0]
-    wheels_only = (
-        "the lane patches installed wheels only. Change the checkout itself, or install the wheel"
-    )
     if info.suffix == ".egg-info":
         raise PatchError(f"{package}: {info} is a development checkout; {wheels_only}")
     distribution = importlib.metadata.Distribution.at(info)
@@ -98,28 +104,27 @@ def check_inside(site: Path, package: str, paths: Iterable[str]) -> None:
             )
 
 
-def shadowed_by(installed: Installed, path: str) -> Path | None:
-    """The folder from which this interpreter would import `path` instead of the installed file.
+def shadowed(installed: Installed, paths: Iterable[str]) -> str:
+    """Why this interpreter would import one of `paths` from elsewhere, "" when from `installed`.
 
-    Looks for the outermost regular package around the file, as the import system does: a checkout
+    Looks for the outermost regular package around each file, as the import system does: a checkout
     earlier on the path hides the whole package, even a file it does not have.
     """
-    markers = [parent / "__init__.py" for parent in reversed(Path(path).parents)][1:]
-    marker = next((m for m in markers if (installed.site / m).is_file()), Path(path))
-    for folder in search_path():
-        if folder == installed.site:
-            return None
-        if (folder / marker).is_file():
-            return folder
-    return None
+    earlier = list(itertools.takewhile(lambda folder: folder != installed.site, search_path()))
+    for path in paths:
+        markers = [parent / "__init__.py" for parent in reversed(Path(path).parents)][1:]
+        marker = next((m for m in markers if (installed.site / m).is_file()), Path(path))
+        for folder in earlier:
+            if (folder / marker).is_file():
+                return (
+                    f"{installed.package} is installed in {installed.site}, but this interpreter "
+                    f"imports {path} from {folder}, which the lane does not patch; take it off "
+                    f"PYTHONPATH, or name the folder with --site"
+                )
+    return ""
 
 
-def record_rows(data: bytes) -> dict[str, str]:
-    """RECORD: path -> its whole line, with the line's end."""
-    return {path: line for path, line in _record_lines(data) if path is not None}
-
-
-def _record_lines(data: bytes) -> list[tuple[str | None, str]]:
+def record_lines(data: bytes) -> list[tuple[str | None, str]]:
     """RECORD's lines, each with the path that it is for; None for a blank one."""
     lines = io.StringIO(data.decode("utf-8"))
     return [(next(csv.reader([line]))[0] if line.strip() else None, line) for line in lines]
@@ -140,5 +145,5 @@ def record_with(data: bytes, rows: dict[str, str | None]) -> bytes:
     taking it out again restores the bytes even of a RECORD whose last line has no end.
     """
     rest = dict(rows)
-    lines = [rest.pop(path) if path in rest else line for path, line in _record_lines(data)]
+    lines = [rest.pop(path) if path in rest else line for path, line in record_lines(data)]
     return "".join(line for line in [*rest.values(), *lines] if line is not None).encode("utf-8")

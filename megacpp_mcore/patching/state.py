@@ -1,7 +1,7 @@
 """What is applied: read from the files' digests, never from a note that they were changed."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -46,7 +46,7 @@ class PackageState:
 
     package: str
     pinned: str
-    installed: site.Installed | None
+    installed: site.Installed | None = None
     problem: str = ""
     interrupted: str = ""
     entry: Entry | None = None
@@ -69,11 +69,13 @@ class PackageState:
             return APPLIED, []
         return (NOT_APPLIED, []) if len(without) == len(files) else (PARTIAL, without)
 
+    def patches(self, manifest: Manifest) -> tuple[Patch, ...]:
+        """The lane's patches of this package, none where it cannot be worked on."""
+        return manifest.of(self.package) if self.installed and not self.problem else ()
+
     def applied(self, manifest: Manifest) -> frozenset[str]:
         """The patches whose every file has them."""
-        usable = self.installed is not None and not self.problem
-        patches = manifest.of(self.package) if usable else ()
-        return frozenset(patch.id for patch in patches if self.of(patch)[0] == APPLIED)
+        return frozenset(p.id for p in self.patches(manifest) if self.of(p)[0] == APPLIED)
 
 
 def read(manifest: Manifest, package: str, folder: Path | None = None) -> PackageState:
@@ -81,36 +83,33 @@ def read(manifest: Manifest, package: str, folder: Path | None = None) -> Packag
 
     Writes nothing. Raises PatchError only for a damaged store.
     """
-    state = PackageState(package, manifest.packages[package], None)
+    state = PackageState(package, manifest.packages[package])
     try:
         state.installed = installed = site.find(package, folder)
     except PatchError as error:
         state.problem = str(error)
         return state
-    kept = stores(folder) if installed is None else [Store(installed.site)]
-    notes = [_interrupted(store, package) for store in kept]
-    state.interrupted = next(filter(None, (text for text, _ in notes)), "")
+    kept = [Store(installed.site)] if installed else stores(folder)
+    state.interrupted, actions = _unfinished(kept, package)
     if installed is None:
         return state
-    (kept,) = kept
-    entry = kept.ledger().get(package)
+    entry = kept[0].ledger().get(package)
     state.entry = entry if entry and entry.version == installed.version else None
     if state.foreign_version:
-        state.problem = (
-            f"{package} {installed.version} is installed, the lane is for {state.pinned}"
-        )
+        there = f"{package} {installed.version} is installed"
+        state.problem = f"{there}, the lane is for {state.pinned}"
     else:
         for path in manifest.touching(package):
-            state.files[path] = _managed(manifest, state, path, kept)
+            state.files[path] = _managed(manifest, state, path)
         if folder is None:
-            state.problem = _shadowed(installed, state.files)
+            state.problem = site.shadowed(installed, state.files)
     for path, record in (state.entry.files if state.entry else {}).items():
         if path not in state.files:  # another release of the lane has patched it
             found = digest(installed.site / path)
             pristine = frozenset() if found == record["before"] else None
             other = OUTDATED if found == record["after"] else DRIFTED
             state.files[path] = FileState(path, found, pristine, other)
-    for action in _interrupted(kept, package)[1]:  # again: a run may have begun meanwhile
+    for action in actions or _unfinished(kept, package)[1]:  # a run may have begun meanwhile
         file = state.files.get(action.path)
         if file and file.other == DRIFTED and file.found in (action.before, action.after):
             state.files[file.path] = replace(file, other=UNFINISHED)
@@ -123,35 +122,24 @@ def stores(folder: Path | None) -> list[Store]:
     return [Store(path) for path in dict.fromkeys(folders) if (path / FOLDER).is_dir()]
 
 
-def _shadowed(installed: site.Installed, paths: Iterable[str]) -> str:
-    for path in paths:
-        other = site.shadowed_by(installed, path)
-        if other is not None:
+def _unfinished(kept: Sequence[Store], package: str) -> tuple[str, list[Action]]:
+    """(what is unfinished or running, its files) of one package, from the first such journal."""
+    for store in kept:
+        journal = store.read_journal() or {"actions": []}
+        actions = [action for action in journal["actions"] if action.package == package]
+        if actions:
+            switched = sum(digest(store.site / each.path) == each.after for each in actions)
+            holder = store.holder()
+            how = f"in progress ({holder})" if holder else "interrupted"
+            todo = "" if holder else "; `megacpp patch apply` or `revert` finishes it first"
             return (
-                f"{installed.package} is installed in {installed.site}, but this interpreter "
-                f"imports {path} from {other}, which the lane does not patch; take it off "
-                f"PYTHONPATH, or name the folder with --site"
-            )
-    return ""
+                f"{journal['operation']} of {journal['started']} by pid {journal['pid']} is {how}: "
+                f"{switched} of {len(actions)} files switched{todo}"
+            ), actions
+    return "", []
 
 
-def _interrupted(kept: Store, package: str) -> tuple[str, list[Action]]:
-    """(what is unfinished or running, its files) of one package, from the journal."""
-    journal = kept.read_journal() or {"actions": []}
-    actions = [action for action in journal["actions"] if action.package == package]
-    if not actions:
-        return "", []
-    switched = [each for each in actions if digest(kept.site / each.path) == each.after]
-    holder = kept.holder()
-    how = f"in progress ({holder})" if holder else "interrupted"
-    return (
-        f"{journal['operation']} of {journal['started']} by pid {journal['pid']} is {how}: "
-        f"{len(switched)} of {len(actions)} files switched"
-        + ("" if holder else "; `megacpp patch apply` or `revert` finishes it first")
-    ), actions
-
-
-def _managed(manifest: Manifest, state: PackageState, path: str, kept: Store) -> FileState:
+def _managed(manifest: Manifest, state: PackageState, path: str) -> FileState:
     """A file of the manifest: after the first n patches, after some of them, or drifted."""
     found = digest(state.installed.site / path)
     entries = manifest.touching(state.package)[path]
@@ -162,7 +150,7 @@ def _managed(manifest: Manifest, state: PackageState, path: str, kept: Store) ->
     record = state.entry.files.get(path) if state.entry else None
     if record is None or found != record["after"]:
         return FileState(path, found, None)
-    original = kept.original(record["before"])
+    original = Store(state.installed.site).original(record["before"])
     if record["before"] != ABSENT and original is None:
         return FileState(path, found, None)
     some = frozenset(state.entry.patches).intersection(ids)
@@ -197,8 +185,7 @@ def original(manifest: Manifest, state: PackageState, path: str) -> bytes | None
         return data
     raise PatchError(
         f"{state.package}: {path}: its original bytes (sha256 {wanted}) are not kept any more; "
-        f"reinstall it: pip install --force-reinstall --no-deps "
-        f"{state.package}=={state.installed.version}"
+        f"reinstall it: {state.installed.reinstall}"
     )
 
 
@@ -209,28 +196,26 @@ def status(manifest: Manifest, folder: Path | None = None) -> list[dict]:
     state, files that make it drifted, partial or outdated), leftovers (files that only another
     release of the lane knows), complete (nothing is to be done: all applied, or absent).
     """
-    return [_row(manifest, read(manifest, package, folder)) for package in manifest.packages]
-
-
-def _row(manifest: Manifest, found: PackageState) -> dict:
-    readable = found.installed is not None and not found.problem
-    patches = manifest.of(found.package) if readable else ()
-    conditions = {patch.id: found.of(patch) for patch in patches}
-    known = manifest.touching(found.package) if readable else {}
-    leftovers = [path for path, file in found.files.items() if file.is_outdated]
-    leftovers = [path for path in leftovers if path not in known]
-    quiet = not (found.problem or found.interrupted or leftovers)
-    return {
-        "package": found.package,
-        "pinned": found.pinned,
-        "installed": found.installed.version if found.installed else None,
-        "site": str(found.installed.site) if found.installed else None,
-        "problem": found.problem,
-        "interrupted": found.interrupted,
-        "patches": [
-            {"id": name, "state": condition, "files": files}
-            for name, (condition, files) in conditions.items()
-        ],
-        "leftovers": leftovers,
-        "complete": quiet and all(state == APPLIED for state, _ in conditions.values()),
-    }
+    rows = []
+    for found in (read(manifest, package, folder) for package in manifest.packages):
+        patches = []
+        for patch in found.patches(manifest):
+            condition, files = found.of(patch)
+            patches.append({"id": patch.id, "state": condition, "files": files})
+        known = {file.path for patch in found.patches(manifest) for file in patch.files}
+        outdated = [path for path, file in found.files.items() if file.is_outdated]
+        leftovers = [path for path in outdated if path not in known]
+        row = {
+            "package": found.package,
+            "pinned": found.pinned,
+            "installed": found.installed.version if found.installed else None,
+            "site": str(found.installed.site) if found.installed else None,
+            "problem": found.problem,
+            "interrupted": found.interrupted,
+            "patches": patches,
+            "leftovers": leftovers,
+        }
+        quiet = not (found.problem or found.interrupted or leftovers)
+        row["complete"] = quiet and all(patch["state"] == APPLIED for patch in patches)
+        rows.append(row)
+    return rows

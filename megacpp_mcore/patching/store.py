@@ -10,7 +10,6 @@ Nothing in it is believed without comparing digests, and no path in it without t
 """
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -18,7 +17,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ LEDGER = f"{FOLDER}/state.json"
 
 @dataclass
 class Entry:
-    """The ledger's record of one package.
+    """The ledger's record of one package. Raises ValueError for what the lane does not write.
 
     patches: ids in order. files: path -> {"before", "after": digests, "mode": of the original}.
     rows: path -> its original line in RECORD, None when it had none.
@@ -42,6 +41,12 @@ class Entry:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     rows: dict[str, str | None] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for path, file in self.files.items():
+            digests = is_digest(file["before"]) and is_digest(file["after"])
+            if not (is_target(path) and digests and type(file["mode"]) is int):
+                raise ValueError(f"{path!r} is not a file that the lane writes")
+
 
 @dataclass(frozen=True)
 class Action:
@@ -49,7 +54,8 @@ class Action:
 
     before, original, after: digests of the file as it is now, as the wheel has it, as it shall be.
     package: "" for the lane's ledger. patched: not mere bookkeeping (RECORD, the ledger). staged:
-    the new file's name in `stage/`.
+    the new file's name in `stage/`. Raises ValueError when a damaged or planted journal could lead
+    out of the site by it.
     """
 
     path: str
@@ -61,15 +67,12 @@ class Action:
     staged: str
 
     def __post_init__(self) -> None:
-        """Raises ValueError when a damaged or planted journal could lead out of the site by it."""
         known = self.path == LEDGER if self.package == "" else is_target(self.path)
         if self.package and not self.patched:
             known = re.fullmatch(r"[^/\\\s]+\.dist-info/RECORD", self.path)
-        if not known or type(self.patched) is not bool or not isinstance(self.package, str):
+        digests = all(map(is_digest, (self.before, self.original, self.after)))
+        if not (known and digests and re.fullmatch(r"\d+(\.old)?", self.staged)):
             raise ValueError(f"{self.path!r} is not a file that the lane writes")
-        digests = map(is_digest, (self.before, self.original, self.after))
-        if not all(digests) or not re.fullmatch(r"\d+(\.old)?", self.staged):
-            raise ValueError(f"{self.path}: a digest or the staged file's name is no such")
 
 
 class Store:
@@ -84,26 +87,37 @@ class Store:
 
     def ledger(self) -> dict[str, Entry]:
         """package -> Entry; empty when nothing is applied. Raises PatchError when damaged."""
-        return self._read(self.site / LEDGER, "the patched packages", _entries) or {}
+        with self._reading(self.site / LEDGER) as table:
+            packages = table["packages"] if table else {}
+            return {name: Entry(**entry) for name, entry in packages.items()}
 
     def read_journal(self) -> dict[str, Any] | None:
         """The unfinished run's journal, or None. Raises PatchError when it is damaged.
 
         Keys: operation, pid, started, versions (package -> version), actions.
         """
-        return self._read(self.journal, "the packages that the lane patches", _journal)
+        with self._reading(self.journal) as table:
+            if table is None:
+                return None
+            known = {key: table[key] for key in ("operation", "pid", "started")}
+            actions = [Action(**action) for action in table["actions"]]
+            return {**known, "versions": dict(table["versions"]), "actions": actions}
 
-    def _read(self, path: Path, packages: str, build: Callable[[dict], dict]) -> dict | None:
+    @contextlib.contextmanager
+    def _reading(self, path: Path) -> Iterator[dict | None]:
+        """The table in a file of the store, None without one. Refuses what cannot be read."""
         try:
-            table = json.loads(path.read_bytes())
-            if table["schema"] != 1:
+            try:
+                table = json.loads(path.read_bytes())
+            except FileNotFoundError:
+                table = None
+            if table is not None and table["schema"] != 1:
                 raise ValueError(f"schema {table['schema']} is not known")
-            return build(table)
-        except FileNotFoundError:
-            return None
+            yield table
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise PatchError(
-                f"{path}: cannot be read ({error}); reinstall {packages}, then delete {self.path}"
+                f"{path}: cannot be read ({error}); reinstall the patched packages, then delete "
+                f"{self.path}"
             ) from error
 
     def unfinished(self) -> bool:
@@ -118,10 +132,8 @@ class Store:
 
     def keep(self, data: bytes) -> None:
         """Keep an original file's bytes."""
-        path = self.path / "pristine" / sha256(data)
-        path.parent.mkdir(exist_ok=True)
-        if self.original(path.name) is None:
-            write_durably(path, data)
+        if self.original(sha256(data)) is None:
+            write_durably(self.path / "pristine" / sha256(data), data)
 
     def clean(self) -> None:
         """Remove what no applied patch needs; the whole folder when none is applied.
@@ -129,31 +141,24 @@ class Store:
         Needs the lock. Does nothing while a journal is there. The lock goes last: whoever waits for
         it finds a new one (see `locked`).
         """
+        if self.journal.exists():
+            return
         try:
-            if not self.journal.exists():
-                self._clean()
+            shutil.rmtree(self.stage, ignore_errors=True)
+            ledger = self.ledger()
+            kept = {file["before"] for entry in ledger.values() for file in entry.files.values()}
+            for path in [*self.path.glob("pristine/*"), *self.path.glob("*.tmp")]:
+                if path.name not in kept:
+                    path.unlink()
+            if not ledger:
+                shutil.rmtree(self.path / "pristine", ignore_errors=True)
+                self._lock.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # whoever waited has made a new lock
+                    self.path.rmdir()
         except OSError as error:
             raise PatchError(
                 f"the files are as asked, but {self.path} could not be tidied: {error}"
             ) from error
-
-    def _clean(self) -> None:
-        shutil.rmtree(self.stage, ignore_errors=True)
-        ledger = self.ledger()
-        kept = {file["before"] for entry in ledger.values() for file in entry.files.values()}
-        leftovers = [path for path in self.path.glob("pristine/*") if path.name not in kept]
-        for leftover in [*leftovers, *self.path.glob("*.tmp")]:
-            leftover.unlink()
-        if ledger:
-            return
-        with contextlib.suppress(FileNotFoundError):
-            (self.path / "pristine").rmdir()
-        self._lock.unlink(missing_ok=True)
-        try:
-            self.path.rmdir()
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
-                raise
 
     @contextlib.contextmanager
     def locked(self, wait: float) -> Iterator[None]:
@@ -175,19 +180,18 @@ class Store:
         # Not mkdir(exist_ok=True): it fails when the last holder removes the folder just then.
         with contextlib.suppress(FileExistsError):
             self.path.mkdir()
-        with (
-            contextlib.ExitStack() as undo,
-            contextlib.suppress(BlockingIOError, FileNotFoundError),
-        ):
+        try:
             descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
-            undo.callback(os.close, descriptor)
+        except FileNotFoundError:
+            return None
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The last holder may have removed the file, or the folder, between our steps.
             if os.stat(self._lock).st_ino == os.fstat(descriptor).st_ino:
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
-                undo.pop_all()
                 return descriptor
+        os.close(descriptor)
         return None
 
     def holder(self) -> str | None:
@@ -208,22 +212,6 @@ class Store:
             return "it has just ended"
 
 
-def _entries(ledger: dict) -> dict[str, Entry]:
-    entries = {name: Entry(**entry) for name, entry in ledger["packages"].items()}
-    for path, file in ((p, f) for entry in entries.values() for p, f in entry.files.items()):
-        digests = is_digest(file["before"]) and is_digest(file["after"])
-        if not is_target(path) or not digests or type(file["mode"]) is not int:
-            raise ValueError(f"{path!r} is not a file that the lane writes")
-    return entries
-
-
-def _journal(journal: dict) -> dict:
-    keys = ("operation", "pid", "started")
-    actions = [Action(**action) for action in journal["actions"]]
-    versions = dict(journal["versions"])
-    return {**{key: journal[key] for key in keys}, "versions": versions, "actions": actions}
-
-
 def ledger_bytes(ledger: Mapping[str, Entry]) -> bytes | None:
     """The ledger's file; None when no package has a patch applied."""
     packages = {name: asdict(entry) for name, entry in ledger.items() if entry.patches}
@@ -240,7 +228,8 @@ def digest(path: Path) -> str:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a file of the store so that a crash leaves the whole file or none."""
+    """Write a file so that a crash leaves the whole file or none."""
+    path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "wb") as file:
         file.write(data)

@@ -46,16 +46,20 @@ class Plan:
         self,
         path: str,
         data: bytes | None,
-        mode: int,
-        before: str,
         package: str,
+        before: str,
         original: str | None = None,
+        mode: int | None = None,
     ) -> None:
-        """One more file. original: the wheel's digest of a patched file; None for bookkeeping."""
-        staged = str(len(self.actions))
-        digests = (before, original or before, sha256(data))
-        self.actions.append(Action(path, *digests, package, original is not None, staged))
-        self.new.append((data, mode))
+        """One more file, unless it is as it shall be. Its mode is the present one when not given.
+
+        original: the wheel's digest of a patched file; None for bookkeeping.
+        """
+        after, staged = sha256(data), str(len(self.actions))
+        if before != after:
+            digests = (before, original or before, after)
+            self.actions.append(Action(path, *digests, package, original is not None, staged))
+            self.new.append((data, file_mode(self.store.site / path) if mode is None else mode))
 
 
 def file_mode(path: Path) -> int:
@@ -132,8 +136,10 @@ def finish(store: Store, step: Step = no_step, again: bool = True) -> tuple[bool
     """
     journal = store.read_journal()
     run = f"the {journal['operation']} that pid {journal['pid']} began"
-    versions = journal["versions"].items()
-    there = {"", *(name for name, version in versions if _version(store, name) == version)}
+    there = {
+        "",
+        *(name for name, version in journal["versions"].items() if _has(store, name, version)),
+    }
     actions = [each for each in journal["actions"] if each.package in there]
     for each in actions:
         site.check_inside(store.site, each.package, [each.path])
@@ -156,15 +162,13 @@ def finish(store: Store, step: Step = no_step, again: bool = True) -> tuple[bool
         )
     try:
         try:
-            if not blocked:
-                _switch(store, actions, step)
+            _switch(store, () if blocked else actions, step)
         except OSError as error:
             final = again or isinstance(error, PermissionError)
             if not final or _first_blocked(store, back):
                 raise
             blocked, undo = str(error), True
-        if undo:
-            _switch(store, back, step)
+        _switch(store, back if undo else (), step)
         step("remove the journal")
         store.journal.unlink()
         sync_folder(store.path)
@@ -179,11 +183,12 @@ def finish(store: Store, step: Step = no_step, again: bool = True) -> tuple[bool
     return True, f"finished {run}"
 
 
-def _version(store: Store, package: str) -> str | None:
-    """The version now installed; None for a checkout or half an install as well."""
+def _has(store: Store, package: str, version: str) -> bool:
+    """Whether this version is installed there, neither as a checkout nor half."""
     with contextlib.suppress(PatchError):
         found = site.find(package, store.site)
-        return found.version if found else None
+        return found is not None and found.version == version
+    return False
 
 
 def _first_blocked(store: Store, actions: Sequence[Action]) -> str:
