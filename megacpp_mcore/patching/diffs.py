@@ -157,78 +157,76 @@ def apply(diff: FileDiff, before: bytes | None, name: str) -> bytes:
     return compose(before, [(name, diff)], {name})
 
 
+@dataclass(eq=False, slots=True)
+class _Line:
+    """A line of a file, with the patch that wrote it and the one that removed it."""
+
+    data: bytes
+    origin: str = ""
+    removed_by: str = ""
+
+
 def compose(pristine: bytes | None, chain: Chain, chosen: Collection[str]) -> bytes | None:
     """The file's bytes with the `chosen` patches of `chain`; None when it does not exist.
 
     Raises DependencyError when a chosen patch builds on lines of one not chosen, and PatchError
     when the chain itself does not apply to `pristine`.
     """
-    lines = [_Line(data) for data in split_lines(pristine or b"")]
-    exists = chosen_exists = pristine is not None
+    full = [_Line(data) for data in split_lines(pristine or b"")]  # with every patch so far
+    ours = list(full)  # with the chosen ones: the same objects
+    exists = ours_exist = pristine is not None
     where = ""
     for patch, diff in chain:
         where = f"{patch}: {diff.path}"
         if diff.creates == exists:
             known = "must not exist" if exists else "does not exist"
             raise PatchError(f"{where}: the file {known} here")
-        exists, chosen_exists = True, chosen_exists or patch in chosen
-        there = [at for at, line in enumerate(lines) if line.removed_by is None]
-        data = [lines[at].data for at in there]
+        exists, ours_exist = True, ours_exist or patch in chosen
+        data = [line.data for line in full]
         places = [check_hunk(hunk, data, where) for hunk in diff.hunks]
-        done = len(data)
-        for hunk, index in reversed([*zip(diff.hunks, places, strict=True)]):
-            if index + len(hunk.source) > done:
+        done = len(full)
+        for hunk, at in reversed([*zip(diff.hunks, places, strict=True)]):
+            end = at + len(hunk.source)
+            if end > done:
                 raise PatchError(f"{where}: hunk {hunk.number + 1} overlaps the one before it")
-            done = index
-            block = there[index : index + len(hunk.source)]
-            start, end = (block[0], block[-1] + 1) if block else (0, 0)
+            done, block = at, full[at:end]
+            full[at:end] = new = _edited(hunk, block, patch)
             if patch in chosen:
-                _check_dependencies(lines[start:end], chosen, f"{where}: hunk {hunk.number}")
-            lines[start:end] = _edited(hunk, patch, lines[start:end])
-    ours = [line.data for line in lines if line.is_with(chosen)]
-    if not all(line.endswith(b"\n") for line in ours[:-1]):
+                at = _find(block, ours, f"{where}: hunk {hunk.number}")
+                ours[at : at + len(block)] = new
+    if not all(line.data.endswith(b"\n") for line in ours[:-1]):
         raise PatchError(f"{where}: a line without newline would not be the last one")
-    return b"".join(ours) if chosen_exists else None
+    return b"".join(line.data for line in ours) if ours_exist else None
 
 
-@dataclass(eq=False, slots=True)
-class _Line:
-    """A line of any state of a file, with the patch that wrote it and the one that removed it."""
-
-    data: bytes
-    origin: str | None = None
-    removed_by: str | None = None
-
-    def is_with(self, chosen: Collection[str]) -> bool:
-        """Whether the line is in the file that has the patches `chosen`."""
-        return (self.origin is None or self.origin in chosen) and self.removed_by not in chosen
-
-
-def _edited(hunk: Hunk, patch: str, lines: Sequence[_Line]) -> list[_Line]:
-    """The lines of a hunk's block with the hunk in them; lines removed earlier stay in place."""
-    rest, result = iter(lines), []
+def _edited(hunk: Hunk, block: Sequence[_Line], patch: str) -> list[_Line]:
+    """The lines of a hunk's block with the hunk in them."""
+    rest, result = iter(block), []
     for kind, data in hunk.lines:
-        if kind == "+":
-            result.append(_Line(data, patch))
-            continue
-        for line in rest:
-            result.append(line)
-            if line.removed_by is None:
-                break
+        line = _Line(data, patch) if kind == "+" else next(rest)
         if kind == "-":
-            result[-1].removed_by = patch
+            line.removed_by = patch
+        else:
+            result.append(line)
     return result
 
 
-def _check_dependencies(block: Sequence[_Line], chosen: Collection[str], where: str) -> None:
-    """Refuse a block that is not the same, line by line, with all patches so far and the chosen."""
-    for line in sorted(block, key=lambda line: line.removed_by is not None):
-        if line.is_with(chosen) != (line.removed_by is None):
-            needs = line.removed_by or line.origin
-            text = f"{where} builds on lines that patch {needs!r} changes: it needs it"
-            error = DependencyError(text)
-            error.needs = needs
-            raise error
+def _find(block: Sequence[_Line], ours: Sequence[_Line], where: str) -> int:
+    """The index of the block's own lines in `ours`, where nothing stands between them.
+
+    Raises DependencyError when a patch that is not chosen wrote one, or removed one in between.
+    """
+    needs = [line.origin for line in block if line not in ours]
+    start = ours.index(block[0]) if block and not needs else 0
+    if block and not needs:
+        there = ours[start : ours.index(block[-1]) + 1]
+        needs = [line.removed_by for line in there if line not in block and line.removed_by]
+    if needs:
+        text = f"{where} builds on lines that patch {needs[0]!r} changes: it needs it"
+        error = DependencyError(text)
+        error.needs = needs[0]
+        raise error
+    return start
 
 
 def closure(pristine: bytes | None, chain: Chain, ids: Collection[str]) -> frozenset[str]:

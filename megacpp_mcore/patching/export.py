@@ -80,22 +80,16 @@ def _diff(manifest: Manifest, patch: Patch, folder: Path | None) -> tuple[bytes,
         )
         for file in patch.files
     }
-    chosen = frozenset({patch.id})
-    grown = True
-    while grown:
+    chosen, before = frozenset({patch.id}), frozenset()
+    while chosen != before:
         before = chosen
-        for original, links in files.values():
-            chosen |= diffs.closure(original, links, chosen)
-        grown = chosen != before
+        chosen = chosen.union(*(diffs.closure(*each, chosen) for each in files.values()))
+    first = chosen - {patch.id}
     body = b"".join(
-        diffs.make(
-            path,
-            diffs.compose(original, links, chosen - {patch.id}),
-            diffs.compose(original, links, chosen),
-        )
-        for path, (original, links) in files.items()
+        diffs.make(path, diffs.compose(*each, first), diffs.compose(*each, chosen))
+        for path, each in files.items()
     )
-    return body, [each.id for each in manifest.patches if each.id in chosen - {patch.id}]
+    return body, [each.id for each in manifest.patches if each.id in first]
 
 
 def _scripts(script: Path) -> list[Path]:
@@ -137,13 +131,7 @@ def _safe(text: str) -> str:
 
 def _author(author: str | None) -> str:
     if author is None:
-        values = [
-            subprocess.run(
-                ["git", "config", f"user.{key}"], capture_output=True, text=True, check=False
-            ).stdout.strip()
-            for key in ("name", "email")
-        ]
-        author = formataddr((values[0], values[1]))
+        author = formataddr((_git_config("user.name"), _git_config("user.email")))
     name, address = parseaddr(author)
     if not name or "@" not in address:
         raise PatchError(
@@ -151,3 +139,8 @@ def _author(author: str | None) -> str:
             f"user.name and user.email"
         )
     return formataddr((name, address))
+
+
+def _git_config(key: str) -> str:
+    command = ["git", "config", key]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

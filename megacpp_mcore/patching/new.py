@@ -1,6 +1,6 @@
 """Make a patch of the lane from an edited copy of installed files."""
 
-import os
+import re
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ import tomlkit
 
 from megacpp_mcore.patching import PatchError, diffs, site, state, verify
 from megacpp_mcore.patching.manifest import MANIFEST, NAME, REPRODUCERS, Manifest, load, sha256
+from megacpp_mcore.patching.store import write_durably
 from megacpp_mcore.patching.verify import Proof
 
 
@@ -42,6 +43,8 @@ def new(
     Returns the files written and the proof. Raises PatchError, with nothing written, otherwise.
     """
     manifest = load(lane).check_diffs()
+    inside = test.resolve().parent == (lane / REPRODUCERS).resolve()
+    test_name = test.name if inside else f"{re.sub('[-.]', '_', draft.id)}.py"
     if not edited.is_dir():
         raise PatchError(f"--from {edited}: is not a folder")
     if not test.is_file():
@@ -50,12 +53,10 @@ def new(
         raise PatchError(f"{draft.id!r}: a patch's id is words of a-z and 0-9 joined by '-'")
     if any(patch.id == draft.id for patch in manifest.patches):
         raise PatchError(f"the lane has a patch {draft.id!r} already")
-    package, changes = _changes(manifest, edited, folder)
-    body = b"".join(diffs.make(path, *change) for path, change in changes.items())
-    inside = test.resolve().parent == (lane / REPRODUCERS).resolve()
-    test_name = test.name if inside else f"{draft.id.replace('-', '_').replace('.', '_')}.py"
     if not inside and (lane / REPRODUCERS / test_name).exists():
         raise PatchError(f"{lane / REPRODUCERS / test_name}: exists already; give it as --test")
+    package, changes = _changes(manifest, edited, folder)
+    body = b"".join(diffs.make(path, *change) for path, change in changes.items())
     entry = _entry(draft, package, test_name, changes)
     files = {
         f"{draft.id}.patch": draft.reason.strip().encode() + b"\n\n" + body,
@@ -65,7 +66,8 @@ def new(
     with tempfile.TemporaryDirectory(prefix="megacpp-lane-") as scratch:
         trial = Path(scratch, "lane")
         shutil.copytree(lane, trial, ignore=shutil.ignore_patterns("__pycache__"))
-        _write(trial, files)
+        for name, data in files.items():
+            write_durably(trial / name, data)
         (proof,) = verify.verify(load(trial), folder, [draft.id], timeout)
     if proof.verdict == verify.FAILED:
         raise PatchError(
@@ -73,7 +75,9 @@ def new(
             f"Without it: {proof.pristine.saw or proof.pristine.log or 'no output'}. "
             f"With it: {proof.patched.saw or proof.patched.log or 'no output'}"
         )
-    return _write(lane, files), proof
+    for name, data in files.items():
+        write_durably(lane / name, data)
+    return [lane / name for name in files], proof
 
 
 def _changes(
@@ -96,12 +100,12 @@ def _changes(
             raise PatchError(f"{file}: is not a text file")
         # The installed file must be what the lane, or the wheel, puts there.
         entries = manifest.touching(found.package).get(path)
-        row = rows.get(path, "").rstrip("\r\n")
-        if entries and found.files[path].found != entries[-1][1].after:
+        if entries and sha256(before) != entries[-1][1].after:
             raise PatchError(
                 f"{live} does not have the whole lane: run `megacpp patch apply` first, and edit a "
                 f"copy of the patched file"
             )
+        row = rows.get(path, "").rstrip("\r\n")
         if not entries and before is not None and row != site.record_row(path, before, ""):
             raise PatchError(
                 f"{live} is not the file that {found.package}'s RECORD lists: edit a copy, not the "
@@ -121,7 +125,8 @@ def _owner(
         found = state.read(manifest, package, folder)
         if found.installed is None:
             continue
-        rows = dict(site.record_lines((found.installed.site / found.installed.record).read_bytes()))
+        record = found.installed.site / found.installed.record
+        rows = {path: line for path, line in site.record_lines(record.read_bytes()) if path}
         if tops and tops <= {path.split("/")[0] for path in rows}:
             if found.problem or found.interrupted:
                 raise PatchError(found.problem or found.interrupted)
@@ -135,40 +140,26 @@ def _owner(
 def _entry(
     draft: Draft, package: str, test: str, changes: dict[str, tuple[bytes | None, bytes]]
 ) -> bytes:
-    patch = tomlkit.table()
-    patch["id"] = draft.id
-    patch["package"] = package
-    patch["file"] = f"{draft.id}.patch"
-    if draft.defect is not None:
-        patch["defect"] = draft.defect
-    for key in ("reason", "drop_when"):
-        text = getattr(draft, key).strip()
-        patch[key] = tomlkit.string(text, multiline="\n" in text)
-    patch["test"] = test
-    patch["needs"] = draft.needs
-    patch["upstream"] = tomlkit.inline_table()
-    patch["upstream"].update(dict(draft.upstream))
-    patch["files"] = tomlkit.aot()
-    for path, (before, after) in changes.items():
-        file = tomlkit.table()
-        file["path"] = path
-        file["sha256_before"] = sha256(before)
-        file["sha256_after"] = sha256(after)
-        patch["files"].append(file)
-    document = tomlkit.document()
-    document["patch"] = tomlkit.aot()
-    document["patch"].append(patch)
-    return tomlkit.dumps(document).encode()
-
-
-def _write(lane: Path, files: dict[str, bytes]) -> list[Path]:
-    """Write the files, the manifest last, each in one step."""
-    written = []
-    for name, data in files.items():
-        path = lane / name
-        path.parent.mkdir(exist_ok=True)
-        temporary = path.with_name(f"{path.name}.tmp")
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-        written.append(path)
-    return written
+    """The manifest's new `[[patch]]`."""
+    reason, drop_when = (
+        tomlkit.string(text.strip(), multiline="\n" in text.strip())
+        for text in (draft.reason, draft.drop_when)
+    )
+    upstream = tomlkit.inline_table()
+    upstream.update(dict(draft.upstream))
+    patch = {
+        "id": draft.id,
+        "package": package,
+        "file": f"{draft.id}.patch",
+        **({} if draft.defect is None else {"defect": draft.defect}),
+        "reason": reason,
+        "drop_when": drop_when,
+        "test": test,
+        "needs": draft.needs,
+        "upstream": upstream,
+        "files": [
+            {"path": path, "sha256_before": sha256(before), "sha256_after": sha256(after)}
+            for path, (before, after) in changes.items()
+        ],
+    }
+    return tomlkit.dumps({"patch": [patch]}).encode()

@@ -153,16 +153,48 @@ def _site_plan(request: _Request, folder: Path, packages: Sequence[PackageState]
     records = []
     for found in packages:
         path, package = found.installed.record, found.package
-        wanted, paths = _targets(request, found)
-        site.check_inside(folder, package, [*paths, path])
         record = (folder / path).read_bytes()
-        plan.versions[package] = found.installed.version
-        ledger[package], rows = _package(request.manifest, found, plan, record, wanted, paths)
+        ledger[package], rows = _plan_files(request, found, plan, record)
         records.append((path, site.record_with(record, rows), package, sha256(record)))
     for each in records:
         plan.add(*each)
     plan.add(LEDGER, ledger_bytes(ledger), "", digest(folder / LEDGER))
     return plan
+
+
+def _plan_files(
+    request: _Request, found: PackageState, plan: Plan, record: bytes
+) -> tuple[Entry, dict[str, str | None]]:
+    """Add a package's files to the plan; returns its new ledger entry and RECORD's new rows."""
+    manifest, package, folder = request.manifest, found.package, found.installed.site
+    wanted, paths = _targets(request, found)
+    site.check_inside(folder, package, [*paths, found.installed.record])
+    version = plan.versions[package] = found.installed.version
+    old = found.entry or Entry(version)
+    new = Entry(version, wanted, {**old.files}, {**old.rows})
+    end = "\r\n" if record.split(b"\n", 1)[0].endswith(b"\r") else "\n"
+    standing, rows = dict(site.record_lines(record)), {}
+    touching = {} if found.problem else manifest.touching(package)
+    for path in paths:
+        target = original = state.original(manifest, found, path)
+        if path in touching:
+            target = _composed(manifest, package, path, original, wanted)
+        now, pristine = found.files[path].found, sha256(original)
+        mode = old.files.get(path, {}).get("mode", transaction.file_mode(folder / path))
+        plan.add(path, target, package, now, pristine, mode)
+        # RECORD's line for the unpatched file: remembered, standing there now, or worked out.
+        row = None if original is None else site.record_row(path, original, end)
+        row = old.rows.get(path, standing.get(path) if now == pristine else row)
+        if target == original:
+            rows[path] = row
+            new.files.pop(path, None)
+            new.rows.pop(path, None)
+        else:
+            rows[path] = site.record_row(path, target, end)
+            new.files[path] = {"before": pristine, "after": sha256(target), "mode": mode}
+            new.rows[path] = row
+            plan.originals += [original] if original is not None else []
+    return new, rows
 
 
 def _targets(request: _Request, found: PackageState) -> tuple[list[str], list[str]]:
@@ -202,42 +234,6 @@ def _refuse_drift(found: PackageState, path: str, whole: bool) -> None:
             f"{where} {what}: the lane knows no such state, so someone else changed it. Nothing "
             f"was changed. Undo that change, or reinstall: {found.installed.reinstall}"
         )
-
-
-def _package(
-    manifest: Manifest,
-    found: PackageState,
-    plan: Plan,
-    record: bytes,
-    wanted: list[str],
-    paths: list[str],
-) -> tuple[Entry, dict[str, str | None]]:
-    """Add the package's files to the plan; returns its new ledger entry and RECORD's new rows."""
-    folder, version = found.installed.site, found.installed.version
-    old = found.entry or Entry(version)
-    new = Entry(version, wanted, {**old.files}, {**old.rows})
-    end = "\r\n" if record.split(b"\n", 1)[0].endswith(b"\r") else "\n"
-    standing, rows = dict(site.record_lines(record)), {}
-    touching = {} if found.problem else manifest.touching(found.package)
-    for path in paths:
-        target = original = state.original(manifest, found, path)
-        if path in touching:
-            target = _composed(manifest, found.package, path, original, wanted)
-        now, pristine = found.files[path].found, sha256(original)
-        mode = old.files.get(path, {}).get("mode", transaction.file_mode(folder / path))
-        plan.add(path, target, found.package, now, pristine, mode)
-        # RECORD's line for the unpatched file: remembered, standing there now, or worked out.
-        row = None if original is None else site.record_row(path, original, end)
-        row = old.rows.get(path, standing.get(path) if now == pristine else row)
-        if target == original:
-            new.files.pop(path, None), new.rows.pop(path, None)
-            rows[path] = row
-        else:
-            new.files[path] = {"before": pristine, "after": sha256(target), "mode": mode}
-            new.rows[path] = row
-            rows[path] = site.record_row(path, target, end)
-            plan.originals += [original] if original is not None else []
-    return new, rows
 
 
 def _composed(

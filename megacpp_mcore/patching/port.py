@@ -36,22 +36,16 @@ def port(
     """
     manifest.check_diffs()
     selected = manifest.select(only)
-    found = {package: site.find(package, folder) for package in manifest.packages}
-    there = {name: each for name, each in found.items() if each and each.version == version}
+    found = [site.find(package, folder) for package in manifest.packages]
+    there = {each.package: each.site for each in found if each and each.version == version}
     if not there or any(only and patch.package not in there for patch in selected):
-        seen = [f"{each.package} {each.version}" for each in found.values() if each]
-        raise PatchError(
-            f"no package of the lane in {folder} has version {version}; found "
-            f"{', '.join(seen) or 'none of ' + ', '.join(manifest.packages)}"
-        )
+        seen = ", ".join(f"{each.package} {each.version}" for each in found if each)
+        seen = seen or f"none of {', '.join(manifest.packages)}"
+        raise PatchError(f"no package of the lane in {folder} has version {version}; found {seen}")
     contents: dict[str, list[bytes] | None] = {}
-    reports = []
-    for patch in manifest.patches:
-        if patch.package in there:
-            report = _one(patch, there[patch.package].site, contents)
-            if patch in selected:
-                reports.append(report)
-    return reports
+    patches = [patch for patch in manifest.patches if patch.package in there]
+    reports = [_one(patch, there[patch.package], contents) for patch in patches]
+    return [report for patch, report in zip(patches, reports, strict=True) if patch in selected]
 
 
 def _one(patch: Patch, folder: Path, contents: dict[str, list[bytes] | None]) -> Report:
@@ -69,8 +63,8 @@ def _one(patch: Patch, folder: Path, contents: dict[str, list[bytes] | None]) ->
     if kinds == {UPSTREAM}:
         return Report(patch.id, UPSTREAM, ())
     if UPSTREAM in kinds:
-        return Report(patch.id, CONFLICT, (*details, "part of the patch is already there"))
-    if CONFLICT in kinds:
+        details = (*details, "part of the patch is already there")
+    if kinds & {UPSTREAM, CONFLICT}:
         return Report(patch.id, CONFLICT, details)
     contents.update(after)
     return Report(patch.id, MOVED if MOVED in kinds else AS_IS, details)
@@ -82,57 +76,48 @@ def _file(
     """((result, detail) of each hunk of a file, its lines with those applied that apply)."""
     if diff.creates:
         target = list(diff.hunks[0].target)
-        if lines is None:
-            return [(AS_IS, "")], target
-        other = (CONFLICT, f"{diff.path}: the file exists already, with other content")
-        return [(UPSTREAM, "") if lines == target else other], lines
+        if lines is None or lines == target:
+            return [(AS_IS if lines is None else UPSTREAM, "")], target
+        return [(CONFLICT, f"{diff.path}: the file exists already, with other content")], lines
     if lines is None:
         return [(CONFLICT, f"{diff.path}: the file is not in this version")], None
     judged, result = [], list(lines)
     shift = done = 0
     for hunk in diff.hunks:
-        kind, detail, at = _place(hunk, lines, f"{diff.path}: hunk {hunk.number}", diff.path)
+        kind, detail, at = _place(hunk, lines, diff.path)
         judged.append((kind, detail))
-        if at is None:
-            continue
-        if at < done:
+        if at is not None and at < done:
             late = f"{diff.path}: hunk {hunk.number}: its lines stand before the last one's"
             judged.append((CONFLICT, late))
-            continue
-        done = at + len(hunk.source)
-        result[at + shift : done + shift] = hunk.target
-        shift += len(hunk.target) - len(hunk.source)
+        elif at is not None:
+            done = at + len(hunk.source)
+            result[at + shift : done + shift] = hunk.target
+            shift += len(hunk.target) - len(hunk.source)
     return judged, result
 
 
-def _place(hunk: Hunk, lines: list[bytes], where: str, path: str) -> tuple[str, str, int | None]:
+def _place(hunk: Hunk, lines: list[bytes], path: str) -> tuple[str, str, int | None]:
     """(result, detail, index where the hunk applies or None)."""
-    stated = max(hunk.start - 1, 0)
+    stated, where = max(hunk.start - 1, 0), f"{path}: hunk {hunk.number}"
     places, changed = _places(hunk.source, lines), _places(hunk.target, lines)
     if _is_upstream(hunk, places, changed):
         return UPSTREAM, "", None
     if stated in places:
         return AS_IS, "", stated
+    if len(places) == 1 and not changed:
+        return MOVED, f"{where}: from line {stated + 1} to {places[0] + 1}", places[0]
+    at, there = (", ".join(str(place + 1) for place in each) for each in (places, changed))
     if places and changed:
         # In repeated code the lines before the change may be found at another of its copies.
         detail = (
-            f"{where}: ambiguous: its lines before the change stand at {_numbers(places)}, those "
-            f"after it at {_numbers(changed)} (made for line {hunk.start})"
+            f"{where}: ambiguous: its lines before the change stand at {at}, those after it at "
+            f"{there} (made for line {hunk.start})"
         )
-        return CONFLICT, detail, None
-    if len(places) == 1:
-        return MOVED, f"{where}: from line {stated + 1} to {places[0] + 1}", places[0]
-    if places:
-        return CONFLICT, f"{where}: its lines stand more than once: at {_numbers(places)}", None
-    try:
-        diffs.check_hunk(replace(hunk, start=_closest(hunk, lines) + 1), lines, path)
-    except PatchError as error:
-        return CONFLICT, f"{error} (made for line {hunk.start})", None
-    return CONFLICT, "", None
-
-
-def _numbers(places: list[int]) -> str:
-    return ", ".join(str(place + 1) for place in places)
+    elif places:
+        detail = f"{where}: its lines stand more than once: at {at}"
+    else:
+        detail = f"{_mismatch(hunk, lines, path)} (made for line {hunk.start})"
+    return CONFLICT, detail, None
 
 
 def _places(block: tuple[bytes, ...], lines: list[bytes]) -> list[int]:
@@ -154,12 +139,17 @@ def _is_upstream(hunk: Hunk, places: list[int], changed: list[int]) -> bool:
     return any(at < place + source and place < at + target for at in changed for place in places)
 
 
-def _closest(hunk: Hunk, lines: list[bytes]) -> int:
-    """The index where most of the hunk's lines match; the nearest to its own when several do."""
+def _mismatch(hunk: Hunk, lines: list[bytes], path: str) -> str:
+    """What differs where most of the hunk's lines match, the nearest to its own when several do."""
 
     def rank(index: int) -> tuple[int, int]:
         block = lines[index : index + len(hunk.source)]
         same = sum(a == b for a, b in zip(block, hunk.source, strict=False))
         return same, -abs(index - hunk.start + 1)
 
-    return max(range(len(lines)), key=rank, default=0)
+    closest = max(range(len(lines)), key=rank, default=0)
+    try:
+        diffs.check_hunk(replace(hunk, start=closest + 1), lines, path)
+    except PatchError as error:
+        return str(error)
+    return f"{path}: hunk {hunk.number}"

@@ -47,11 +47,10 @@ class Run:
 
     @property
     def meaning(self) -> str:
-        if self.status is None:
-            return "broken (timed out)"
         if self.crashed:
             return "broken (an uncaught exception; catch it and say what was seen)"
-        return _MEANING.get(self.status, f"broken (exit {self.status})")
+        broken = "timed out" if self.status is None else f"exit {self.status}"
+        return _MEANING.get(self.status, f"broken ({broken})")
 
 
 @dataclass(frozen=True)
@@ -79,49 +78,43 @@ def verify(
     left to prove.
     """
     selected = manifest.check_diffs().select(only)
-    found = {package: _usable(manifest, package, folder) for package in manifest.packages}
-    found = {package: each for package, each in found.items() if each.installed is not None}
+    states = [state.read(manifest, package, folder) for package in manifest.packages]
+    for each in states:
+        drifted = [path for path, file in each.files.items() if file.applied is None]
+        reason = each.problem or each.interrupted
+        if reason or drifted:
+            reason = reason or f"{each.installed.site / drifted[0]} was changed outside this lane"
+            raise PatchError(f"{each.package}: cannot verify on it: {reason}")
+    found = {each.package: each for each in states if each.installed is not None}
     for patch in selected:
         if only and patch.package not in found:
             raise PatchError(f"patch {patch.id!r}: {patch.package} is not installed")
     selected = tuple(patch for patch in selected if patch.package in found)
     if not selected:
         raise PatchError(f"none of {', '.join(manifest.packages)} is installed: nothing to verify")
-    return _prove(manifest, list(found.values()), selected, timeout)
-
-
-def _usable(manifest: Manifest, package: str, folder: Path | None) -> PackageState:
-    found = state.read(manifest, package, folder)
-    drifted = [path for path, file in found.files.items() if file.applied is None]
-    reason = found.problem or found.interrupted
-    if drifted and not reason:
-        reason = f"{found.installed.site / drifted[0]} was changed outside this lane"
-    if reason:
-        raise PatchError(f"{package}: cannot verify on it: {reason}")
-    return found
+    return _prove(manifest, found.values(), selected, timeout)
 
 
 def _prove(
-    manifest: Manifest, found: Sequence[PackageState], selected: Sequence[Patch], timeout: float
+    manifest: Manifest, found: Collection[PackageState], selected: Sequence[Patch], timeout: float
 ) -> Iterator[Proof]:
     sites = [each.installed.site for each in found]
     with tempfile.TemporaryDirectory(prefix="megacpp-verify-") as scratch:
         trees = pristine, patched = Path(scratch, "pristine"), Path(scratch, "patched")
         for each in found:
-            copy_package(manifest, each, pristine, ())
-            copy_package(manifest, each, patched, [p.id for p in manifest.of(each.package)])
+            _copy_package(manifest, each, pristine, ())
+            _copy_package(manifest, each, patched, [p.id for p in manifest.of(each.package)])
         for patch in selected:
             runs = [_run(patch.reproducer, tree, sites, timeout) for tree in trees]
             yield Proof(patch.id, *_judge(patch, *runs), *runs)
 
 
-def copy_package(
+def _copy_package(
     manifest: Manifest, found: PackageState, target: Path, ids: Collection[str]
 ) -> None:
     """Copy an installed package, without caches, to `target` with exactly the patches `ids`."""
     site, without = found.installed.site, shutil.ignore_patterns("__pycache__")
-    folders = {path.split("/")[0] for path in found.files} | {found.installed.info.name}
-    for name in sorted(folders):
+    for name in {path.split("/")[0] for path in found.files} | {found.installed.info.name}:
         shutil.copytree(site / name, target / name, ignore=without, dirs_exist_ok=True)
     for path in manifest.touching(found.package):
         original = state.original(manifest, found, path)
@@ -137,25 +130,22 @@ def _run(script: Path, tree: Path, sites: Sequence[Path], timeout: float) -> Run
     known = {os.path.realpath(entry) for entry in sys.path}
     others = [str(site) for site in sites if str(site) not in known]
     path = [str(tree), *others, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    variables = {"PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1"}
     with tempfile.TemporaryDirectory(prefix="megacpp-reproducer-") as folder:
         process = subprocess.Popen(
             [sys.executable, str(script.resolve())],
             cwd=folder,
-            env=environment,
+            env={**os.environ, **variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # so that what it starts ends with it
         )
         try:
-            outputs = process.communicate(timeout=timeout)
-            status = process.returncode
+            outputs, status = process.communicate(timeout=timeout), process.returncode
         except subprocess.TimeoutExpired:
-            status = None
             os.killpg(process.pid, signal.SIGKILL)
-            outputs = process.communicate()
+            outputs, status = process.communicate(), None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
