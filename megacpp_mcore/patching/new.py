@@ -8,9 +8,9 @@ from pathlib import Path
 
 import tomlkit
 
+from megacpp_mcore.files import write_atomically
 from megacpp_mcore.patching import PatchError, diffs, site, state, verify
 from megacpp_mcore.patching.manifest import MANIFEST, NAME, REPRODUCERS, Manifest, load, sha256
-from megacpp_mcore.patching.store import write_durably
 from megacpp_mcore.patching.verify import Proof
 
 
@@ -66,8 +66,7 @@ def new(
     with tempfile.TemporaryDirectory(prefix="megacpp-lane-") as scratch:
         trial = Path(scratch, "lane")
         shutil.copytree(lane, trial, ignore=shutil.ignore_patterns("__pycache__"))
-        for name, data in files.items():
-            write_durably(trial / name, data)
+        _write(trial, files)
         (proof,) = verify.verify(load(trial), folder, [draft.id], timeout)
     if proof.verdict == verify.FAILED:
         raise PatchError(
@@ -75,9 +74,15 @@ def new(
             f"Without it: {proof.pristine.saw or proof.pristine.log or 'no output'}. "
             f"With it: {proof.patched.saw or proof.patched.log or 'no output'}"
         )
+    return _write(lane, files), proof
+
+
+def _write(lane: Path, files: dict[str, bytes]) -> list[Path]:
+    """Write the files, the manifest last, each in one step."""
+    (lane / REPRODUCERS).mkdir(exist_ok=True)
     for name, data in files.items():
-        write_durably(lane / name, data)
-    return [lane / name for name in files], proof
+        write_atomically(lane / name, data)
+    return [lane / name for name in files]
 
 
 def _changes(

@@ -155,10 +155,11 @@ def _site_plan(request: _Request, folder: Path, packages: Sequence[PackageState]
         path, package = found.installed.record, found.package
         record = (folder / path).read_bytes()
         ledger[package], rows = _plan_files(request, found, plan, record)
-        records.append((path, site.record_with(record, rows), package, sha256(record)))
+        mode = transaction.file_mode(folder / path)
+        records.append((path, site.record_with(record, rows), mode, sha256(record), package))
     for each in records:
         plan.add(*each)
-    plan.add(LEDGER, ledger_bytes(ledger), "", digest(folder / LEDGER))
+    plan.add(LEDGER, ledger_bytes(ledger), 0o644, digest(folder / LEDGER), "")
     return plan
 
 
@@ -181,7 +182,7 @@ def _plan_files(
             target = _composed(manifest, package, path, original, wanted)
         now, pristine = found.files[path].found, sha256(original)
         mode = old.files.get(path, {}).get("mode", transaction.file_mode(folder / path))
-        plan.add(path, target, package, now, pristine, mode)
+        plan.add(path, target, mode, now, package, pristine)
         # RECORD's line for the unpatched file: remembered, standing there now, or worked out.
         row = None if original is None else site.record_row(path, original, end)
         row = old.rows.get(path, standing.get(path) if now == pristine else row)

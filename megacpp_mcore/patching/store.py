@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megacpp_mcore.files import write_atomically
 from megacpp_mcore.patching import PatchError
 from megacpp_mcore.patching.manifest import ABSENT, FOLDER, is_digest, is_target, sha256
 
@@ -132,8 +133,10 @@ class Store:
 
     def keep(self, data: bytes) -> None:
         """Keep an original file's bytes."""
-        if self.original(sha256(data)) is None:
-            write_durably(self.path / "pristine" / sha256(data), data)
+        kept = self.path / "pristine" / sha256(data)
+        kept.parent.mkdir(exist_ok=True)
+        if self.original(kept.name) is None:
+            write_atomically(kept, data)
 
     def clean(self) -> None:
         """Remove what no applied patch needs; the whole folder when none is applied.
@@ -225,24 +228,3 @@ def digest(path: Path) -> str:
         return sha256(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return ABSENT
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a file so that a crash leaves the whole file or none."""
-    path.parent.mkdir(exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Make renames and removals in a folder survive a power loss."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from megacpp_mcore.files import sync, write_atomically
 from megacpp_mcore.patching import InterruptedRun, PatchError, site
 from megacpp_mcore.patching.manifest import ABSENT, sha256
-from megacpp_mcore.patching.store import Action, Store, digest, sync_folder, write_durably
+from megacpp_mcore.patching.store import Action, Store, digest
 
 # Called before each single change to the disk with its name: tests end the process there.
 Step = Callable[[str], None]
@@ -46,20 +47,20 @@ class Plan:
         self,
         path: str,
         data: bytes | None,
-        package: str,
+        mode: int,
         before: str,
-        original: str | None = None,
-        mode: int | None = None,
+        package: str,
+        original: str = "",
     ) -> None:
-        """One more file, unless it is as it shall be. Its mode is the present one when not given.
+        """One more file, unless it is as it shall be.
 
-        original: the wheel's digest of a patched file; None for bookkeeping.
+        original: the wheel's digest of a patched file; "" for bookkeeping.
         """
         after, staged = sha256(data), str(len(self.actions))
         if before != after:
             digests = (before, original or before, after)
-            self.actions.append(Action(path, *digests, package, original is not None, staged))
-            self.new.append((data, file_mode(self.store.site / path) if mode is None else mode))
+            self.actions.append(Action(path, *digests, package, bool(original), staged))
+            self.new.append((data, mode))
 
 
 def file_mode(path: Path) -> int:
@@ -89,7 +90,7 @@ def stage(plan: Plan, operation: str, step: Step = no_step) -> None:
                 _stage_one(new, old, data, mode)
             if action.before != ABSENT:
                 _stage_one(new.with_suffix(".old"), old, old.read_bytes(), file_mode(old))
-        sync_folder(store.stage)
+        sync(store.stage)
         journal = {
             "schema": 1,
             "operation": operation,
@@ -99,7 +100,7 @@ def stage(plan: Plan, operation: str, step: Step = no_step) -> None:
             "actions": [asdict(action) for action in plan.actions],
         }
         step("write the journal")
-        write_durably(store.journal, json.dumps(journal, indent=1).encode())
+        write_atomically(store.journal, json.dumps(journal, indent=1))
     except OSError as error:
         with contextlib.suppress(OSError):  # if it stays, status says so and the next run finishes
             store.journal.unlink(missing_ok=True)
@@ -136,10 +137,8 @@ def finish(store: Store, step: Step = no_step, again: bool = True) -> tuple[bool
     """
     journal = store.read_journal()
     run = f"the {journal['operation']} that pid {journal['pid']} began"
-    there = {
-        "",
-        *(name for name, version in journal["versions"].items() if _has(store, name, version)),
-    }
+    versions = journal["versions"].items()
+    there = {"", *(name for name, version in versions if _version(store, name) == version)}
     actions = [each for each in journal["actions"] if each.package in there]
     for each in actions:
         site.check_inside(store.site, each.package, [each.path])
@@ -171,7 +170,7 @@ def finish(store: Store, step: Step = no_step, again: bool = True) -> tuple[bool
         _switch(store, back if undo else (), step)
         step("remove the journal")
         store.journal.unlink()
-        sync_folder(store.path)
+        sync(store.path)
     except OSError as error:
         raise InterruptedRun(
             f"{run} was interrupted: {error}; `megacpp patch apply` or `revert` finishes it first"
@@ -183,12 +182,11 @@ def finish(store: Store, step: Step = no_step, again: bool = True) -> tuple[bool
     return True, f"finished {run}"
 
 
-def _has(store: Store, package: str, version: str) -> bool:
-    """Whether this version is installed there, neither as a checkout nor half."""
+def _version(store: Store, package: str) -> str | None:
+    """The version now installed; None for a checkout or half an install as well."""
     with contextlib.suppress(PatchError):
         found = site.find(package, store.site)
-        return found is not None and found.version == version
-    return False
+        return found.version if found else None
 
 
 def _first_blocked(store: Store, actions: Sequence[Action]) -> str:
@@ -216,7 +214,7 @@ def _switch(store: Store, actions: Sequence[Action], step: Step) -> None:
                 path.unlink()
             else:
                 os.replace(store.stage / action.staged, path)
-            sync_folder(path.parent)
+            sync(path.parent)
         if path.suffix == ".py":
             step(f"remove the .pyc of {action.path}")
             for file in bytecode(path):

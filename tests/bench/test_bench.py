@@ -355,7 +355,7 @@ class TestAgainst:
 
 
 def missing_package(package):
-    raise ImportError("No module named 'unidiff'")
+    raise ImportError("No module named 'tomlkit'")
 
 
 @pytest.mark.slow
