@@ -146,25 +146,21 @@ def _entry(
     draft: Draft, package: str, test: str, changes: dict[str, tuple[bytes | None, bytes]]
 ) -> bytes:
     """The manifest's new `[[patch]]`."""
-    reason, drop_when = (
-        tomlkit.string(text.strip(), multiline="\n" in text.strip())
-        for text in (draft.reason, draft.drop_when)
-    )
     upstream = tomlkit.inline_table()
     upstream.update(dict(draft.upstream))
-    patch = {
-        "id": draft.id,
-        "package": package,
-        "file": f"{draft.id}.patch",
-        **({} if draft.defect is None else {"defect": draft.defect}),
-        "reason": reason,
-        "drop_when": drop_when,
-        "test": test,
-        "needs": draft.needs,
-        "upstream": upstream,
-        "files": [
-            {"path": path, "sha256_before": sha256(before), "sha256_after": sha256(after)}
-            for path, (before, after) in changes.items()
-        ],
+    texts = {
+        key: tomlkit.string(text, multiline="\n" in text)
+        for key, text in (("reason", draft.reason.strip()), ("drop_when", draft.drop_when.strip()))
     }
-    return tomlkit.dumps({"patch": [patch]}).encode()
+    patch = tomlkit.table()
+    patch.update({"id": draft.id, "package": package, "file": f"{draft.id}.patch"})
+    patch.update({} if draft.defect is None else {"defect": draft.defect})
+    patch.update({**texts, "test": test, "needs": draft.needs, "upstream": upstream})
+    patch["files"] = tomlkit.aot()
+    for path, (before, after) in changes.items():
+        digests = {"sha256_before": sha256(before), "sha256_after": sha256(after)}
+        patch["files"].append(tomlkit.item({"path": path, **digests}))
+    document = tomlkit.document()
+    document["patch"] = tomlkit.aot()
+    document["patch"].append(patch)
+    return tomlkit.dumps(document).encode()
