@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megacpp_mcore.patching import PatchError
+from megacpp_mcore.patching import PatchError, diffs
+from megacpp_mcore.patching.diffs import FileDiff
 
 MANIFEST = "manifest.toml"
 REPRODUCERS = "reproducers"
@@ -80,10 +81,8 @@ class Patch:
         return self.lane / REPRODUCERS / self.test
 
     @functools.cached_property
-    def diffs(self) -> Mapping[str, Any]:
-        """path -> FileDiff. Raises PatchError when the diff does not touch exactly `files`."""
-        from megacpp_mcore.patching import diffs  # unidiff is not needed to read a manifest
-
+    def diffs(self) -> Mapping[str, FileDiff]:
+        """path -> its diff. Raises PatchError when the diff does not touch exactly `files`."""
         if not diffs.header_of(self.text):
             raise PatchError(f"{self.file}: the reason is missing above the first `diff --git`")
         parsed = {diff.path: diff for diff in diffs.parse(self.text, self.file)}
@@ -122,8 +121,8 @@ class Manifest:
                 result.setdefault(file.path, []).append((patch, file))
         return result
 
-    def chain(self, package: str, path: str) -> list[tuple[str, Any]]:
-        """(patch id, FileDiff) of every patch that touches the file, in order."""
+    def chain(self, package: str, path: str) -> list[tuple[str, FileDiff]]:
+        """(patch id, its diff) of every patch that touches the file, in order."""
         return [(patch.id, patch.diffs[path]) for patch, _ in self.touching(package)[path]]
 
     def select(self, ids: Collection[str]) -> tuple[Patch, ...]:

@@ -99,7 +99,7 @@ def _locked_plans(
             plans, absent = _plans(request)
             if not plans:
                 return plans, absent
-    for package in request.manifest.packages:
+    for package in {patch.package for patch in request.selected}:
         with contextlib.suppress(PatchError):
             installed = site.find(package, request.folder)
             if installed is not None and _is_writable(installed.site):
