@@ -34,10 +34,15 @@ class BenchFailure(BenchError):
 def load_for_bench(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe for one process: one micro batch a step, no parallelism, no multi-host dispatcher.
 
+    Calls are eager and there is no main gradient: a captured step and gradients that are
+    accumulated inside the products are parts of Megatron's loop.
+
     Raises RecipeError as `load_recipe` does.
     """
     asked = load_recipe(name, overrides)
     ours = [*_ONE_RANK, f"schedule.global_batch_size={asked.schedule.micro_batch_size}"]
     if asked.moe.moe_token_dispatcher_type == "flex":
         ours.append("moe.moe_token_dispatcher_type=alltoall")
+    if asked.launch.device == "cuda":
+        ours += ["launch.cuda_graph_impl=none", "precision.gradient_accumulation_fusion=false"]
     return load_recipe(name, [*ours, *overrides])

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megacpp_mcore import dispatch
 from megacpp_mcore.hybrid.plan import Layer
 from megacpp_mcore.planner.activations import Sizes, bytes_per_token
 from megacpp_mcore.planner.memory import memory
@@ -19,14 +20,15 @@ from megacpp_mcore.planner.step import flops_of, layer_seconds, micro_batch, ste
 from megacpp_mcore.receipts.reader import Receipt, observed, read, rows_by_key, warm_median
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.source import BACKENDS, KEYS
+from megacpp_mcore.surfaces.registry import REGISTRY
 
 _BOTH = "forward_backward"
 _RUN, _MODEL = "run-nam56r-2xh200.json", "model-nam56r-quarter-m2rnn.json"
 
 
 def recipe_of(receipt: Receipt) -> Recipe:
-    """A receipt's recipe, as far as its keys are still known, with Megatron's heads where
-    they served: their logits are what a peak is made of."""
+    """A receipt's recipe, as far as its keys are still known, with the heads and the experts that
+    served."""
     overrides = []
     for section, keys in receipt["recipe"]["content"].items():
         for key, value in (keys or {}).items():
@@ -34,8 +36,9 @@ def recipe_of(receipt: Receipt) -> Recipe:
             if section == BACKENDS or (dotted in KEYS and not isinstance(value, dict)):
                 overrides.append(f"{dotted}={json.dumps(value)}")
     served = observed(receipt)
-    if served.get("linear_cross_entropy") == "megatron":
-        overrides.append(f"{BACKENDS}.linear_cross_entropy=megatron")
+    for surface in ("linear_cross_entropy", "moe_experts"):  # `auto` may have another order by now
+        if served.get(surface) in dispatch.choices(surface):  # not a bench of several models
+            overrides.append(f"{BACKENDS}.{surface}={served[surface]}")
     return load_recipe("nam56r", overrides)
 
 
@@ -57,6 +60,10 @@ class Calibration:
     def row(self, name: str, backend: str) -> Any:
         return rows_by_key(self.receipt(name))[backend, _BOTH]
 
+    def benched(self, name: str) -> list[str]:
+        """The backends that a bench of a surface has timed forward and backward."""
+        return [backend for backend, phase in rows_by_key(self.receipt(name)) if phase == _BOTH]
+
     def seconds(self, name: str, backend: str) -> float:
         return self.row(name, backend)["median_ms"] / 1e3
 
@@ -68,18 +75,19 @@ class Calibration:
 
     def operators(self) -> None:
         residual = "residual.json"
-        row = self.row(residual, "megatron")
+        row = self.row(residual, REGISTRY["residual"].backends[0].name)
         self.put("bytes", row["bytes_floor"] / row["median_ms"] * 1e3, "bytes/s", residual,
                  "bytes of the residual addition over its median")  # fmt: skip
         memory_bytes = self.receipt(_RUN)["lane"]["device"]["memory_bytes"]
         self.put("memory", memory_bytes, "bytes", _RUN, "the device's memory, lane.device")
-        self.speed("products", "linear_cross_entropy.json", "chunked")
-        for backend in ("te", "grouped_mm", "reference"):
-            self.speed(f"experts_{backend}", "moe_experts.json", backend)
-        for backend in ("sdpa_cudnn", "sdpa_flash", "sdpa", "flash_2", "flash_3", "flash_4"):
-            self.speed(f"attention_{backend}", "core_attention.json", backend)
-        self.speed("scan_siso", "mamba3_scan.json", "mamba_ssm")
-        self.speed("scan_mimo", "mamba3_scan-mimo.json", "mamba_ssm_mimo")
+        head, *_ = REGISTRY["linear_cross_entropy"].backends
+        self.speed("products", "linear_cross_entropy.json", head.name)
+        for surface, rate in (("moe_experts", "experts"), ("core_attention", "attention")):
+            for backend in self.benched(f"{surface}.json"):
+                self.speed(f"{rate}_{backend}", f"{surface}.json", backend)
+        siso, mimo, _ = REGISTRY["mamba3_scan"].backends
+        self.speed("scan_siso", "mamba3_scan.json", siso.name)
+        self.speed("scan_mimo", "mamba3_scan-mimo.json", mimo.name)
         self.m2rnn()
 
     def m2rnn(self) -> None:

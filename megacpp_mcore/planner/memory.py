@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from megacpp_mcore.hybrid.plan import Layer
 from megacpp_mcore.planner.activations import Sizes, bytes_per_token, routed_rows
+from megacpp_mcore.planner.backends import serving
 from megacpp_mcore.planner.pipeline import (
     costs,
     held_at_once,
@@ -18,6 +19,8 @@ from megacpp_mcore.planner.pipeline import (
     name_of,
 )
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.surfaces.linear_cross_entropy import MEGATRON
+from megacpp_mcore.surfaces.support import TE
 
 _BF16, _FP32 = 2, 4
 # On Hopper torch and Transformer Engine have 32 MiB each for cuBLAS, and Transformer Engine's
@@ -162,7 +165,7 @@ def _workspace(recipe: Recipe, sizes: Sizes, stage: int) -> float:
     layer's backward pass have beside what the layers keep."""
     own = [layer for layer, _ in kinds_of(recipe, stage)]
     found = 2.0 * _WORKSPACE
-    if "E" in {layer.letter for layer in own} and _experts_are_te(recipe):
+    if "E" in {layer.letter for layer in own} and serving(recipe, "moe_experts") == TE:
         found += _GROUPED_STREAMS * _WORKSPACE
     # The gradients of what a layer keeps are about as large; recomputed, it is there as well.
     once = 2 if recipe.parallel.recompute_granularity == "full" else 1
@@ -173,10 +176,6 @@ def _workspace(recipe: Recipe, sizes: Sizes, stage: int) -> float:
     return found + working
 
 
-def _experts_are_te(recipe: Recipe) -> bool:
-    return recipe.backends.get("moe_experts", "auto") in ("auto", "te")
-
-
 def _heads(recipe: Recipe, sizes: Sizes) -> float:
     """The main head and MTP's. The chunked one makes its gradients at once: of hidden, of the
     weight in bf16, while it works in fp32 too, and a chunk of logits. Megatron's own keeps the
@@ -184,7 +183,7 @@ def _heads(recipe: Recipe, sizes: Sizes) -> float:
     vocabulary, hidden = recipe.model.vocab_size / sizes.tp, recipe.model.hidden_size
     heads = 1 + recipe.mtp.mtp_num_layers
     rows = 2 * _BF16 * hidden * sizes.tokens / sizes.cut  # into the final norm and out of it
-    if recipe.backends.get("linear_cross_entropy") == "megatron":
+    if serving(recipe, "linear_cross_entropy") == MEGATRON.name:
         logits = sizes.tokens * vocabulary
         return heads * (logits * (_BF16 + _FP32) + rows) + logits * _FP32 + _WORKSPACE
     logits = min(_HEAD_CHUNK, _BF16 * vocabulary * sizes.tokens)

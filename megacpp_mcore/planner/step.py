@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 
 from megacpp_mcore.hybrid.plan import Layer
 from megacpp_mcore.planner.activations import Sizes, bytes_per_token
+from megacpp_mcore.planner.backends import serving
 from megacpp_mcore.planner.memory import parameters
 from megacpp_mcore.planner.pipeline import (
     costs,
@@ -154,8 +155,8 @@ def layer_seconds(
     tokens, tp = sizes.tokens, sizes.tp
     whole, products = flops[name_of(layer)]
     routed = _routed_flops(recipe) if layer.letter == "E" else 0.0
-    experts = f"experts_{_named(recipe, 'moe_experts', 'te')}"
-    core = f"attention_{_named(recipe, 'core_attention', 'sdpa_cudnn')}"
+    experts = f"experts_{serving(recipe, 'moe_experts')}"
+    core = f"attention_{serving(recipe, 'core_attention')}"
     kept = bytes_per_token(recipe, sizes, layer, recompute=False)
     passes = _rate(rates, f"passes_{layer.letter}", "passes_M")
     return {
@@ -169,11 +170,6 @@ def layer_seconds(
 
 def _rate(rates: Rates, name: str, otherwise: str) -> float:
     return rates[name if name in rates.measured else otherwise]
-
-
-def _named(recipe: Recipe, surface: str, auto: str) -> str:
-    named = recipe.backends.get(surface, "auto")
-    return auto if named == "auto" else named
 
 
 def _routed_flops(recipe: Recipe) -> float:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 _MATRIX_OPTIMIZERS = ("muon", "adaptive_muon", "soap")
 
 
+# The backend that reads the tokens of each expert on the device: a captured step can hold it.
+COUNTS_ON_DEVICE = "grouped_mm"
+
+
 def workload(device: str, config, optimizer: str) -> Workload:
     """ffn: columns of fc1's gate on one expert-tensor-parallel rank. optimizer: the recipe's,
     which may want every weight to be a matrix."""
@@ -87,7 +91,7 @@ SURFACE = Surface(
     "moe_experts",
     (
         _backend(
-            "grouped_mm", "megacpp_mcore.layers.parts:grouped_mm_experts", _grouped_mm,
+            COUNTS_ON_DEVICE, "megacpp_mcore.layers.parts:grouped_mm_experts", _grouped_mm,
             role="chosen", keep="keep",
             ruled_out=whatever_the_machine(_grouped),
             removes="one GEMM launch an expert, and the wait for the counts on the host. SwiGLU "

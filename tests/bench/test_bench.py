@@ -159,7 +159,8 @@ class TestRecipe:
     ):
         path = tmp_path / "deepep.toml"
         flex = 'moe_token_dispatcher_type = "flex"'
-        path.write_text(f'description = "x"\nextends = "nam56r"\n[moe]\n{flex}\n')
+        ranks = "[parallel]\nexpert_model_parallel_size = 8\n"
+        path.write_text(f'description = "x"\nextends = "nam56r"\n{ranks}[moe]\n{flex}\n')
         recipe = bench.load_for_bench(str(path))
         assert recipe.moe.moe_token_dispatcher_type == "alltoall"
         with pytest.raises(MegacppError, match='must not be "flex"'):

@@ -1,6 +1,7 @@
 """Rules about CUDA graphs: what a whole captured step cannot hold, and per-layer modules."""
 
 from megacpp_mcore.recipe.refusal import Rules, shown
+from megacpp_mcore.surfaces.moe_experts import COUNTS_ON_DEVICE
 
 _IMPL, _MODULES = "launch.cuda_graph_impl", "launch.cuda_graph_modules"
 
@@ -45,10 +46,10 @@ def _whole_step(r: Rules) -> None:
         )
     experts = "backends.moe_experts"
     r.refuse(
-        r.has("E") and r[experts] not in (None, "auto", "grouped_mm"),
+        r.has("E") and r[experts] not in (None, "auto", COUNTS_ON_DEVICE),
         experts,
-        f'must be "grouped_mm" or left out with {r.told(_IMPL)}: the others read the tokens of '
-        "each expert on the host",
+        f'must be "{COUNTS_ON_DEVICE}" or left out with {r.told(_IMPL)}: the others read the tokens '
+        "of each expert on the host",
     )
     r.refuse(
         not r["launch.cuda_graph_warmup_steps"],

@@ -1,0 +1,20 @@
+"""Which backend the planner reckons with: the one that is named, or that an H200 would have."""
+
+from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.surfaces.registry import REGISTRY
+
+
+def serving(recipe: Recipe, surface: str) -> str:
+    """The backend of `surface` that the recipe names; for `auto` the one that the catalog has as
+    chosen on the pinned stack, or where the recipe rules that out the next in order."""
+    named = recipe.backends.get(surface, "auto")
+    if named != "auto":
+        return named
+    found = REGISTRY[surface]
+    workload = found.workload(recipe, "cuda")
+    in_order = sorted(found.backends, key=lambda backend: backend.role != "chosen")
+    return next(
+        backend.name
+        for backend in in_order
+        if workload is None or not (backend.ruled_out and backend.ruled_out(recipe, workload))
+    )
