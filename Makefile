@@ -44,7 +44,7 @@ lint: $(STAMP) ## ruff
 # One worker a core; tests/conftest.py says which files stay on one of them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-test: lint ## lint and the test suite, six minutes on two cores
+test: lint ## lint and the test suite, eight minutes on two cores
 	$(PYTEST)
 
 check: lint ## lint and the tests not marked slow, a minute: before every commit

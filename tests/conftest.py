@@ -77,6 +77,29 @@ ON_ONE_WORKER = (
 )
 
 
+# Files of which most tests take long, model builds and Triton's interpreter above all; `make check`
+# leaves them out with the tests that are marked `slow` one by one.
+SLOW_FILES = (
+    "tests/bench/test_bench.py",
+    "tests/kernels/test_core_attention.py",
+    "tests/kernels/test_mixer_prep_admission.py",
+    "tests/kernels/test_rope_qk.py",
+    "tests/layers/test_loss.py",
+    "tests/layers/test_recompute.py",
+    "tests/layers/test_stack.py",
+    "tests/patching/test_patch_verify.py",
+    "tests/planner/test_search.py",
+    "tests/surfaces/test_admission.py",
+)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.nodeid.split("::")[0] in SLOW_FILES:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     # `--dist loadgroup` would do it, but xdist 3.8 renames the tests for it, which pytest 9.2 does
