@@ -38,7 +38,7 @@ SURFACE = Surface(
             role="chosen", keep="keep",
             removes="FP8 casts outside the GEMM, and tensor-parallel communication that does not "
             "overlap it; in bf16 on one GPU nothing, both call cuBLAS. With precision.fp8 "
-            "(tensorwise) M's and R's in_proj stay in bf16, as their rows are no multiple of 16",
+            "(tensorwise) M's in_proj stays in bf16, as its rows are no multiple of 16",
             dtypes="bf16, fp16, fp32; fp8 inside", fallback="reference",
             tests=(*DISPATCH_TESTS, "tests/layers/test_precision.py"), receipt=_PRECISION,
             figures=(
