@@ -537,6 +537,17 @@ def test_a_step_that_compiles_is_booked_as_compile(watched, tmp_path, monkeypatc
     assert seconds["step"] * 1000 < series[2] + 1
 
 
+def test_the_receipt_says_what_gradient_accumulation_fusion_is_of(watched):
+    from megatron.training import get_args
+
+    watch, loop = watched
+    get_args().gradient_accumulation_fusion = True
+    with watch.installed():
+        loop.run()
+    notes = watch.write("complete")["notes"]
+    assert len([note for note in notes if note.startswith("gradient_accumulation_fusion is")]) == 1
+
+
 @pytest.mark.parametrize("column, value", [("loss", math.nan), ("norm", math.inf)])
 def test_a_step_that_is_not_finite_ends_the_run_before_a_checkpoint(watched, column, value):
     from megacpp_mcore.training.gpu.watch import NotFiniteError

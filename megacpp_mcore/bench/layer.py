@@ -4,7 +4,6 @@ A recipe's model of that one layer is built for every variant, with the same wei
 is its decoder without the final norm.
 """
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from megacpp_mcore.bench.clock import Clock
 from megacpp_mcore.bench.runner import Contender
 from megacpp_mcore.bench.variants import Variant, VariantTarget, build, in_half_precision
 from megacpp_mcore.kernels.core_attention.case import CoreAttentionCase
-from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds
+from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds, packed_seq_params
 from megacpp_mcore.recipe import Recipe
 
 # What is asked for -> letter of the source pattern, and the kind of attention where it says so.
@@ -123,7 +122,11 @@ class _Layer(Contender):
             for _ in range(_SETS + 1)
         )
         self.sets = [x.requires_grad_() for x in sets]
-        self.others = _packed(seq, batch, device) if packed else {}
+        self.others: dict[str, Any] = {}
+        if packed:
+            bounds = document_bounds(batch, seq, BENCHED_DOCUMENTS)  # of all rows in one
+            documents = packed_seq_params(bounds, device, tokens_per_sample=seq)
+            self.others["packed_seq_params"] = documents
         if model.position_embedding_type == "rope" and not model.config.multi_latent_attention:
             self.others["rotary_pos_emb"] = model.rotary_pos_emb(seq, packed_seq=packed)
 
@@ -148,21 +151,6 @@ class _Layer(Contender):
         values |= {f"d {n}": p.grad for n, p in self.trained.named_parameters()}
         self.forget()
         return values
-
-
-def _packed(seq: int, batch: int, device: str) -> dict[str, Any]:
-    """Documents as Megatron's loop hands them on, those of all rows in one."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    bounds = document_bounds(batch, seq, BENCHED_DOCUMENTS)
-    longest = max(end - start for start, end in itertools.pairwise(bounds))
-    offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
-    documents = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets,
-        max_seqlen_q=longest, max_seqlen_kv=longest,
-        total_tokens=seq * batch, tokens_per_sample=seq,
-    )  # fmt: skip
-    return {"packed_seq_params": documents}
 
 
 def _tolerance(y: Tensor) -> float:

@@ -85,6 +85,16 @@ class HybridPlan:
     notes: tuple[str, ...]
 
     @property
+    def letters(self) -> frozenset[str]:
+        """Source letters of all layers, MTP's too."""
+        return frozenset(layer.letter for layer in self.layers)
+
+    @property
+    def symbols(self) -> frozenset[str]:
+        """Megatron's symbols of all layers, MTP's too."""
+        return frozenset(layer.symbol for layer in self.layers)
+
+    @property
     def main_layers(self) -> tuple[Layer, ...]:
         return tuple(layer for layer in self.layers if layer.mtp_depth is None)
 

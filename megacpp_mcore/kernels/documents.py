@@ -1,7 +1,13 @@
 """Offsets of documents packed into one row, as the operators take them: cu_seqlens."""
 
+import itertools
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
 
 BENCHED_DOCUMENTS = 8  # documents of a row in a bench of packed documents
 
@@ -34,3 +40,15 @@ def document_bounds(rows: int, seq: int, documents: int) -> list[int]:
     inner = torch.randint(seq + 1, (rows, documents - 1), generator=generator).sort(dim=1).values
     starts = torch.cat([torch.zeros(rows, 1, dtype=torch.int64), inner], dim=1)
     return [*(starts + torch.arange(rows)[:, None] * seq).flatten().tolist(), rows * seq]
+
+
+def packed_seq_params(bounds: list[int], device: str, **more: Any) -> "PackedSeqParams":
+    """Megatron's description of documents with these bounds, as its loop hands them on."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
+    longest = max(end - start for start, end in itertools.pairwise(bounds))
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=longest,
+        max_seqlen_kv=longest, total_tokens=bounds[-1], **more,
+    )  # fmt: skip

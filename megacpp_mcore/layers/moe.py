@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
+from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 
 
@@ -56,8 +57,19 @@ class LocalTokenDispatcher(MoEAlltoAllTokenDispatcher):
         return super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
 
 
+# What a run and its receipt say where Megatron's dispatcher, which the recipe names, is replaced.
+_LOCAL = dispatch.Decision(
+    surface="moe_dispatch",
+    requested="alltoall",
+    observed="local",
+    reason="every expert is on this rank: the same tokens in the same order, without the sort of "
+    "chunks from other ranks",
+    implementation=f"{__name__}:LocalTokenDispatcher",
+)
+
+
 class MegacppMoELayer(MoELayer):
-    """Megatron's MoELayer, with LocalTokenDispatcher when that computes the same.
+    """Megatron's MoELayer, with LocalTokenDispatcher when that computes the same: then recorded.
 
     Raises MoELayerError for launch.cuda_graph_impl = "full_iteration" if the host must know how
     many tokens an expert gets, which is impossible in a captured step.
@@ -70,6 +82,7 @@ class MegacppMoELayer(MoELayer):
         if config.cuda_graph_impl == "full_iteration" and not (local and counts_on_device):
             raise MoELayerError(_not_capturable(self, local))
         if local:
+            dispatch.record(_LOCAL)
             self.token_dispatcher = LocalTokenDispatcher(
                 self.num_local_experts,
                 self.local_expert_indices,

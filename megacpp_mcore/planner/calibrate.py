@@ -16,7 +16,13 @@ from megacpp_mcore.planner.activations import Sizes, bytes_per_token
 from megacpp_mcore.planner.memory import memory
 from megacpp_mcore.planner.pipeline import layers_of, micro_batches
 from megacpp_mcore.planner.rates import Rates, assumptions
-from megacpp_mcore.planner.step import flops_of, layer_seconds, micro_batch, step
+from megacpp_mcore.planner.step import (
+    adding_gradients,
+    flops_of,
+    layer_seconds,
+    micro_batch,
+    step,
+)
 from megacpp_mcore.receipts.reader import Receipt, observed, read, rows_by_key, warm_median
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.source import BACKENDS, KEYS
@@ -130,7 +136,7 @@ class Calibration:
         self.put("passes_E", 0.0, "passes", _MODEL, "")
         known = micro_batch(recipe, self.rates, 0)
         # the bench has no main gradient to add to
-        summed = _adding_gradients(recipe, self.rates)
+        summed = adding_gradients(recipe, self.rates, 0)
         seconds = self.seconds(_MODEL, "model") - (sum(known.values()) - summed)
         found = [layer for layer in layers_of(recipe, 0) if layer.letter == "E"]
         sizes = Sizes.of(recipe)
@@ -166,14 +172,6 @@ class Calibration:
                      "waiting for the fullest rank included")  # fmt: skip
             slow = step(recipe, self.rates).total > seconds
             low, high = (middle, high) if slow else (low, middle)
-
-
-def _adding_gradients(recipe: Recipe, rates: Rates) -> float:
-    """Seconds that a micro batch adds gradients up."""
-    fused = load_recipe(
-        recipe.source, (*recipe.overrides, "precision.gradient_accumulation_fusion=true")
-    )
-    return sum(micro_batch(recipe, rates, 0).values()) - sum(micro_batch(fused, rates, 0).values())
 
 
 def _of_one_layer(receipt: Receipt, letter: str) -> Recipe:

@@ -61,10 +61,7 @@ def memory_of_stage(recipe: Recipe, stage: int, skew: float) -> Memory:
     dense, experts = parameters(recipe, stage)
     own = dense + experts
     bf16 = recipe.precision.bf16
-    reduced = _BF16 if recipe.precision.grad_reduce_in_bf16 else _FP32
     state = 3 * _FP32 if bf16 else 2 * _FP32
-    shared = recipe.parallel.use_distributed_optimizer
-    over = (sizes.dp, sizes.expert_dp) if shared else (1, 1)
     kept = _activations(recipe, sizes, stage)
     if sizes.ep > 1 and (rows := _rows(recipe, sizes, stage)):
         kept["E"] += skew * rows
@@ -72,8 +69,8 @@ def memory_of_stage(recipe: Recipe, stage: int, skew: float) -> Memory:
         stage=stage,
         parameters=round(own),
         weights=own * (_BF16 if bf16 else _FP32),
-        gradients=own * reduced,
-        optimizer=state * (dense / over[0] + experts / over[1]),
+        gradients=own * summed_bytes(recipe),
+        optimizer=state * optimized(recipe, dense, experts),
         workspace=_workspace(recipe, sizes, stage),
         activations=kept,
     )
@@ -111,10 +108,23 @@ def parameters(recipe: Recipe, stage: int) -> tuple[float, float]:
     return dense, experts
 
 
+def optimized(recipe: Recipe, dense: float, experts: float) -> float:
+    """Of a rank's parameters, those whose optimizer state it has."""
+    if not recipe.parallel.use_distributed_optimizer:
+        return dense + experts
+    sizes = Sizes.of(recipe)
+    return dense / sizes.dp + experts / sizes.expert_dp
+
+
+def summed_bytes(recipe: Recipe) -> int:
+    """Bytes of a main gradient, which is summed over micro batches and ranks."""
+    return _BF16 if recipe.precision.grad_reduce_in_bf16 else _FP32
+
+
 def _routed(recipe: Recipe) -> int:
     moe, matrices = recipe.moe, 3 if recipe.model.swiglu else 2
-    width = moe.moe_ffn_hidden_size or recipe.model.ffn_hidden_size or 0
-    return (moe.num_experts or 0) * matrices * recipe.model.hidden_size * width
+    one = matrices * recipe.model.hidden_size * (moe.moe_ffn_hidden_size or 0)
+    return (moe.num_experts or 0) * one
 
 
 def _replicated(recipe: Recipe, layer: Layer) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from megacpp_mcore.hybrid.plan import Layer
 from megacpp_mcore.planner.activations import Sizes, bytes_per_token
 from megacpp_mcore.planner.backends import serving
-from megacpp_mcore.planner.memory import parameters
+from megacpp_mcore.planner.memory import optimized, parameters, summed_bytes
 from megacpp_mcore.planner.pipeline import (
     costs,
     is_last,
@@ -22,8 +22,9 @@ from megacpp_mcore.planner.pipeline import (
 )
 from megacpp_mcore.planner.rates import Rates
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.surfaces.support import TE
 
-_BF16, _FP32 = 2, 4
+_BF16 = 2
 _EXCHANGES = 4  # dispatch and combine, each way
 _GATHERS = 5  # of a layer's tokens under sequence parallelism: 2 forward, 3 backward
 _HEADS = ("head", "MTP head", "MTP projection")
@@ -131,16 +132,25 @@ def micro_batch(recipe: Recipe, rates: Rates, stage: int) -> dict[str, float]:
     if is_last(recipe, stage):
         heads = sum(flops[name][1] for name in _HEADS if name in flops)
         found["products"] += sizes.tokens * heads / sizes.tp / rates["products"]
-    dense, experts = parameters(recipe, stage)
-    if not recipe.precision.gradient_accumulation_fusion:
-        # a bf16 gradient is read and added to the one that is summed
-        summed = _BF16 if recipe.precision.grad_reduce_in_bf16 else _FP32
-        found["moved"] += (dense + experts) * (_BF16 + 2 * summed) / rates["bytes"]
+    found["moved"] += adding_gradients(recipe, rates, stage)
     if recipe.plan.pp > 1:
         size = _BF16 * recipe.model.hidden_size * sizes.tokens / sizes.cut
         link = Link.of(recipe, rates, 2, recipe.world_size // recipe.plan.pp)
         found["pipeline"] += 2 * recipe.plan.vpp * (size / link.bytes_per_s + link.latency)
     return found
+
+
+def adding_gradients(recipe: Recipe, rates: Rates, stage: int) -> float:
+    """Seconds in which a micro batch's weight gradients are added to the main gradient.
+
+    Those that Transformer Engine's products have not added themselves: a bf16 gradient is read, and
+    the one that is summed is read and written.
+    """
+    dense, experts = parameters(recipe, stage)
+    if recipe.precision.gradient_accumulation_fusion:
+        dense = 0.0
+        experts = 0.0 if serving(recipe, "moe_experts") == TE else experts
+    return (dense + experts) * (_BF16 + 2 * summed_bytes(recipe)) / rates["bytes"]
 
 
 def flops_of(recipe: Recipe) -> Flops:
@@ -223,7 +233,7 @@ def _data_parallel(
 ) -> float:
     """What the reduction of gradients and the gather of weights add to a step."""
     sizes, p = Sizes.of(recipe), recipe.parallel
-    summed = _BF16 if recipe.precision.grad_reduce_in_bf16 else _FP32
+    summed = summed_bytes(recipe)
     reduced = gathered = 0.0
     groups = ((dense, sizes.dp, sizes.tp), (experts, sizes.expert_dp, sizes.ep * sizes.etp))
     for numbers, ranks, stride in groups:
@@ -245,10 +255,6 @@ def _data_parallel(
 
 
 def _optimizer(recipe: Recipe, rates: Rates, dense: float, experts: float) -> float:
-    sizes = Sizes.of(recipe)
-    shared = recipe.parallel.use_distributed_optimizer
-    over = (sizes.dp, sizes.expert_dp) if shared else (1, 1)
-    own = dense / over[0] + experts / over[1]
-    # and the gradients are set to zero
-    summed = _BF16 if recipe.precision.grad_reduce_in_bf16 else _FP32
-    return (rates["optimizer_bytes"] * own + summed * (dense + experts)) / rates["bytes"]
+    own = optimized(recipe, dense, experts)
+    zeroed = summed_bytes(recipe) * (dense + experts)
+    return (rates["optimizer_bytes"] * own + zeroed) / rates["bytes"]

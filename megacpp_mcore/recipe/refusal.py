@@ -45,7 +45,7 @@ class Rules:
         return any(symbol in self.recipe.plan.megatron_pattern for symbol in symbols)
 
     def has_letter(self, letter: str) -> bool:
-        return any(layer.letter == letter for layer in self.recipe.plan.layers)
+        return letter in self.recipe.plan.letters
 
     def told(self, key: str) -> str:
         """A key with its value, for a reason."""

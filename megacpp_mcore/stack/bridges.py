@@ -121,8 +121,8 @@ def fused_accumulation_without_apex() -> Iterator[None]:
     """Let a model with gradient_accumulation_fusion be built without apex.
 
     Transformer Engine's linears accumulate weight gradients into main_grad by themselves. Only
-    Megatron's own linears need apex, and refuse to be built without it. In a model of Transformer
-    Engine's linears the only one is the output layer; the model turns the fusion off for it.
+    Megatron's own linears need apex, and refuse to be built without it: see
+    `unfused_where_apex_is_needed` for those of the model.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -132,6 +132,21 @@ def fused_accumulation_without_apex() -> Iterator[None]:
         yield
     finally:
         layers._grad_accum_fusion_available = known
+
+
+def unfused_where_apex_is_needed(model: torch.nn.Module) -> None:
+    """Without apex, leave the weight gradients of Megatron's own linears to data parallelism.
+
+    Such are the output layer and experts that run one after another; their gradients are then added
+    to main_grad after the product.
+    """
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    if has_apex():
+        return
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            module.gradient_accumulation_fusion = False
 
 
 def import_ops_only(package: str) -> None:

@@ -19,7 +19,7 @@ from megacpp_mcore.surfaces.support import (
     import_reason,
     transformer_engine,
 )
-from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of, has_symbol
+from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 
 if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
@@ -74,10 +74,12 @@ def of_recipe(recipe: "Recipe", device: str) -> Workload | None:
     """None when no A layer has a core attention of its own: DSA brings its kernel with it."""
     a = recipe.attention
     layout = "thd" if recipe.data.dataloader_inter_document_masking else "sbhd"
-    if has_symbol(recipe, "+"):
+    if "+" in recipe.plan.symbols:
         dqk = a.qk_head_dim + a.qk_pos_emb_head_dim
         return workload(device, config_of(recipe), dqk, a.v_head_dim, layout)
-    return workload(device, config_of(recipe), layout=layout) if has_symbol(recipe, "*") else None
+    return (
+        workload(device, config_of(recipe), layout=layout) if "*" in recipe.plan.symbols else None
+    )
 
 
 def te_attention(workload: Workload) -> str | None:

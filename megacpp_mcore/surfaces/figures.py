@@ -62,5 +62,6 @@ def _rows(receipt: str) -> dict[tuple[str, str], dict[str, Any]]:
     path = _CHECKOUT / FOLDER / receipt
     if not path.is_file():
         return {}
-    rows = json.loads(path.read_text()).get("rows", ())
-    return {(row["backend"], row["phase"]): row for row in rows}
+    from megacpp_mcore.receipts.reader import rows_by_key
+
+    return rows_by_key(json.loads(path.read_text()))

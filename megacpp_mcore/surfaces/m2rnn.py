@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, NotCarried, Surface, reference
 from megacpp_mcore.surfaces.figures import step
 from megacpp_mcore.surfaces.support import SCAN_TESTS, always, cuda_only
-from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of, has_letter
+from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 
 if TYPE_CHECKING:
     from megacpp_mcore.hybrid.block_settings import M2RNNSettings
@@ -26,7 +26,7 @@ def workload(device: str, config, layout: "M2RNNLayout", settings: "M2RNNSetting
 
 
 def of_recipe(recipe: "Recipe", device: str) -> Workload | None:
-    if not has_letter(recipe, "R"):
+    if "R" not in recipe.plan.letters:
         return None
     from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout
 

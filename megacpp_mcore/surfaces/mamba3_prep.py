@@ -7,14 +7,14 @@ from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, referenc
 from megacpp_mcore.surfaces.figures import Figure
 from megacpp_mcore.surfaces.mixer_prep import workload
 from megacpp_mcore.surfaces.support import always
-from megacpp_mcore.surfaces.workload import Workload, config_of, has_letter
+from megacpp_mcore.surfaces.workload import Workload, config_of
 
 if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
 
 
 def of_recipe(recipe: "Recipe", device: str) -> Workload | None:
-    return workload(device, config_of(recipe)) if has_letter(recipe, "M") else None
+    return workload(device, config_of(recipe)) if "M" in recipe.plan.letters else None
 
 
 _KERNELS, _LAYER = "megacpp_mcore.kernels.mamba3_prep", "layer-mamba3-prep.json"

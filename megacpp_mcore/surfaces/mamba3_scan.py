@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, NotCarried, Surface, reference
 from megacpp_mcore.surfaces.figures import Figure
 from megacpp_mcore.surfaces.support import SCAN_TESTS, always, cuda_only, import_reason
-from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of, has_letter
+from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 
 if TYPE_CHECKING:
     from megacpp_mcore.hybrid.block_settings import Mamba3Settings
@@ -31,7 +31,7 @@ def workload(device: str, config, layout: "Mamba3Layout", settings: "Mamba3Setti
 
 
 def of_recipe(recipe: "Recipe", device: str) -> Workload | None:
-    if not has_letter(recipe, "M"):
+    if "M" not in recipe.plan.letters:
         return None
     from megacpp_mcore.layers.mamba3_layout import Mamba3Layout
 

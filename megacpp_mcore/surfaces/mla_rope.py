@@ -7,7 +7,7 @@ from megacpp_mcore.patching import missing
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, NotCarried, Surface, reference
 from megacpp_mcore.surfaces.figures import Figure
 from megacpp_mcore.surfaces.support import KERNEL_TESTS, one_context_rank, triton
-from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of, has_symbol
+from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 
 if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
@@ -34,7 +34,7 @@ def workload(device: str, config) -> Workload:
 
 def of_recipe(recipe: "Recipe", device: str) -> Workload | None:
     """None when no A layer is MLA: DSA rotates its latents itself."""
-    return workload(device, config_of(recipe)) if has_symbol(recipe, "+") else None
+    return workload(device, config_of(recipe)) if "+" in recipe.plan.symbols else None
 
 
 def _triton(workload: Workload) -> str | None:

@@ -13,7 +13,7 @@ from megacpp_mcore.surfaces.support import (
     transformer_engine,
     whatever_the_machine,
 )
-from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of, has_letter
+from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 
 if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
@@ -45,7 +45,7 @@ def workload(device: str, config, optimizer: str) -> Workload:
 
 
 def of_recipe(recipe: "Recipe", device: str) -> Workload | None:
-    if not has_letter(recipe, "E"):
+    if "E" not in recipe.plan.letters:
         return None
     return workload(device, config_of(recipe), recipe.optimizer.optimizer)
 

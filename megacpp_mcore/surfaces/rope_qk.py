@@ -11,7 +11,7 @@ from megacpp_mcore.surfaces.support import (
     one_context_rank,
     triton,
 )
-from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of, has_symbol
+from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 
 if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
@@ -40,7 +40,7 @@ def workload(device: str, config) -> Workload:
 def of_recipe(recipe: "Recipe", device: str) -> Workload | None:
     """None without a GQA layer, or where no position is rotated."""
     rotated = recipe.model.position_embedding_type in ("rope", "yarn")
-    return workload(device, config_of(recipe)) if rotated and has_symbol(recipe, "*") else None
+    return workload(device, config_of(recipe)) if rotated and "*" in recipe.plan.symbols else None
 
 
 def _definition(workload: Workload) -> str | None:

@@ -61,16 +61,6 @@ def dtype_of(config) -> str:
     return str(config.params_dtype).removeprefix("torch.")
 
 
-def has_letter(recipe: "Recipe", letter: str) -> bool:
-    """Whether a layer of the recipe comes from `letter` of the source pattern."""
-    return any(layer.letter == letter for layer in recipe.plan.layers)
-
-
-def has_symbol(recipe: "Recipe", symbol: str) -> bool:
-    """Whether a layer of the recipe is `symbol` in Megatron's pattern."""
-    return any(layer.symbol == symbol for layer in recipe.plan.layers)
-
-
 def config_of(recipe: "Recipe") -> SimpleNamespace:
     """The fields of Megatron's TransformerConfig that workloads and layouts read."""
     model, attention, mamba3 = recipe.model, recipe.attention, recipe.mamba3
@@ -88,7 +78,7 @@ def config_of(recipe: "Recipe") -> SimpleNamespace:
         activation_func=SimpleNamespace(__name__="silu" if model.swiglu else "another"),
         add_bias_linear=model.add_bias_linear,
         moe_apply_probs_on_input=recipe.moe.moe_apply_probs_on_input,
-        moe_ffn_hidden_size=recipe.moe.moe_ffn_hidden_size or model.ffn_hidden_size or 0,
+        moe_ffn_hidden_size=recipe.moe.moe_ffn_hidden_size or 0,
         expert_tensor_parallel_size=recipe.parallel.expert_tensor_parallel_size
         or recipe.parallel.tensor_model_parallel_size,
         recompute_granularity="selective" if modules else None,

@@ -10,6 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from megacpp_mcore import dispatch
 from megacpp_mcore.layers.experts import GroupedMMExperts
 from megacpp_mcore.layers.moe import LocalTokenDispatcher, MegacppMoELayer, MoELayerError
 from megacpp_mcore.training.cpu.megatron_setup import single_process
@@ -88,6 +89,9 @@ def run(built: MoELayer, tokens: int, skew: bool):
 def test_it_computes_what_megatrons_dispatcher_does(process, tokens, skew):
     ours, theirs = layer(MegacppMoELayer, "alltoall"), layer(MoELayer, "allgather")
     assert type(ours.token_dispatcher) is LocalTokenDispatcher
+    (said,) = [d for d in dispatch.decisions() if d.surface == "moe_dispatch"]
+    assert (said.requested, said.observed) == ("alltoall", "local")
+    assert said.load() is LocalTokenDispatcher
     y, dx, grads = run(ours, tokens, skew)
     expected_y, expected_dx, expected = run(theirs, tokens, skew)
     # float32; a value is a sum of at most ffn 24 x top-3 products, a weight's gradient of 2 t
@@ -120,11 +124,13 @@ def test_experts_that_count_on_the_host_get_their_counts_there(process, monkeypa
 
 
 def test_another_dispatcher_or_dropped_tokens_keep_megatrons(process):
+    dispatch.forget()
     assert not isinstance(
         layer(MegacppMoELayer, "allgather").token_dispatcher, LocalTokenDispatcher
     )
     dropping = layer(MegacppMoELayer, "alltoall", moe_expert_capacity_factor=1.0)
     assert type(dropping.token_dispatcher) is MoEAlltoAllTokenDispatcher
+    assert not [d for d in dispatch.decisions() if d.surface == "moe_dispatch"]
 
 
 def test_a_captured_step_refuses_what_the_host_has_to_know(process):

@@ -16,7 +16,7 @@ from megacpp_mcore.planner.activations import Sizes, bytes_per_token
 from megacpp_mcore.planner.memory import memory
 from megacpp_mcore.planner.rates import h200
 from megacpp_mcore.planner.search import RECOMPUTE, plan, words_of
-from megacpp_mcore.planner.step import Link, step
+from megacpp_mcore.planner.step import Link, adding_gradients, step
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.recipe.check import check
 
@@ -172,6 +172,19 @@ def test_a_captured_step_does_not_wait_for_the_host():
     assert eager.host > 0
     assert captured.host == 0
     assert captured.total == pytest.approx(eager.total - eager.host)
+
+
+def test_what_is_not_fused_is_still_added():
+    """Transformer Engine's products add their weight gradients, grouped_mm's experts' do not."""
+
+    def seconds(fused, experts):
+        overrides = [f"precision.gradient_accumulation_fusion={fused}"]
+        recipe = load_recipe("nam56r", [*overrides, f"backends.moe_experts={experts}"])
+        return adding_gradients(recipe, RATES, 0)
+
+    unfused = seconds("false", "grouped_mm")
+    assert seconds("false", "te") == unfused
+    assert 0 == seconds("true", "te") < seconds("true", "grouped_mm") < unfused
 
 
 def test_a_backend_of_attention_and_experts_has_its_own_rate():

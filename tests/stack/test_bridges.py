@@ -1,4 +1,4 @@
-"""Bridges that need neither Megatron nor a GPU."""
+"""Bridges that need no GPU."""
 
 import importlib
 import importlib.util
@@ -72,3 +72,30 @@ def test_a_package_is_found_again_after_an_error(package):
     with pytest.raises(KeyError), bridges.hide_packages(name):
         raise KeyError
     assert importlib.import_module(name).model == 4
+
+
+def test_megatrons_own_linears_are_built_without_apex_and_hand_their_gradients_on():
+    import torch
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer import TransformerConfig
+
+    from megacpp_mcore.training.cpu.megatron_setup import single_process
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True,
+        gradient_accumulation_fusion=True,
+    )  # fmt: skip
+
+    def linear():
+        return ColumnParallelLinear(8, 8, config=config, init_method=config.init_method, bias=False)
+
+    with single_process(1):
+        with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda"):
+            linear()
+        with bridges.fused_accumulation_without_apex():
+            model = torch.nn.Sequential(linear(), linear())
+        bridges.unfused_where_apex_is_needed(model)
+        model[0](torch.ones(2, 8))[0].sum().backward()
+        assert model[0].weight.grad.any() and not model[1].gradient_accumulation_fusion
+        with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda"):
+            linear()  # as before

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def _cost(recipe: "Recipe", layer: "Layer", keys: float) -> Cost:
     moe, hidden = recipe.moe, recipe.model.hidden_size
     matrices = 3 if recipe.model.swiglu else 2
-    one = matrices * hidden * (moe.moe_ffn_hidden_size or recipe.model.ffn_hidden_size or 0)
+    one = matrices * hidden * (moe.moe_ffn_hidden_size or 0)
     shared = matrices * hidden * (moe.moe_shared_expert_intermediate_size or 0)
     gate = hidden if shared and moe.moe_shared_expert_gate else 0
     experts = moe.num_experts or 0

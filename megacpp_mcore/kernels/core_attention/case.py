@@ -10,7 +10,11 @@ from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
 from megacpp_mcore.kernels.core_attention.reference import attention
-from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds
+from megacpp_mcore.kernels.documents import (
+    BENCHED_DOCUMENTS,
+    document_bounds,
+    packed_seq_params,
+)
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces import core_attention
 from megacpp_mcore.surfaces.workload import Workload
@@ -114,7 +118,7 @@ class CoreAttentionCase(Case):
             v_channels=self.dv,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         ).to(device)
-        packed = self._packed(device) if self.documents else None
+        packed = packed_seq_params(self._bounds(), device) if self.documents else None
         mask = AttnMaskType.causal
         return BoundBackend(
             lambda q, k, v: {"y": module(q, k, v, None, mask, packed_seq_params=packed)}
@@ -124,17 +128,6 @@ class CoreAttentionCase(Case):
         if not self.documents:
             return [row * self.seq for row in range(self.batch + 1)]
         return document_bounds(self.batch, self.seq, self.documents)
-
-    def _packed(self, device: str) -> Any:
-        from megatron.core.packed_seq_params import PackedSeqParams
-
-        bounds = self._bounds()
-        offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
-        longest = max(end - start for start, end in itertools.pairwise(bounds))
-        return PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets,
-            max_seqlen_q=longest, max_seqlen_kv=longest, total_tokens=bounds[-1],
-        )  # fmt: skip
 
     def _config(self, device: str, dtype: torch.dtype) -> Any:
         from megatron.core.transformer import TransformerConfig

@@ -35,7 +35,7 @@ class MoeExpertsCase(Case):
     def of(cls, recipe: Recipe) -> Self | None:
         """All experts on one device, as without expert parallelism."""
         moe, model = recipe.moe, recipe.model
-        if not any(layer.letter == "E" for layer in recipe.plan.layers):
+        if "E" not in recipe.plan.letters:
             return None
         tokens = recipe.schedule.micro_batch_size * model.seq_length * moe.moe_router_topk
         return cls(tokens, moe.num_experts, model.hidden_size, moe.moe_ffn_hidden_size)

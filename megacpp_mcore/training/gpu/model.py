@@ -38,8 +38,7 @@ class MegacppHybridModel(HybridModel):
         model_chooses_heads(arguments["config"])
         with bridges.fused_accumulation_without_apex():
             super().__init__(**arguments)
-        if self.post_process and not bridges.has_apex():
-            self.output_layer.gradient_accumulation_fusion = False
+        bridges.unfused_where_apex_is_needed(self)
         self.heads = head_losses(self) if self.post_process else None
 
     def forward(

@@ -34,7 +34,7 @@ def _tokenizer(name: str) -> Callable[[Recipe], bool]:
 
 
 def _letter(symbol: str) -> Callable[[Recipe], bool]:
-    return lambda recipe: any(layer.symbol == symbol for layer in recipe.plan.layers)
+    return lambda recipe: symbol in recipe.plan.symbols
 
 
 _TE = ("transformer_engine", "transformer-engine[pytorch]")

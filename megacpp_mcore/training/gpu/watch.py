@@ -138,6 +138,11 @@ class Watch:
             receipt.resume(receipts.read(self.path), self.iteration, tokens)
         if args.dataloader_inter_document_masking:
             receipt.note("FLOPs leave out the core of attention: its pairs depend on the documents")
+        if args.gradient_accumulation_fusion and not self.launch.yardstick:
+            receipt.note(
+                "gradient_accumulation_fusion is of Transformer Engine's modules; all other weight "
+                "gradients are added to the main gradient after their products"
+            )
         if args.world_size > 1:
             receipt.note(f"peak memory, parameters and times are those of rank {args.rank}")
         if self.launch.yardstick:
