@@ -116,7 +116,7 @@ def test_the_yardstick_is_megatrons_own_stack_with_the_recipes_arguments(small_r
         with bridges.pretend_h200():
             model = gpu_train.config_container(launched, args).model
     stack = model.hybrid_stack_spec.submodules
-    assert model.get_builder_cls().__name__ == "HybridModelBuilder"
+    assert model.get_builder_cls().__name__ == "YardstickBuilder"
     assert stack.mamba_layer.submodules.mixer.module.__name__ == "MambaMixer"
     core = stack.mla_layer.submodules.self_attention.submodules.core_attention
     assert core.__name__ == "DispatchedCoreAttention"

@@ -47,12 +47,23 @@ class DispatchedCoreAttention:
 
 
 class DispatchedNorm:
-    """Builds the norm that dispatch chooses for the layer's config."""
+    """Builds the norm that dispatch chooses for the layer's config.
 
-    def __new__(cls, config, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:
+    has_residual: the norm's input is also the layer's residual. A norm that `fuses_residual` then
+    returns (normalised, residual), the others the normalised alone.
+    """
+
+    def __new__(
+        cls, config, hidden_size: int, eps: float = 1e-5, has_residual: bool = False
+    ) -> torch.nn.Module:
         workload = norm_surface.workload(current_device(), config)
         norm = dispatch.decide("norm", workload, plugin_settings(config).backends).load()()
-        return norm(config=config, hidden_size=hidden_size, eps=eps)
+        more = {"has_residual": True} if has_residual and _fuses_residual(norm) else {}
+        return norm(config=config, hidden_size=hidden_size, eps=eps, **more)
+
+
+def _fuses_residual(norm: type) -> bool:
+    return getattr(norm, "fuses_residual", False)
 
 
 class DispatchedExperts:

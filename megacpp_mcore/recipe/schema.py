@@ -340,8 +340,9 @@ class Launch:
     distributed_backend: Literal["nccl", "gloo"] = to_flag("nccl")
     distributed_timeout_minutes: int = to_flag(10)
     use_cpu_initialization: bool | None = to_flag(None)
-    cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = to_flag(
-        "none"
+    # "auto" is ours: rules.cuda_graphs puts full_iteration or none in its place
+    cuda_graph_impl: Literal["auto", "none", "local", "transformer_engine", "full_iteration"] = (
+        to_flag("none")
     )
     cuda_graph_modules: tuple[_GraphModule, ...] | None = to_flag(None)
     cuda_graph_warmup_steps: int = to_flag(3, FROM_ZERO)

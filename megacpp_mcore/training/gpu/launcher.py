@@ -8,6 +8,7 @@ from megacpp_mcore import receipts
 from megacpp_mcore.hybrid import letters
 from megacpp_mcore.recipe import Recipe, load_recipe, patch_needs
 from megacpp_mcore.recipe.lowering import lower
+from megacpp_mcore.recipe.rules import cuda_graphs
 from megacpp_mcore.training.gpu.packages import check_packages
 from megacpp_mcore.training.gpu.rank_setup import OUT, YARDSTICK, LaunchError, recipe_argv
 from megacpp_mcore.training.gpu.resume import TRACKER, newest
@@ -36,7 +37,7 @@ def launch_ranks(
     overrides = [*overrides, f"launch.nproc_per_node={gpus}"]
     recipe = load_recipe(name_or_path, overrides)
     if yardstick:
-        recipe = load_recipe(name_or_path, [*overrides, *_on_megatrons_letters(recipe)])
+        recipe = load_recipe(name_or_path, [*overrides, *_for_the_yardstick(recipe)])
     folder = Path(out or f"runs/{recipe.name}{'-yardstick' * yardstick}")
     _check(recipe, gpus, resume)
     check_packages(recipe, yardstick=yardstick)
@@ -49,11 +50,15 @@ def launch_ranks(
     return outcome.status
 
 
-def _on_megatrons_letters(recipe: Recipe) -> list[str]:
-    """The overrides that put M in the place of every letter of which Megatron has no block."""
+def _for_the_yardstick(recipe: Recipe) -> list[str]:
+    """Overrides: M in the place of every letter of which Megatron has no block, and no captured
+    step if the recipe leaves that to us, as Megatron's experts read their counts on the host."""
+    eager = [f"{cuda_graphs.IMPL}=none"] if cuda_graphs.was_auto(recipe) else []
     table = str.maketrans(dict.fromkeys(letters.without_megatrons_block(), "M"))
     patterns = {"model.pattern": recipe.model.pattern, "mtp.pattern": recipe.mtp.pattern}
-    return [f"{key}={pattern.upper().translate(table)}" for key, pattern in patterns.items()]
+    return eager + [
+        f"{key}={pattern.upper().translate(table)}" for key, pattern in patterns.items()
+    ]
 
 
 def _mark_failed(path: Path, reason: str) -> None:

@@ -63,12 +63,6 @@ _NEEDS = (
     _Need("tiktoken", "tiktoken", "data.tokenizer_type", _tokenizer("TikTokenizer")),
 )  # fmt: skip
 _YARDSTICK = (
-    _Need(
-        "fused_weight_gradient_mlp_cuda",
-        "apex (built with its CUDA extensions)",
-        "precision.gradient_accumulation_fusion in Megatron's own output layer",
-        lambda r: r.precision.gradient_accumulation_fusion,
-    ),
     _Need(*_TE, "Megatron's own blocks", lambda r: True),
     _Need("mamba_ssm", "mamba-ssm", "Megatron's Mamba-2", _letter("M")),
     _Need("causal_conv1d", "causal-conv1d", "Megatron's Mamba-2", _letter("M")),

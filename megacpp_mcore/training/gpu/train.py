@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.receipts.goodput import Goodput
-from megacpp_mcore.recipe import patch_needs
+from megacpp_mcore.recipe import Recipe, patch_needs
 from megacpp_mcore.recipe.check import megatrons_refusals
+from megacpp_mcore.recipe.rules import cuda_graphs
 from megacpp_mcore.stack import bridges
 from megacpp_mcore.training.gpu import memory, resume
 from megacpp_mcore.training.gpu.packages import check_backends, check_logging, check_packages
@@ -101,11 +103,14 @@ def config_container(launch: Launch, args: Any) -> Any:
     args: of `megatron_args`. The layers' settings are in the model's config.
     """
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
-    from megatron.training.models.hybrid import HybridModelConfig
 
-    from megacpp_mcore.training.gpu.model import MegacppModelConfig, model_config
+    from megacpp_mcore.training.gpu.model import (
+        MegacppModelConfig,
+        YardstickModelConfig,
+        model_config,
+    )
 
-    config_class = HybridModelConfig if launch.yardstick else MegacppModelConfig
+    config_class = YardstickModelConfig if launch.yardstick else MegacppModelConfig
     return pretrain_cfg_container_from_args(args, model_config(args, launch.recipe, config_class))
 
 
@@ -132,6 +137,8 @@ def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
     from megacpp_mcore.training.gpu.data import datasets_provider
     from megacpp_mcore.training.gpu.watch import Watch
 
+    if cuda_graphs.was_auto(launch.recipe):
+        _record_capture(launch.recipe)
     step = yardstick.forward_step if launch.yardstick else batch.forward_step
     watch = Watch(launch, goodput)
     with captured_steps_released():
@@ -150,6 +157,18 @@ def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
     if watch.receipt is not None:
         print(f"receipt {watch.path}", flush=True)
     torch.distributed.destroy_process_group()
+
+
+def _record_capture(recipe: Recipe) -> None:
+    """Put what the recipe's `auto` came to among the decisions of the run and its receipt."""
+    impl, origin = recipe.launch.cuda_graph_impl, recipe.origins[cuda_graphs.IMPL]
+    reason = "no rule is against it" if impl != "none" else origin.removeprefix("auto, but ")
+    dispatch.record(
+        dispatch.Decision(
+            surface="cuda_graph", requested=cuda_graphs.AUTO, observed=impl, reason=reason,
+            implementation="megatron.core.full_cuda_graph:FullCudaGraphWrapper",
+        )
+    )  # fmt: skip
 
 
 def _record_end(watch: Any, error: BaseException) -> None:

@@ -138,7 +138,7 @@ class Watch:
             receipt.resume(receipts.read(self.path), self.iteration, tokens)
         if args.dataloader_inter_document_masking:
             receipt.note("FLOPs leave out the core of attention: its pairs depend on the documents")
-        if args.gradient_accumulation_fusion and not self.launch.yardstick:
+        if args.gradient_accumulation_fusion:
             receipt.note(
                 "gradient_accumulation_fusion is of Transformer Engine's modules; all other weight "
                 "gradients are added to the main gradient after their products"
