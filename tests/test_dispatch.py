@@ -315,6 +315,7 @@ class TestRegistry:
 
         from megacpp_mcore.layers.attention import SelfAttention
         from megacpp_mcore.layers.mla import MLASelfAttention
+        from megacpp_mcore.layers.router import GatedRouter
 
         bases = {
             backend.implementation: load(backend.implementation)
@@ -322,8 +323,10 @@ class TestRegistry:
             for backend in surface.backends
             if backend.stand_in
         }
-        ours = {"mla_rope": MLASelfAttention, "rope_qk": SelfAttention}
-        assert len(bases) == 3
+        ours = {
+            "mla_rope": MLASelfAttention, "rope_qk": SelfAttention, "router_gating": GatedRouter,
+        }  # fmt: skip
+        assert len(bases) == 4
         for name, layer in ours.items():
             (backend,) = [b for b in REGISTRY[name].backends if b.stand_in]
             assert (

@@ -38,6 +38,7 @@ from megacpp_mcore.layers.dispatched import (
     DispatchedCoreAttention,
     DispatchedExperts,
     DispatchedNorm,
+    DispatchedRouter,
 )
 from megacpp_mcore.layers.m2rnn import M2RNNMixer, M2RNNMixerSubmodules
 from megacpp_mcore.layers.mamba3 import Mamba3Mixer, Mamba3MixerSubmodules
@@ -196,7 +197,9 @@ def mlp_layer(parts: StackParts) -> ModuleSpec:
 def moe_layer(parts: StackParts) -> ModuleSpec:
     # num_experts only has to be a number here; the layer reads the config's.
     upstream = get_moe_module_spec(use_te=parts.linears.is_te, num_experts=1)
-    moe = replace(upstream.keywords["submodules"], experts=DispatchedExperts)
+    moe = replace(
+        upstream.keywords["submodules"], router=DispatchedRouter, experts=DispatchedExperts
+    )
     submodules = TransformerLayerSubmodules(
         pre_mlp_layernorm=parts.residual_norm,
         mlp=partial(MegacppMoELayer, submodules=moe),

@@ -8,9 +8,11 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megacpp_mcore import dispatch
 from megacpp_mcore.layers.core_attention import CoreAttentionByLayout, window_of
 from megacpp_mcore.layers.recompute import recomputed
+from megacpp_mcore.layers.router import GatedRouter
 from megacpp_mcore.layers.settings import plugin_settings
-from megacpp_mcore.surfaces import core_attention, moe_experts
+from megacpp_mcore.surfaces import core_attention, moe_experts, router_gating
 from megacpp_mcore.surfaces import norm as norm_surface
+from megacpp_mcore.surfaces.backend import REFERENCE
 from megacpp_mcore.surfaces.workload import current_device
 
 
@@ -64,6 +66,19 @@ class DispatchedNorm:
 
 def _fuses_residual(norm: type) -> bool:
     return getattr(norm, "fuses_residual", False)
+
+
+class DispatchedRouter:
+    """Builds the router whose gating product dispatch chooses for the layer's config."""
+
+    def __new__(cls, config, **kwargs) -> torch.nn.Module:
+        workload = router_gating.workload(current_device(), config)
+        requests = plugin_settings(config).backends
+        decision = dispatch.decide("router_gating", workload, requests)
+        loaded = decision.load()
+        if decision.observed == REFERENCE:
+            return loaded(config=config, **kwargs)  # Megatron's class
+        return GatedRouter(config=config, product=loaded, **kwargs)
 
 
 class DispatchedExperts:

@@ -255,12 +255,11 @@ def test_help_is_quick():
 
 def test_without_a_checkout_there_are_no_figures_and_the_rest_reads_on(monkeypatch, tmp_path):
     """A wheel carries no receipts."""
-    monkeypatch.setattr(figures, "_CHECKOUT", tmp_path)
     figures._rows.cache_clear()
-    try:
+    with monkeypatch.context() as wheel:
+        wheel.setattr(figures, "_CHECKOUT", tmp_path)
         rows = catalog.rows()
-    finally:
-        figures._rows.cache_clear()
+    figures._rows.cache_clear()
     assert not any(row["figures"] for row in rows)
     words = ("backend", "removes", "exit_when", "receipt")
     with_receipts = [[row[word] for word in words] for row in catalog.rows()]
