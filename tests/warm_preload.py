@@ -11,6 +11,7 @@ import interpreter  # noqa: E402
 import jsonschema  # noqa: E402, F401
 import matplotlib.backends.backend_agg  # noqa: E402
 import matplotlib.figure  # noqa: E402, F401
+import megacpp_mcore.specs.nam56r  # noqa: E402
 import megatron.core.models.mimo.optimizer  # noqa: E402
 import megatron.training.training  # noqa: E402, F401
 import triton.language  # noqa: E402, F401
@@ -19,7 +20,6 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa
 import megacpp_mcore.kernels.core_attention.varlen  # noqa: E402
 import megacpp_mcore.layers.blocks  # noqa: E402
 import megacpp_mcore.layers.loss  # noqa: E402
-import megacpp_mcore.specs.nam56r  # noqa: E402
 import megacpp_mcore.training.cpu.train  # noqa: E402
 import megacpp_mcore.training.gpu.model  # noqa: E402, F401
 
