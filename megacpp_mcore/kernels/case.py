@@ -118,9 +118,10 @@ class Case(ABC):
     def terms(self, name: str) -> int:
         """The length of the sums on the way to a value of output or gradient `name`."""
 
-    def sums(self, **tensors: Tensor) -> dict[str, float]:
-        """The largest sum of absolute terms on the way to an output, by its name, where the terms
-        may cancel and be rounded one by one: its error is then in units of that."""
+    def sums(self, directions: Tensors, **tensors: Tensor) -> dict[str, float]:
+        """The largest sum of absolute terms on the way to an output, or to a gradient along
+        `directions` (`d...`), by its name, where the terms may cancel and be rounded one by one:
+        its error is then in units of that."""
         return {}
 
     @abstractmethod

@@ -78,7 +78,7 @@ def truth_of(
     if directions is None:
         directions = {n: _direction(y).to(dtype_of(case, n, dtype)) for n, y in outputs.items()}
     values = _values(outputs, {n: d.to(wide) for n, d in directions.items()}, leaves)
-    return Truth(values, directions, case.sums(**widened))
+    return Truth(values, directions, case.sums(directions, **widened))
 
 
 def _direction(y: Tensor) -> Tensor:
