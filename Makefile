@@ -45,7 +45,7 @@ lint: $(STAMP) ## ruff
 # each worker, and each Python that a test starts, compiles what it imports of this checkout.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2
 
-test: lint ## lint and the test suite, eight minutes on two cores
+test: lint ## lint and the test suite, five minutes on two cores
 	$(PYTEST)
 
 check: lint ## lint and the tests not marked slow, a minute: before every commit
