@@ -139,6 +139,13 @@ class Case(ABC):
         rounded = self.roundings(name) * torch.finfo(dtype).eps / 2
         return rounded + self.terms(name) * accumulator.eps
 
+    def usual_tolerance(self, name: str, dtype: torch.dtype) -> float:
+        """Of the root mean square of a region, in units of the truth's there: roundings and sums
+        are as `tolerance` has them, but independent, so that the root of their number counts."""
+        accumulator = torch.finfo(torch.promote_types(dtype, torch.float32))
+        rounded = self.roundings(name) ** 0.5 * torch.finfo(dtype).eps / 2
+        return rounded + self.terms(name) ** 0.5 * accumulator.eps
+
 
 class CaseError(MegacppError):
     """A surface that has no case."""
