@@ -37,9 +37,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def megacpp(site: Path, cwd: Path, *arguments: str) -> str:
+    return python(site, cwd, "-m", "megacpp_mcore.cli", *arguments)
+
+
+def python(site: Path, cwd: Path, *arguments: str) -> str:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MEGACPP_")}
     done = subprocess.run(
-        [sys.executable, "-m", "megacpp_mcore.cli", *arguments],
+        [sys.executable, *arguments],
         cwd=cwd, env=environment | {"PYTHONPATH": str(site)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -102,13 +106,16 @@ def test_a_recipe_trains_from_the_wheel(installed, tmp_path):
     text.mkdir()
     (text / "a.h").write_text("int main() { return 0; }\n" * 400)
     (text / "b.h").write_text("struct point { double x, y; };\n" * 400)
-    megacpp(installed, tmp_path, "data", "build", "text", "--out", "corpus")
-    out = megacpp(
-        installed, tmp_path, "train", "nam56r-tiny", "--steps", "2", "--out", "run",
+    build = ["data", "build", "text", "--out", "corpus"]
+    train = [
+        "train", "nam56r-tiny", "--steps", "2", "--out", "run",
         "--set", 'data.data_path=["corpus"]', "--set", "data.split=50,50,0",
         "--set", "schedule.global_batch_size=2", "--set", "schedule.micro_batch_size=2",
-    )  # fmt: skip
-    assert "final training loss" in out
+    ]  # fmt: skip
+    both = (
+        f"from megacpp_mcore.cli import main; import sys; sys.exit(main({build}) or main({train}))"
+    )
+    assert "final training loss" in python(installed, tmp_path, "-c", both)
     assert {"receipt.json", "curves.png", "checkpoints"} <= {
         p.name for p in Path(tmp_path, "run").iterdir()
     }

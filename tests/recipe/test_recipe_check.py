@@ -5,6 +5,7 @@ import dataclasses
 import typing
 
 import pytest
+import warm
 
 from megacpp_mcore.recipe import check as recipe_check
 from megacpp_mcore.recipe import load_recipe, lowering
@@ -65,7 +66,7 @@ def reports(tmp_path_factory):
         return lowered
 
     asked = {**RECIPES, "refused": REFUSED, "doctored": (str(doctored), [])}
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, warm.as_sys_executable():
         patch.setattr(recipe_check, "lower", lower)
         answers = recipe_check.check([load_recipe(*item) for item in asked.values()])
     return dict(zip(asked, answers, strict=True))

@@ -64,13 +64,13 @@ def _ranges(r: Rules) -> None:
     """Numbers outside the bounds that stand with their key in the schema."""
     for dotted, key in KEYS.items():
         value = r[dotted]
-        unset = ", or leave it out" if optional(key.hint) else ""
         numbers = [
             number
             for number in (value if isinstance(value, tuple) else (value,))
             if isinstance(number, int | float) and not isinstance(number, bool)
         ]
         for reason in dict.fromkeys(why for n in numbers for why in key.bounds.reasons(n)):
+            unset = ", or leave it out" if optional(key.hint) else ""
             r.refuse(True, dotted, f"must be {reason}{unset}")
 
 

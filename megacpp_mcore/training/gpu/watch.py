@@ -10,11 +10,9 @@ import contextlib
 import functools
 import inspect
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +29,7 @@ from megacpp_mcore.receipts.run import RunReceipt, Work
 from megacpp_mcore.training.gpu import memory
 from megacpp_mcore.training.gpu.compilations import captured_bytes, compilations
 from megacpp_mcore.training.gpu.gather_check import GatherCheck
+from megacpp_mcore.training.gpu.process_start import start_times
 from megacpp_mcore.training.gpu.rank_setup import Launch
 
 _LOSS = "lm loss"
@@ -199,7 +198,7 @@ class Watch:
             self._results["cuda_graph_bytes"] = captured_bytes()
         if first:
             self._results["first_step_ms"] = round(milliseconds, 3)
-            self._results |= _start() | self._memory_results()
+            self._results |= start_times() | self._memory_results()
             self.write("running")
         return done
 
@@ -286,22 +285,3 @@ def _keeps_the_receipt() -> bool:
         and mpu.get_tensor_model_parallel_rank() == 0
         and mpu.get_data_parallel_rank(with_context_parallel=True) == 0
     )
-
-
-def _start() -> dict[str, float]:
-    """cold_start_s: seconds since this process started. launch_s: how long after its parent, the
-    launcher, it started; absent for ranks that torchrun restarted, and without /proc."""
-    started = _started(os.getpid())
-    found = {"cold_start_s": round(time.clock_gettime(time.CLOCK_BOOTTIME) - started, 3)}
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":  # `megacpp train --gpus`, torchrun
-        with contextlib.suppress(OSError):
-            found["launch_s"] = round(started - _started(os.getppid()), 3)
-    return found
-
-
-def _started(pid: int) -> float:
-    """When a process started, in seconds of CLOCK_BOOTTIME, to a clock tick: see proc(5).
-
-    psutil's start time is less exact: it may be off by a second."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
