@@ -40,6 +40,7 @@ PINS = (
     Pin("triton", "3.6.0", missing=WARN, why="the version that torch 2.11 is built for"),
     Pin("megatron-core", "0.19.2", other=FAIL, why="specs and patches are for this version only"),
     Pin("numpy", "2.2.6", why="the version that the tests run with"),
+    Pin("psutil", "7.2.2", other=OK, why="Megatron's writer of checkpoints asks it in every save"),
     Pin(
         "transformer-engine",
         "2.17.1",

@@ -16,7 +16,10 @@ from megacpp_mcore.stack import facts as stack_facts
 from megacpp_mcore.stack.checks import MAMBA_PATCH, TE_DRIVER_PATCH
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = {"torch": "2.11.0", "triton": "3.6.0", "megatron-core": "0.19.2", "numpy": "2.2.6"}
+CORE = {
+    "torch": "2.11.0", "triton": "3.6.0", "megatron-core": "0.19.2", "numpy": "2.2.6",
+    "psutil": "7.2.2",
+}  # fmt: skip
 EXTRA = {
     "transformer-engine": "2.17.1",
     "transformer-engine-cu13": "2.17.1",

@@ -31,6 +31,7 @@ from megacpp_mcore.training.cpu.step import Batch, Trainer, TrainingError
 from megacpp_mcore.training.data.datasets import TokenDataset, batches, build_datasets, order_digest
 from megacpp_mcore.training.data.entropy import corpus_entropy
 from megacpp_mcore.training.environment import apply_environment
+from megacpp_mcore.training.packages import check_packages
 from megacpp_mcore.training.run_folder import RunFolder
 
 
@@ -52,12 +53,13 @@ def train(
     resume: resume from the newest complete checkpoint in `out`, or start if there is none. On
     SIGINT and SIGTERM the current step is finished and saved before the function returns.
 
-    Raises CpuLaneError for a recipe that the lane cannot run as written, MissingPatchError for one
-    that needs a patch that is not applied, RunFolderError, DataError, CheckpointError, and
-    TrainingError when the loss or a gradient is not finite; the receipt then says so, and the last
-    good checkpoint is kept.
+    Raises CpuLaneError for a recipe that the lane cannot run as written, MissingPackageError and
+    MissingPatchError for one that needs a package or a patch that is not there, RunFolderError,
+    DataError, CheckpointError, and TrainingError when the loss or a gradient is not finite; the
+    receipt then says so, and the last good checkpoint is kept.
     """
     support.check(recipe, steps)
+    check_packages(recipe)
     patch_needs.check(recipe)
     goodput = Goodput()
     folder = RunFolder(out)

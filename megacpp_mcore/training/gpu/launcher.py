@@ -8,10 +8,10 @@ from megacpp_mcore import receipts
 from megacpp_mcore.hybrid import letters
 from megacpp_mcore.recipe import Recipe, load_recipe, patch_needs
 from megacpp_mcore.recipe.lowering import lower
-from megacpp_mcore.training.gpu.packages import check_packages
 from megacpp_mcore.training.gpu.rank_setup import OUT, YARDSTICK, LaunchError, recipe_argv
 from megacpp_mcore.training.gpu.resume import TRACKER, newest
 from megacpp_mcore.training.gpu.torchrun import run_ranks
+from megacpp_mcore.training.packages import check_packages
 
 _REFUSED = 2  # exit status of a rank that has printed why it refuses to start
 

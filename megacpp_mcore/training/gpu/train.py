@@ -17,8 +17,8 @@ from megacpp_mcore.recipe import patch_needs
 from megacpp_mcore.recipe.check import megatrons_refusals
 from megacpp_mcore.stack import bridges
 from megacpp_mcore.training.gpu import memory, resume
-from megacpp_mcore.training.gpu.packages import check_backends, check_logging, check_packages
 from megacpp_mcore.training.gpu.rank_setup import Launch, LaunchError, check_agreement
+from megacpp_mcore.training.packages import check_backends, check_logging, check_packages
 from megacpp_mcore.training.run_folder import RunFolderError
 
 # Megatron arguments without a recipe key that this entry point does not implement.
