@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -201,6 +202,17 @@ def test_a_damaged_checkpoint_is_refused(small, one_step, damage):
         shard.unlink()
     with pytest.raises(checkpoint.CheckpointError, match="cannot be loaded"):
         train(small, one_step, resume=True)
+
+
+def test_a_checkpoint_with_code_in_its_index_is_refused_before_it_runs(small, one_step, tmp_path):
+    class Planted:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "code ran"),)
+
+    (checkpoint.latest(one_step / "checkpoints") / ".metadata").write_bytes(pickle.dumps(Planted()))
+    with pytest.raises(checkpoint.CheckpointError, match=r"names posix\.mkdir, which no index"):
+        train(small, one_step, resume=True)
+    assert not (tmp_path / "code ran").exists()
 
 
 def test_a_half_written_checkpoint_is_never_loaded(one_step):

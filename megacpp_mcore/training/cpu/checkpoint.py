@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.files import sync, write_atomically
+from megacpp_mcore.stack import unpickling
 from megacpp_mcore.training.cpu.megatron_setup import quiet
 from megacpp_mcore.training.cpu.step import Trainer
 
@@ -123,7 +124,9 @@ def load(checkpoint: Path, trainer: Trainer, current: Progress) -> Progress:
             f"{checkpoint} was trained on other data than {current.recipe['data']['data_path']} "
             "holds now: the order of samples differs. Restore the data, or use another --out"
         )
+    unpickling.install()
     try:
+        unpickling.read_index(checkpoint)
         with quiet():
             state = dist_checkpointing.load(_sharded_state(trainer), str(checkpoint))
         _restore(trainer, state)

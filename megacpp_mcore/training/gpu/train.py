@@ -15,7 +15,7 @@ from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.recipe import patch_needs
 from megacpp_mcore.recipe.check import megatrons_refusals
-from megacpp_mcore.stack import bridges
+from megacpp_mcore.stack import bridges, unpickling
 from megacpp_mcore.training.gpu import memory, resume
 from megacpp_mcore.training.gpu.rank_setup import Launch, LaunchError, check_agreement
 from megacpp_mcore.training.packages import check_backends, check_logging, check_packages
@@ -132,6 +132,7 @@ def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
     from megacpp_mcore.training.gpu.data import datasets_provider
     from megacpp_mcore.training.gpu.watch import Watch
 
+    unpickling.install()
     step = yardstick.forward_step if launch.yardstick else batch.forward_step
     watch = Watch(launch, goodput)
     with captured_steps_released():
