@@ -313,6 +313,8 @@ class Checkpoint:
     save: str | None = to_flag(None)
     save_interval: int | None = to_flag(None)
     save_retain_interval: int | None = to_flag(None)
+    keep_latest: int | None = to(Target.PLUGIN, None)  # how many complete ones stay; None: all
+    verify_checksums: bool = to(Target.PLUGIN, True)  # as a checkpoint is loaded
     load: str | None = to_flag(None)
     finetune: bool = to_flag(False)
     exit_on_missing_checkpoint: bool = to_flag(False)

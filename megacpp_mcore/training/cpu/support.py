@@ -34,7 +34,7 @@ _SERVED: dict[str, set[str]] = {
         "reset_position_ids", "eod_mask_loss", "dataloader_type",
         "create_attention_mask_in_dataloader", "num_workers",
     },
-    "checkpoint": {"save_interval"},
+    "checkpoint": {"save_interval", "keep_latest", "verify_checksums"},
     "launch": {"device", "environment", "distributed_backend", "use_cpu_initialization"},
 }  # fmt: skip
 # key -> the supported values, for keys where these are not just the default
