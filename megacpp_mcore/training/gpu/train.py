@@ -115,6 +115,8 @@ def _check_folder(launch: Launch, args: Any) -> None:
     if can_repair and (said := resume.repair_tracker(args.load)):
         print(f"megacpp: {said}", file=sys.stderr, flush=True)
     receipt = launch.out / "receipt.json"
+    if can_repair and (checkpoint := resume.newest(args.load)):
+        resume.check(checkpoint, verify=launch.recipe.checkpoint.verify_checksums)
     resumes = bool(args.load) and (Path(args.load) / resume.TRACKER).is_file()
     if receipt.exists() and not resumes:
         raise RunFolderError(
@@ -127,12 +129,15 @@ def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
 
+    from megacpp_mcore.training.checkpoints import writer
     from megacpp_mcore.training.gpu import batch, yardstick
     from megacpp_mcore.training.gpu.compilations import captured_steps_released
     from megacpp_mcore.training.gpu.data import datasets_provider
     from megacpp_mcore.training.gpu.watch import Watch
 
     unpickling.install()
+    writer.install()
+    writer.keep_no_process(args.async_save)
     step = yardstick.forward_step if launch.yardstick else batch.forward_step
     watch = Watch(launch, goodput)
     with captured_steps_released():

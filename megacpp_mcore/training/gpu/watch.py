@@ -32,6 +32,7 @@ from megacpp_mcore.training.gpu import memory
 from megacpp_mcore.training.gpu.compilations import captured_bytes, compilations
 from megacpp_mcore.training.gpu.gather_check import GatherCheck
 from megacpp_mcore.training.gpu.rank_setup import Launch
+from megacpp_mcore.training.gpu.saves import Saves, check_what_was_loaded
 
 _LOSS = "lm loss"
 
@@ -56,6 +57,7 @@ class Watch:
         self.receipt: RunReceipt | None = None
         self.iteration = 0
         self._warm = False
+        self._saves = Saves(launch.recipe.checkpoint.keep_latest)
         self._gathers: GatherCheck | None = None
         self._evaluated: dict[str, Any] | None = None
         self._results: dict[str, float | int] = {}
@@ -69,6 +71,7 @@ class Watch:
             "build_train_valid_test_data_iterators": (self._data, ()),
             "train_step": (self._step, ("optimizer", "iteration")),
             "save_checkpoint_and_time": (self._save, ("iteration",)),
+            "maybe_finalize_async_save": (self._finalize, ("blocking", "terminate")),
             "evaluate_and_print_results": (self._evaluation, ("prefix", "iteration")),
             "evaluate": (self._losses, ()),
         }
@@ -97,6 +100,7 @@ class Watch:
     def _setup(self, call: Callable, given: dict[str, Any]) -> Any:
         built = call()
         self.iteration = get_args().iteration
+        check_what_was_loaded()
         if get_args().overlap_param_gather and not self.launch.yardstick:
             self._gathers = GatherCheck(built[0])
         self._memory = memory.MemoryWatch(built[0], built[1])
@@ -222,7 +226,12 @@ class Watch:
     def _save(self, call: Callable, given: dict[str, Any]) -> Any:
         self.write("running")  # before the checkpoint, so that the receipt has every step up to it
         with self.goodput.span("checkpoint"):
-            return call()
+            return self._saves.save(call, given["iteration"])
+
+    def _finalize(self, call: Callable, given: dict[str, Any]) -> Any:
+        done = call()
+        self._saves.tidy()
+        return done
 
     def _evaluation(self, call: Callable, given: dict[str, Any]) -> Any:
         self._evaluated = None
