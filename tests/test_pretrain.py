@@ -694,7 +694,7 @@ def test_a_run_goes_back_before_its_ranks_start(
         for name in (".metadata", "metadata.json"):
             (tmp_path / f"iter_000000{iteration}" / name).touch()
     where = [*overrides, f"checkpoint.load={tmp_path}"]
-    with pytest.raises(MegacppError, match="--resume-from 5: .* of iterations 3, 6"):
+    with pytest.raises(MegacppError, match=r"--resume-from 5: .* of iterations 3, 6"):
         launcher.launch_ranks(str(small_recipe), where, 1, str(tmp_path / "out"), resume_from=5)
     assert not started
     launcher.launch_ranks(str(small_recipe), where, 1, str(tmp_path / "out"), resume_from=3)

@@ -31,8 +31,8 @@ def register(subparsers: Any) -> None:
         help="resume from the newest complete checkpoint in DIR (with --gpus: in the recipe's "
         "checkpoint.load), or start if there is none")  # fmt: skip
     add("--resume-from", type=int, metavar="ITER",
-        help="resume from the complete checkpoint of iteration ITER, not from the newest one; newer "
-        "ones are renamed to superseded-...")  # fmt: skip
+        help="resume from the complete checkpoint of iteration ITER, not from the newest one; "
+        "newer ones are renamed to superseded-...")  # fmt: skip
     add("--overwrite", action="store_true", help="replace the run that DIR holds")
     parser.set_defaults(run=run)
 

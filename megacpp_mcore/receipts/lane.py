@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megacpp_mcore import __version__
-from megacpp_mcore.stack import NOT_PINNED, PINS
+from megacpp_mcore.stack import NOT_PINNED, OK, PINS
 
 # Every package whose version can change a loss or a step time; absent ones are recorded as null.
-PACKAGES = (*(pin.name for pin in PINS), *NOT_PINNED)
+PACKAGES = (*(pin.name for pin in PINS if pin.other != OK), *NOT_PINNED)
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 

@@ -218,7 +218,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_goes_on(
     offer = r"is damaged.*older .*iter_0000003 is whole: resume from it with --resume-from 3"
     with pytest.raises(checkpoint.CheckpointError, match=f"{shard} {offer}"):
         train(small, out, resume=True)
-    with pytest.raises(RunFolderError, match="--resume-from 4: .* of iterations 3, 5"):
+    with pytest.raises(RunFolderError, match=r"--resume-from 4: .* of iterations 3, 5"):
         train(small, out, resume_from=4)
     train(small, out, steps=6, resume_from=3)  # and saves at 6, not at 5
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == [
@@ -235,7 +235,7 @@ def test_a_checkpoint_is_verified_unless_the_recipe_says_not(small_recipe, two_c
     assert set(table) == {p.name for p in listed.parent.iterdir()} - {checksums.NAME}
     table["metadata.json"]["crc32"] = "00000000"
     listed.write_text(json.dumps(table))
-    with pytest.raises(checkpoint.CheckpointError, match="metadata.json is damaged"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"metadata\.json is damaged"):
         train(load_recipe(str(small_recipe)), two_checkpoints, resume=True)
     unverified = load_recipe(str(small_recipe), ["checkpoint.verify_checksums=false"])
     with pytest.raises(checkpoint.CheckpointError, match="another recipe"):  # it went on to that

@@ -128,7 +128,7 @@ def test_a_run_goes_back_to_an_older_checkpoint(tmp_path):
     for iteration in (100, 200, 300):
         indexed(tmp_path, iteration)
     (tmp_path / TRACKER).write_text("300")
-    with pytest.raises(ResumeError, match="--resume-from 250: .* of iterations 100, 200, 300"):
+    with pytest.raises(ResumeError, match=r"--resume-from 250: .* of iterations 100, 200, 300"):
         go_back(str(tmp_path), 250)
     (said,) = go_back(str(tmp_path), 200)
     assert "iter_0000300 is newer than iteration 200: it is now superseded-iter_0000300" in said

@@ -36,7 +36,8 @@ class _SummedFile:
     """A file open for writing, with the CRC-32 of what was written."""
 
     def __init__(self, path: str, mode: str) -> None:
-        self._path, self._file = Path(path), open(path, mode)
+        self._path = Path(path)
+        self._file = open(path, mode)  # noqa: SIM115 (closed by __exit__)
         self._crc, self._bytes = 0, 0
 
     def write(self, data: Any) -> int:
