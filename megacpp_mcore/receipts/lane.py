@@ -37,6 +37,32 @@ def lane(device: Literal["cpu"] | None = None) -> dict[str, Any]:
     }
 
 
+def patches() -> dict[str, dict[str, Any]]:
+    """Of every package that the patch lane knows and that is installed here: its version, and the
+    applied patches, id -> sha256 of the patch file of this plugin.
+
+    Raises PatchError for a package whose patches were switched half way.
+    """
+    from megacpp_mcore.patching import PatchError, manifest, state
+
+    found, lane = {}, manifest.load()
+    for package in lane.packages:
+        here = state.read(lane, package)
+        if here.interrupted:
+            raise PatchError(f"{package}: {here.interrupted}")
+        if here.installed is not None:
+            applied = here.applied(lane)
+            found[package] = {
+                "version": here.installed.version,
+                "applied": {
+                    patch.id: hashlib.sha256(patch.text).hexdigest()
+                    for patch in lane.patches
+                    if patch.package == package and patch.id in applied
+                },
+            }
+    return found
+
+
 def code() -> dict[str, Any]:
     """The version of this package, the sha256 of its modules and kernels, and the commit when it
     runs from a checkout of it.

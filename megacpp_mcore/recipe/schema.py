@@ -336,6 +336,8 @@ class Launch:
     """The machine: device, processes, environment, CUDA graphs."""
 
     device: Literal["cuda", "cpu"] = to(Target.PLUGIN, "cuda")
+    # `auto` does not fall past a backend whose package is installed but broken
+    strict: bool = to(Target.PLUGIN, False)
     nnodes: int = to(Target.ENVIRONMENT, 1)
     nproc_per_node: int = to(Target.ENVIRONMENT, 1)
     environment: dict[str, str] = to(Target.ENVIRONMENT, {})

@@ -98,6 +98,20 @@ def test_a_run_learns_and_leaves_a_whole_receipt(small, tmp_path):
     assert (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text() == "8\n"
 
 
+def test_a_receipt_has_its_own_decisions_and_the_applied_patches(small_recipe, tmp_path):
+    """Of this run: not those of one before it in the process."""
+    from megacpp_mcore import dispatch
+    from megacpp_mcore.receipts.lane import patches
+
+    dispatch.record(dispatch.Decision("norm", "auto", "another", "of an earlier run", "a:b"))
+    strict = load_recipe(str(small_recipe), ["launch.strict=true", "backends.m2rnn=reference"])
+    train(strict, tmp_path / "run", steps=1)
+    receipt = receipts.read(tmp_path / "run" / "receipt.json")
+    assert not [row for row in receipt["backends"] if row["observed"] == "another"]
+    assert receipt["patches"] == patches()
+    assert receipt["patches"]["megatron-core"]["version"] == "0.19.2"
+
+
 def test_a_stopped_run_resumes_to_the_losses_of_an_unbroken_one(small, unbroken, tmp_path):
     out = tmp_path / "run"
     train(small, out, steps=5)  # saves at 3 and at 5

@@ -88,6 +88,8 @@ class _Run:
         with goodput.span("data"):
             self.train_data, self.valid_data = _datasets(recipe, folder.cache)
             self.data_digest = order_digest(self.train_data)
+        dispatch.begin()
+        dispatch.strict(recipe.launch.strict)
         model = build_model(args, recipe)
         optimizer = build_optimizer(model, args)
         self.trainer = Trainer(model, optimizer, build_scheduler(optimizer, args), args)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.recipe import patch_needs
@@ -52,6 +53,8 @@ def _train(launch: Launch) -> None:
             f"torch sees no CUDA device, but recipe {launch.recipe.name} is for GPUs; on this "
             "machine run `megacpp train nam56r-tiny`"
         )
+    dispatch.begin()
+    dispatch.strict(launch.recipe.launch.strict)
     bridges.import_ops_only("mamba_ssm")
     check_packages(launch.recipe, yardstick=launch.yardstick)
     patch_needs.check(launch.recipe)

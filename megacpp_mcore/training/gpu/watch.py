@@ -13,7 +13,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,14 @@ import torch
 from megatron.core import mpu
 from megatron.training import get_args, training
 
-from megacpp_mcore import dispatch, receipts
+from megacpp_mcore import receipts
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.hybrid import flops
 from megacpp_mcore.layers.loss import keep_log_group
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.receipts.run import RunReceipt, Work
-from megacpp_mcore.training.gpu import memory
+from megacpp_mcore.training.gpu import decisions, memory
 from megacpp_mcore.training.gpu.compilations import captured_bytes, compilations
 from megacpp_mcore.training.gpu.gather_check import GatherCheck
 from megacpp_mcore.training.gpu.rank_setup import Launch
@@ -104,14 +103,15 @@ class Watch:
         if get_args().overlap_param_gather and not self.launch.yardstick:
             self._gathers = GatherCheck(built[0])
         self._memory = memory.MemoryWatch(built[0], built[1])
+        backends = decisions.gather()  # and refuses ranks that differ
         if _keeps_the_receipt():
-            self.receipt = self._new_receipt()
+            self.receipt = self._new_receipt(backends)
             parameters = sum(p.numel() for chunk in built[0] for p in chunk.parameters())
             self._results["rank_parameters"] = parameters
             self._results["triton_cache_entries_at_start"] = self.launch.triton_cache_entries
         return built
 
-    def _new_receipt(self) -> RunReceipt:
+    def _new_receipt(self, backends: list[dict[str, Any]]) -> RunReceipt:
         args, recipe = get_args(), self.launch.recipe
         plan, lane_here = recipe.plan.to_dict(), lane()
         cost = flops.training_flops(recipe, mamba2=self.launch.yardstick)
@@ -131,7 +131,7 @@ class Watch:
                 "megatron_pattern": plan["megatron_pattern"],
                 "counts": plan["counts"]["source"],
             },
-            backends=[asdict(decision) for decision in dispatch.decisions()],
+            backends=backends,
             environment=self.launch.environment,
             lane=lane_here,
             goodput=self.goodput,
