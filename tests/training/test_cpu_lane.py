@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import warm
+from left_behind import Marked, wait_until
 
 from megacpp_mcore import receipts
 from megacpp_mcore.errors import MegacppError
@@ -161,25 +162,37 @@ def test_a_run_that_dies_as_it_has_saved_lost_no_step(step, small, unbroken, tmp
     assert losses(tmp_path / "run") == losses(unbroken)
 
 
-def test_sigint_finishes_the_step_saves_and_exits_130(small_recipe, tmp_path):
-    out = tmp_path / "run"
+@pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_a_run_that_is_stopped_saves_where_it_can_and_leaves_nothing_behind(
+    way, small_recipe, tmp_path
+):
+    out, number, marked = tmp_path / "run", getattr(signal, way), Marked()
+    err = tmp_path / "err"  # a pipe would not end while a process that is left holds it
     process = subprocess.Popen(
         [sys.executable, *words(
-            small_recipe, out, "--set", "schedule.train_iters=100000",
-            "--set", "schedule.lr_decay_iters=1000", "--set", "schedule.log_interval=1")],
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
+            small_recipe, out, "--set", "schedule.train_iters=100000", "--set",
+            "schedule.lr_decay_iters=1000", "--set", "schedule.log_interval=1")],
+        stderr=err.open("w"), start_new_session=True, env=os.environ | marked.environment,
     )  # fmt: skip
-    for line in process.stderr:
-        if line.startswith("step 2/"):
-            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole group
-            break
-    rest = process.stderr.read()
-    assert process.wait(timeout=120) == 130
+    wait_until(lambda: "\nstep 4/" in err.read_text())  # it has saved once
+    marked.note_shared_memory()
+    assert process.pid in marked.pids()
+    if way == "SIGINT":
+        os.killpg(process.pid, number)  # as a terminal does: the whole group
+    else:
+        process.send_signal(number)
+    status = process.wait(timeout=120)
+    assert marked.left() == []
+    if way == "SIGKILL":
+        assert status == -signal.SIGKILL
+        assert checkpoint.latest(out / "checkpoints").name == "iter_0000003"
+        return
+    assert status == 128 + number
     receipt = receipts.read(out / "receipt.json")
     last = receipt["series"]["step"][-1]
     assert receipt["result"]["status"] == "interrupted"
     assert checkpoint.latest(out / "checkpoints").name == f"iter_{last:07d}"
-    assert f"SIGINT: stopped after step {last}, which is saved" in rest
+    assert f"{way}: stopped after step {last}, which is saved" in err.read_text()
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(small_recipe, tmp_path):

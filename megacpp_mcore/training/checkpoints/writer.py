@@ -6,13 +6,10 @@ writes `metadata.json` last of all, gathers them in `checksums.json`. torch coun
 tensor, too, and never looks at it: that one is turned off, so a save takes no longer than before.
 """
 
-import ctypes
 import json
 import multiprocessing
 import os
 import queue
-import signal
-import sys
 import tempfile
 import zlib
 from multiprocessing.managers import SyncManager
@@ -25,9 +22,9 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
 from megacpp_mcore.training.checkpoints import checksums
+from megacpp_mcore.training.processes import end_with_parent
 
 _SIDECAR = ".sum-"
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _save_config = serialization.save_config
 _async_loop = PersistentAsyncCaller.async_loop
 
@@ -78,14 +75,6 @@ def keep_no_process(asynchronous: bool) -> None:
         manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
         manager.start(initializer=end_with_parent, initargs=(os.getpid(),))
         filesystem_async._results_queue = manager.Queue()
-
-
-def end_with_parent(parent: int) -> None:
-    """Let Linux kill this process as soon as the process `parent`, which started it, ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before prctl took effect
-            os._exit(128 + signal.SIGKILL)
 
 
 def _async_loop_of_a_worker(*arguments: Any) -> None:
