@@ -313,6 +313,8 @@ class Checkpoint:
     save: str | None = to_flag(None)
     save_interval: int | None = to_flag(None)
     save_retain_interval: int | None = to_flag(None)
+    keep_latest: int | None = to(Target.PLUGIN, None)  # how many complete ones stay; None: all
+    verify_checksums: bool = to(Target.PLUGIN, True)  # as a checkpoint is loaded
     load: str | None = to_flag(None)
     finetune: bool = to_flag(False)
     exit_on_missing_checkpoint: bool = to_flag(False)
@@ -334,6 +336,8 @@ class Launch:
     """The machine: device, processes, environment, CUDA graphs."""
 
     device: Literal["cuda", "cpu"] = to(Target.PLUGIN, "cuda")
+    # `auto` does not fall past a backend whose package is installed but broken
+    strict: bool = to(Target.PLUGIN, False)
     nnodes: int = to(Target.ENVIRONMENT, 1)
     nproc_per_node: int = to(Target.ENVIRONMENT, 1)
     environment: dict[str, str] = to(Target.ENVIRONMENT, {})

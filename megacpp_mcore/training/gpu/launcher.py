@@ -9,23 +9,24 @@ from megacpp_mcore.hybrid import letters
 from megacpp_mcore.recipe import Recipe, load_recipe, patch_needs
 from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.recipe.rules import cuda_graphs
-from megacpp_mcore.training.gpu.packages import check_packages
 from megacpp_mcore.training.gpu.rank_setup import OUT, YARDSTICK, LaunchError, recipe_argv
-from megacpp_mcore.training.gpu.resume import TRACKER, newest
+from megacpp_mcore.training.gpu.resume import TRACKER, go_back, newest
 from megacpp_mcore.training.gpu.torchrun import run_ranks
+from megacpp_mcore.training.packages import check_packages
 
 _REFUSED = 2  # exit status of a rank that has printed why it refuses to start
 
 
 def launch_ranks(
     name_or_path: str, overrides: Sequence[str], gpus: int, out: str | None, *,
-    yardstick: bool = False, resume: bool = False,
+    yardstick: bool = False, resume: bool = False, resume_from: int | None = None,
 ) -> int:  # fmt: skip
     """Train a recipe on `gpus` GPUs of this machine. Returns the first failed rank's exit status.
 
     yardstick: train Megatron's own blocks instead of ours, with the same sizes, data, arguments and
     loop; Mamba-2 replaces M and R, which Megatron does not have. resume: resume from the last
-    complete checkpoint in checkpoint.load, or start if there is none.
+    complete checkpoint in checkpoint.load, or start if there is none. resume_from: resume from the
+    one of this iteration.
 
     Raises LaunchError when the machine has fewer GPUs, the recipe is for several machines, or the
     folder it loads from holds a checkpoint and `resume` is false; RecipeError as `load_recipe`;
@@ -39,9 +40,12 @@ def launch_ranks(
     if yardstick:
         recipe = load_recipe(name_or_path, [*overrides, *_for_the_yardstick(recipe)])
     folder = Path(out or f"runs/{recipe.name}{'-yardstick' * yardstick}")
-    _check(recipe, gpus, resume)
+    _check(recipe, gpus, resume or resume_from is not None)
     check_packages(recipe, yardstick=yardstick)
     patch_needs.check(recipe)
+    if resume_from is not None:
+        for line in go_back(recipe.checkpoint.load, resume_from):
+            print(f"megacpp: {line}", file=sys.stderr)
     own = [*recipe_argv(recipe), OUT, str(folder), *([YARDSTICK] if yardstick else [])]
     outcome = run_ranks("megacpp_mcore.pretrain", own + lower(recipe).argv, gpus)
     if outcome.reason is not None and outcome.status != _REFUSED:

@@ -17,10 +17,10 @@ from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.recipe import Recipe, patch_needs
 from megacpp_mcore.recipe.check import megatrons_refusals
 from megacpp_mcore.recipe.rules import cuda_graphs
-from megacpp_mcore.stack import bridges
+from megacpp_mcore.stack import bridges, unpickling
 from megacpp_mcore.training.gpu import memory, resume
-from megacpp_mcore.training.gpu.packages import check_backends, check_logging, check_packages
 from megacpp_mcore.training.gpu.rank_setup import Launch, LaunchError, check_agreement
+from megacpp_mcore.training.packages import check_backends, check_logging, check_packages
 from megacpp_mcore.training.run_folder import RunFolderError
 
 # Megatron arguments without a recipe key that this entry point does not implement.
@@ -54,6 +54,8 @@ def _train(launch: Launch) -> None:
             f"torch sees no CUDA device, but recipe {launch.recipe.name} is for GPUs; on this "
             "machine run `megacpp train nam56r-tiny`"
         )
+    dispatch.begin()
+    dispatch.strict(launch.recipe.launch.strict)
     bridges.import_ops_only("mamba_ssm")
     check_packages(launch.recipe, yardstick=launch.yardstick)
     patch_needs.check(launch.recipe)
@@ -120,6 +122,8 @@ def _check_folder(launch: Launch, args: Any) -> None:
     if can_repair and (said := resume.repair_tracker(args.load)):
         print(f"megacpp: {said}", file=sys.stderr, flush=True)
     receipt = launch.out / "receipt.json"
+    if can_repair and (checkpoint := resume.newest(args.load)):
+        resume.check(checkpoint, verify=launch.recipe.checkpoint.verify_checksums)
     resumes = bool(args.load) and (Path(args.load) / resume.TRACKER).is_file()
     if receipt.exists() and not resumes:
         raise RunFolderError(
@@ -132,6 +136,7 @@ def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
 
+    from megacpp_mcore.training.checkpoints import writer
     from megacpp_mcore.training.gpu import batch, yardstick
     from megacpp_mcore.training.gpu.compilations import captured_steps_released
     from megacpp_mcore.training.gpu.data import datasets_provider
@@ -139,6 +144,9 @@ def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
 
     if cuda_graphs.was_auto(launch.recipe):
         _record_capture(launch.recipe)
+    unpickling.install()
+    writer.install()
+    writer.keep_no_process(args.async_save)
     step = yardstick.forward_step if launch.yardstick else batch.forward_step
     watch = Watch(launch, goodput)
     with captured_steps_released():
