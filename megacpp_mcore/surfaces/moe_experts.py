@@ -11,6 +11,7 @@ from megacpp_mcore.surfaces.support import (
     TE_GRAPH,
     in_the_models_dtype,
     transformer_engine,
+    triton,
     whatever_the_machine,
 )
 from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _MATRIX_OPTIMIZERS = ("muon", "adaptive_muon", "soap")
 
 
+FUSED = "fused_moe"
 # The backend that reads the tokens of each expert on the device: a captured step can hold it.
 COUNTS_ON_DEVICE = "grouped_mm"
 
@@ -83,6 +85,11 @@ def _grouped_mm(workload: Workload) -> str | None:
     return _grouped(workload)
 
 
+def _fused(workload: Workload) -> str | None:
+    """torch's grouped product, and Triton's kernels around it."""
+    return triton(workload) or _grouped_mm(workload)
+
+
 _TESTS = ("tests/kernels/test_moe_experts.py", *KERNEL_TESTS)
 _LAYOUT = "tokens [t, h] sorted by expert, counts [experts] on the host"
 _backend = partial(Backend, tests=_TESTS, receipt="moe_experts.json")
@@ -90,6 +97,17 @@ _backend = partial(Backend, tests=_TESTS, receipt="moe_experts.json")
 SURFACE = Surface(
     "moe_experts",
     (
+        _backend(
+            FUSED, "megacpp_mcore.layers.parts:fused_experts", _fused, opt_in=True,
+            role="experimental", keep="borderline",
+            ruled_out=whatever_the_machine(_grouped),
+            removes="the permuted copies that are kept for the backward pass, the unpermuted sum "
+            "beside the shared expert's, and the gradients' own pass into main_grad",
+            layout="tokens [t, h] and the router's map where every expert is local; else as "
+            "grouped_mm's",
+            dtypes="bf16, fp16, fp32; SwiGLU in fp32", fallback=COUNTS_ON_DEVICE,
+            exit_when="a whole run says whether it is the faster one",
+        ),
         _backend(
             COUNTS_ON_DEVICE, "megacpp_mcore.layers.parts:grouped_mm_experts", _grouped_mm,
             role="chosen", keep="keep",

@@ -11,8 +11,13 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.layers.experts import GroupedMMExperts
-from megacpp_mcore.layers.moe import LocalTokenDispatcher, MegacppMoELayer, MoELayerError
+from megacpp_mcore.layers.experts import FusedExperts, GroupedMMExperts
+from megacpp_mcore.layers.moe import (
+    LocalTokenDispatcher,
+    MegacppMoELayer,
+    MoELayerError,
+    UnmovedTokenDispatcher,
+)
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 HIDDEN, EXPERTS = 16, 6
@@ -84,14 +89,26 @@ def run(built: MoELayer, tokens: int, skew: bool):
     return y, x.grad, {n: p.grad for n, p in built.named_parameters()}
 
 
+SERVED = [
+    pytest.param(GroupedMMExperts, LocalTokenDispatcher, "local", id="grouped_mm"),
+    pytest.param(FusedExperts, UnmovedTokenDispatcher, "unmoved", id="fused"),
+]
+
+
 @pytest.mark.parametrize("skew", [False, True])
 @pytest.mark.parametrize("tokens", [1, 7, 32])
-def test_it_computes_what_megatrons_dispatcher_does(process, tokens, skew):
-    ours, theirs = layer(MegacppMoELayer, "alltoall"), layer(MoELayer, "allgather")
-    assert type(ours.token_dispatcher) is LocalTokenDispatcher
+@pytest.mark.parametrize(("experts", "dispatcher", "name"), SERVED)
+def test_it_computes_what_megatrons_dispatcher_does(
+    process, experts, dispatcher, name, tokens, skew
+):
+    dispatch.forget()
+    shared = {"moe_shared_expert_intermediate_size": 24}
+    ours = layer(MegacppMoELayer, "alltoall", experts, **shared)
+    theirs = layer(MoELayer, "allgather", **shared)
+    assert type(ours.token_dispatcher) is dispatcher
     (said,) = [d for d in dispatch.decisions() if d.surface == "moe_dispatch"]
-    assert (said.requested, said.observed) == ("alltoall", "local")
-    assert said.load() is LocalTokenDispatcher
+    assert (said.requested, said.observed) == ("alltoall", name)
+    assert said.load() is dispatcher
     y, dx, grads = run(ours, tokens, skew)
     expected_y, expected_dx, expected = run(theirs, tokens, skew)
     # float32; a value is a sum of at most ffn 24 x top-3 products, a weight's gradient of 2 t

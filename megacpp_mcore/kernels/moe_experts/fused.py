@@ -1,0 +1,185 @@
+"""The experts from tokens to tokens: routing, copies, products, SwiGLU and sum in one operator.
+
+Only x, fc1's output H and the routing are kept for the backward pass; the sorted tokens, A (the
+input of fc2) and fc2's output are not. As in SonicMoE (arXiv 2512.14080), the router's gradient is
+dA' . A' with A' = silu(gate) up and dA' = dY W2, so that fc2's output is not needed.
+
+Weight gradients are added to a weight's main_grad, where Megatron asks for it, by the contract of
+its own linears: grad_added_to_main_grad is set, and the gradient that autograd gets is not used.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from megacpp_mcore.kernels.moe_experts import triton_kernels
+from megacpp_mcore.kernels.moe_experts.routing import (
+    Routing,
+    probs_gradient,
+    route,
+    to_rows,
+    to_tokens,
+)
+
+_ROWS, _WARPS = 4, 4
+
+
+class Experts(NamedTuple):
+    """w1 (E, 2f, h), w2 (E, h, f). into_main_grad: add the gradients to the weights' main_grad."""
+
+    w1: Tensor
+    w2: Tensor
+    into_main_grad: bool = False
+
+
+@torch.compiler.disable
+def experts_routed(
+    x: Tensor, routing_map: Tensor, probs: Tensor, weights: Experts, topk: int,
+    addend: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The experts of every token, with the router's weights, and the sum: (tokens, h).
+
+    x (tokens, h). routing_map (tokens, E), bool, at most topk a token. probs (tokens, E). addend
+    (tokens, h): added to the sum before it is rounded, such as the shared expert's output. Runs on
+    CUDA, and on a CPU in Triton's interpreter. The host never waits for the device.
+    """
+    w1, w2, fused = weights
+    return _Routed.apply(x, probs, w1, w2, addend, routing_map, topk, fused)
+
+
+@torch.compiler.disable
+def experts_sorted(x: Tensor, counts: Tensor, probs: Tensor, weights: Experts) -> Tensor:
+    """The package's function: x (t, h) sorted by expert, counts (E,), probs (t,) -> (t, h)."""
+    w1, w2, fused = weights
+    return _Sorted.apply(x, probs, w1, w2, counts, fused)
+
+
+class _Routed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, probs, w1, w2, addend, routing_map, topk, fused):
+        routing = route(routing_map, probs, topk)
+        h = _up(to_rows(x, routing), w1, routing.ends)
+        a = swiglu(h, routing.row_probs, routing.ends)
+        out = to_tokens(_down(a, w2, routing.ends), routing, addend)
+        ctx.save_for_backward(
+            x, h, w1, w2, routing.routing_map, routing.rows, routing.token, routing.row_probs,
+            routing.ends,
+        )  # fmt: skip
+        ctx.align, ctx.dtype, ctx.fused, ctx.weights = routing.align, probs.dtype, fused, (w1, w2)
+        return out
+
+    @staticmethod
+    def backward(ctx, d_out):
+        x, h, w1, w2, *sorting = ctx.saved_tensors
+        routing = Routing(*sorting, align=ctx.align)
+        dh, dw2, row_grads = _down_backward(ctx, to_rows(d_out, routing), h, w2, routing, 3)
+        dw1 = _weight_gradient(ctx, 2, lambda: (dh, to_rows(x, routing)), routing.ends)
+        d_probs = probs_gradient(routing, row_grads, ctx.dtype)
+        dx = to_tokens(_up_backward(dh, w1, routing.ends), routing)
+        return dx, d_probs, dw1, dw2, d_out if ctx.needs_input_grad[4] else None, None, None, None
+
+
+class _Sorted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, probs, w1, w2, counts, fused):
+        x = x.contiguous()
+        ends = counts.to(x.device).cumsum(0).to(torch.int32)
+        row_probs = probs.to(torch.float32).contiguous()
+        h = _up(x, w1, ends)
+        ctx.save_for_backward(x, h, w1, w2, row_probs, ends)
+        ctx.dtype, ctx.fused, ctx.weights = probs.dtype, fused, (w1, w2)
+        return _down(swiglu(h, row_probs, ends), w2, ends)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, h, w1, w2, row_probs, ends = ctx.saved_tensors
+        rows = _SortedRows(row_probs, ends)
+        dh, dw2, row_grads = _down_backward(ctx, dy.contiguous(), h, w2, rows, 3)
+        dw1 = _weight_gradient(ctx, 2, lambda: (dh, x), ends)
+        dx = _up_backward(dh, w1, ends)
+        return dx, row_grads.to(ctx.dtype), dw1, dw2, None, None
+
+
+class _SortedRows(NamedTuple):
+    """What the products need of a Routing."""
+
+    row_probs: Tensor
+    ends: Tensor
+
+
+def _up(x: Tensor, w1: Tensor, ends: Tensor) -> Tensor:
+    return functional.grouped_mm(x, w1.transpose(-1, -2), offs=ends)
+
+
+def _down(a: Tensor, w2: Tensor, ends: Tensor) -> Tensor:
+    return functional.grouped_mm(a, w2.transpose(-1, -2), offs=ends)
+
+
+def _up_backward(dh: Tensor, w1: Tensor, ends: Tensor) -> Tensor:
+    return functional.grouped_mm(dh, w1, offs=ends)
+
+
+def _down_backward(ctx, dy: Tensor, h: Tensor, w2: Tensor, rows, place: int):
+    """dH, fc2's weight gradient (argument `place` of the function) and the rows' probs'."""
+    da = functional.grouped_mm(dy, w2, offs=rows.ends)
+    dh, a, row_grads = swiglu_backward(da, h, rows.row_probs, rows.ends)
+    del da
+    return dh, _weight_gradient(ctx, place, lambda: (dy, a), rows.ends), row_grads
+
+
+def _weight_gradient(ctx, place: int, operands, ends: Tensor) -> Tensor | None:
+    """The gradient (E, out, in) of the weight that is argument `place`, from () -> (dy, x)."""
+    if not ctx.needs_input_grad[place]:
+        return None
+    dy, x = operands()
+    weight = ctx.weights[place - 2]
+    gradient = functional.grouped_mm(dy.t(), x, offs=ends)
+    if not ctx.fused or getattr(weight, "main_grad", None) is None:
+        return gradient
+    weight.main_grad.add_(gradient)
+    return handed_on(weight)
+
+
+def handed_on(weight: Tensor) -> Tensor:
+    """What autograd gets for a weight whose gradient is in main_grad: as Megatron's linears.
+
+    zero_out_wgrad: somebody adds it up all the same, as with weights that two layers share.
+    """
+    if hasattr(weight, "grad_added_to_main_grad"):
+        weight.grad_added_to_main_grad = True
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
+    return torch.empty_like(weight)
+
+
+def swiglu(h: Tensor, probs: Tensor, ends: Tensor) -> Tensor:
+    """h (R, 2f), probs (R,) -> (R, f) in h's dtype: probs silu(gate) up, of [gate, up] = h."""
+    size, width = h.shape[0], h.shape[1] // 2
+    a = h.new_empty(size, width)
+    if size:
+        triton_kernels.swiglu[(triton.cdiv(size, _ROWS),)](
+            h, probs, a, ends, ends.shape[0], width, ROWS=_ROWS, BLOCK=_columns(width),
+            num_warps=_WARPS,
+        )  # fmt: skip
+    return a
+
+
+def swiglu_backward(
+    da: Tensor, h: Tensor, probs: Tensor, ends: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of h and probs, float32, from that of swiglu's output; and that output."""
+    size, width = da.shape
+    dh, a, row_grads = torch.empty_like(h), torch.empty_like(da), torch.empty_like(probs)
+    if size:
+        triton_kernels.swiglu_backward[(triton.cdiv(size, _ROWS),)](
+            da, h, probs, dh, a, row_grads, ends, ends.shape[0], width, ROWS=_ROWS,
+            BLOCK=_columns(width), num_warps=_WARPS,
+        )  # fmt: skip
+    return dh, a, row_grads
+
+
+def _columns(width: int) -> int:
+    return min(triton.next_power_of_2(width), 1024)
