@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 _MATRIX_OPTIMIZERS = ("muon", "adaptive_muon", "soap")
 
 
-FUSED = "fused_moe"
-# The backend that reads the tokens of each expert on the device: a captured step can hold it.
-COUNTS_ON_DEVICE = "grouped_mm"
+FUSED, GROUPED_MM = "fused_moe", "grouped_mm"
+# They read the tokens of each expert on the device: a captured step can hold them.
+COUNTS_ON_DEVICE = (FUSED, GROUPED_MM)
 
 
 def workload(device: str, config, optimizer: str) -> Workload:
@@ -105,11 +105,11 @@ SURFACE = Surface(
             "beside the shared expert's, and the gradients' own pass into main_grad",
             layout="tokens [t, h] and the router's map where every expert is local; else as "
             "grouped_mm's",
-            dtypes="bf16, fp16, fp32; SwiGLU in fp32", fallback=COUNTS_ON_DEVICE,
+            dtypes="bf16, fp16, fp32; SwiGLU in fp32", fallback=GROUPED_MM,
             exit_when="a whole run says whether it is the faster one",
         ),
         _backend(
-            COUNTS_ON_DEVICE, "megacpp_mcore.layers.parts:grouped_mm_experts", _grouped_mm,
+            GROUPED_MM, "megacpp_mcore.layers.parts:grouped_mm_experts", _grouped_mm,
             role="chosen", keep="keep",
             ruled_out=whatever_the_machine(_grouped),
             removes="one GEMM launch an expert, and the wait for the counts on the host. SwiGLU "

@@ -1,0 +1,280 @@
+// The grouped products of the experts on Hopper, bf16 with sums in float32.
+//
+// A cluster of two blocks computes two tiles of 128 rows and kTileN columns, one above the other.
+// Each block loads its own rows of A, and half of the columns of B, which the copy engine writes
+// to both. One warp loads; two warpgroups multiply, 64 rows each, and leave their tile to the copy
+// engine, which stores it while they multiply the next. Tiles are taken in a fixed order.
+
+#pragma once
+#include "hopper.cuh"
+#include "wgmma.cuh"
+
+namespace grouped {
+
+using namespace hopper;
+
+constexpr int kTileM = 128, kTileK = 64, kBlocks = 2;
+constexpr int kThreads = 3 * 128;
+constexpr int kBytesA = kTileM * kTileK * 2;
+constexpr int kBytesB = 256 * kTileK * 2;  // of a stage; narrower tiles use less
+constexpr int kGroup = 64 * 128;           // 64 rows of 64 values
+constexpr int kMaxExperts = 256;
+
+enum Kind {
+  kForward,        // C[r] = A[r] B[e]^T    A (R, K), B (E, N, K), C (R, N), row r of expert e
+  kInputGradient,  // C[r] = A[r] B[e]      A (R, K), B (E, K, N), C (R, N)
+  kWeightGradient,  // C[e] = A[rows of e]^T B[rows of e]    A (R, M), B (R, N), C (E, M, N)
+  kAddedWeightGradient,  // the same, float32, added to what C holds
+};
+
+struct Problem {
+  const int* ends;  // where each expert's rows end: multiples of 128
+  int experts;
+  int m, n, k;  // m: of the weight gradients; k: of the others
+};
+
+template <int kStages, int kStaged>
+struct Shared {
+  alignas(1024) uint8_t a[kStages][kBytesA];
+  alignas(1024) uint8_t b[kStages][kBytesB];
+  alignas(1024) uint8_t staged[2][kStaged];  // what each warpgroup stores
+  alignas(8) uint64_t full[kStages];
+  alignas(8) uint64_t empty[kStages];
+  int ends[kMaxExperts];
+};
+
+template <int kKind>
+constexpr bool kOfWeights = kKind == kWeightGradient || kKind == kAddedWeightGradient;
+
+// The tiles of a cluster: every gridDim.x / 2-th of all pairs of tiles, expert by expert, rows by
+// rows of tiles.
+template <int kKind, int kTileN>
+struct Tiles {
+  const int* ends;
+  int experts, across, down, pair;
+  int expert = 0, before = 0;
+  int row, column;    // of the pair's first tile
+  int begin, end;     // of the expert's rows
+
+  __device__ Tiles(const Problem& p, const int* shared_ends)
+      : ends(shared_ends),
+        experts(p.experts),
+        across((p.n + kTileN - 1) / kTileN),
+        down((p.m + 2 * kTileM - 1) / (2 * kTileM)),
+        pair(blockIdx.x / kBlocks) {}
+
+  __device__ __forceinline__ bool next() {
+    for (; expert < experts; ++expert) {
+      begin = expert ? ends[expert - 1] : 0;
+      end = ends[expert];
+      const int pairs = kOfWeights<kKind> ? down : (end - begin + 2 * kTileM - 1) / (2 * kTileM);
+      const int place = pair - before;
+      if (place < pairs * across) {
+        row = (place / across) * 2 * kTileM + (kOfWeights<kKind> ? 0 : begin);
+        column = (place % across) * kTileN;
+        pair += gridDim.x / kBlocks;
+        return true;
+      }
+      before += pairs * across;
+    }
+    return false;
+  }
+
+  __device__ __forceinline__ int steps(int k) const {
+    return ((kOfWeights<kKind> ? end - begin : k) + kTileK - 1) / kTileK;
+  }
+};
+
+template <int kKind, int kTileN, int kStages, int kStaged>
+__device__ void load(Shared<kStages, kStaged>& shared, const Problem& p, const CUtensorMap* map_a,
+                     const CUtensorMap* map_b) {
+  constexpr bool kRowsOfK = kKind == kForward;  // of B
+  constexpr int kHalfB = kRowsOfK ? kTileN / 2 * 128 : 2 * kGroup;
+  const uint32_t rank = cluster_rank();
+  Tiles<kKind, kTileN> tiles(p, shared.ends);
+  int stage = 0;
+  uint32_t phase = 1;  // the first round finds every stage empty
+  while (tiles.next()) {
+    const int steps = tiles.steps(p.k);
+    const int row = tiles.row + static_cast<int>(rank) * kTileM;
+    for (int step = 0; step < steps; ++step) {
+      const uint32_t full = address(&shared.full[stage]);
+      barrier_wait(address(&shared.empty[stage]), phase);
+      barrier_expect(full, kBytesA + 2 * kHalfB);
+      const uint32_t a = address(shared.a[stage]);
+      const uint32_t b = address(shared.b[stage]) + rank * kHalfB;
+      const int k = step * kTileK;
+      if constexpr (kOfWeights<kKind>) {
+        const int column = tiles.column + static_cast<int>(rank) * 128;
+        load_2d(a, map_a, full, row, tiles.begin + k);
+        load_2d(a + kGroup, map_a, full, row + 64, tiles.begin + k);
+        load_2d_both(b, map_b, full, column, tiles.begin + k);
+        load_2d_both(b + kGroup, map_b, full, column + 64, tiles.begin + k);
+      } else {
+        load_2d(a, map_a, full, k, row);
+        if constexpr (kRowsOfK) {
+          const int column = tiles.column + static_cast<int>(rank) * (kTileN / 2);
+          load_3d_both(b, map_b, full, k, column, tiles.expert);
+        } else {
+          const int column = tiles.column + static_cast<int>(rank) * 128;
+          load_3d_both(b, map_b, full, column, k, tiles.expert);
+          load_3d_both(b + kGroup, map_b, full, column + 64, k, tiles.expert);
+        }
+      }
+      if (++stage == kStages) {
+        stage = 0;
+        phase ^= 1;
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ uint32_t packed(float low, float high) {
+  uint32_t both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+
+// A warpgroup's 64 rows to memory, as many columns at a time as its part of `staged` holds.
+template <int kKind, int kTileN, int kStaged>
+__device__ __forceinline__ void store(const float (&sums)[kTileN / 2], uint32_t staged, int group,
+                                      const CUtensorMap* map_c, const Tiles<kKind, kTileN>& tiles,
+                                      int row, bool stored) {
+  constexpr bool kAdded = kKind == kAddedWeightGradient;
+  constexpr int kColumns = kAdded || kTileN % 64 ? 32 : 64;       // of a box of the copy engine
+  constexpr int kRowBytes = kColumns * (kAdded ? 4 : 2);
+  constexpr int kBoxes = kTileN / kColumns, kAtOnce = kStaged / (64 * kRowBytes);
+  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+#pragma unroll
+  for (int first = 0; first < kBoxes; first += kAtOnce) {
+    if (thread == 0) store_wait_read();
+    warpgroup_sync(1 + group);
+#pragma unroll
+    for (int box = first; box < first + kAtOnce && box < kBoxes; ++box) {
+      const uint32_t at = staged + (box - first) * 64 * kRowBytes;
+      if constexpr (kAdded) {
+#pragma unroll
+        for (int j = 4 * box; j < 4 * box + 4; ++j) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int r = 16 * warp + 8 * half + lane / 4;
+            const int chunk = 2 * (j - 4 * box) + (lane % 4) / 2;
+            store_pair(at + r * 128 + ((chunk ^ (r & 7)) << 4) + (lane & 1) * 8,
+                       sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
+          }
+        }
+      } else {
+        constexpr int kChunks = kColumns / 8;
+#pragma unroll
+        for (int j = kChunks * box; j < kChunks * (box + 1); j += 2) {
+          const int r = 16 * warp + (lane / 8 % 2) * 8 + lane % 8;
+          const int chunk = j - kChunks * box + lane / 16;
+          const int swizzled = kRowBytes == 128 ? chunk ^ (r & 7) : chunk ^ (r / 2 & 3);
+          store_matrices(at + r * kRowBytes + (swizzled << 4), packed(sums[4 * j], sums[4 * j + 1]),
+                         packed(sums[4 * j + 2], sums[4 * j + 3]),
+                         packed(sums[4 * j + 4], sums[4 * j + 5]),
+                         packed(sums[4 * j + 6], sums[4 * j + 7]));
+        }
+      }
+    }
+    proxy_fence();
+    warpgroup_sync(1 + group);
+    if (thread == 0 && stored) {
+#pragma unroll
+      for (int box = first; box < first + kAtOnce && box < kBoxes; ++box) {
+        const uint32_t from = staged + (box - first) * 64 * kRowBytes;
+        const int column = tiles.column + box * kColumns;
+        if constexpr (kAdded) {
+          add_3d(map_c, from, column, row, tiles.expert);
+        } else if constexpr (kOfWeights<kKind>) {
+          store_3d(map_c, from, column, row, tiles.expert);
+        } else {
+          store_2d(map_c, from, column, row);
+        }
+      }
+      store_commit();
+    }
+  }
+}
+
+template <int kKind, int kTileN, int kStages, int kStaged>
+__device__ void multiply(Shared<kStages, kStaged>& shared, const Problem& p,
+                         const CUtensorMap* map_c, int group) {
+  constexpr int kTransposedA = kOfWeights<kKind>, kTransposedB = kKind != kForward;
+  constexpr int kStepA = kTransposedA ? 2048 >> 4 : 32 >> 4;
+  constexpr int kStepB = kTransposedB ? 2048 >> 4 : 32 >> 4;
+  const uint32_t rank = cluster_rank();
+  const int thread = threadIdx.x % 128;
+  const uint32_t staged = address(shared.staged[group]);
+  Tiles<kKind, kTileN> tiles(p, shared.ends);
+  float sums[kTileN / 2];
+  int stage = 0;
+  uint32_t phase = 0;
+  while (tiles.next()) {
+    const int steps = tiles.steps(p.k);
+    int used = stage;  // the stage that the products before the last ones read
+    if (steps == 0) {
+#pragma unroll
+      for (int i = 0; i < kTileN / 2; ++i) sums[i] = 0.f;
+    }
+    for (int step = 0; step < steps; ++step) {
+      barrier_wait(address(&shared.full[stage]), phase);
+      const uint64_t a = operand<kGroup>(address(shared.a[stage]) + group * kGroup);
+      const uint64_t b = operand<kGroup>(address(shared.b[stage]));
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kTileK / 16; ++i) {
+        Wgmma<kTileN, kTransposedA, kTransposedB>::run(sums, a + i * kStepA, b + i * kStepB,
+                                                       step > 0 || i > 0);
+      }
+      wgmma_commit();
+      if (step > 0) {
+        wgmma_wait<1>();
+        if (thread < kBlocks) barrier_arrive(address(&shared.empty[used]), thread);
+      }
+      used = stage;
+      if (++stage == kStages) {
+        stage = 0;
+        phase ^= 1;
+      }
+    }
+    wgmma_wait<0>();
+    if (steps > 0 && thread < kBlocks) barrier_arrive(address(&shared.empty[used]), thread);
+    const int row = tiles.row + static_cast<int>(rank) * kTileM + group * 64;
+    const bool inside = kOfWeights<kKind> ? row < p.m : row < tiles.end;
+    const bool stored = inside && !(kKind == kAddedWeightGradient && steps == 0);
+    store<kKind, kTileN, kStaged>(sums, staged, group, map_c, tiles, row, stored);
+  }
+  if (thread == 0) store_wait();
+}
+
+template <int kKind, int kTileN, int kStages, int kStaged>
+__global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
+    product(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
+            const __grid_constant__ CUtensorMap map_c, const Problem p) {
+  extern __shared__ uint8_t raw[];
+  auto& shared = *reinterpret_cast<Shared<kStages, kStaged>*>(
+      (reinterpret_cast<uintptr_t>(raw) + 1023) & ~static_cast<uintptr_t>(1023));
+  for (int e = threadIdx.x; e < p.experts; e += kThreads) shared.ends[e] = p.ends[e];
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      barrier_init(address(&shared.full[stage]), 1);
+      barrier_init(address(&shared.empty[stage]), 2 * kBlocks);  // warpgroups of both blocks
+    }
+    barrier_fence();
+  }
+  __syncthreads();
+  cluster_sync();
+  const int warpgroup = threadIdx.x / 128;
+  if (warpgroup == 0) {
+    fewer_registers<40>();
+    if (threadIdx.x == 0) load<kKind, kTileN>(shared, p, &map_a, &map_b);
+    __syncwarp();
+  } else {
+    more_registers<232>();
+    multiply<kKind, kTileN>(shared, p, &map_c, warpgroup - 1);
+  }
+  cluster_sync();  // the other block may still write here, and arrive at these barriers
+}
+
+}  // namespace grouped
