@@ -8,14 +8,15 @@ Weight gradients are added to a weight's main_grad, where Megatron asks for it, 
 its own linears: grad_added_to_main_grad is set, and the gradient that autograd gets is not used.
 """
 
+from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
-from torch.nn import functional
 
-from megacpp_mcore.kernels.moe_experts import triton_kernels
+from megacpp_mcore.kernels.moe_experts import torch_products, triton_kernels
 from megacpp_mcore.kernels.moe_experts.routing import (
     Routing,
     probs_gradient,
@@ -24,15 +25,18 @@ from megacpp_mcore.kernels.moe_experts.routing import (
     to_tokens,
 )
 
-_ROWS, _WARPS = 4, 4
+# Warps of a row's program: the fastest of twelve on an H200 at f = 896, with one row a program.
+_ROWS, _WARPS, _BACKWARD_WARPS = 1, 2, 4
 
 
 class Experts(NamedTuple):
-    """w1 (E, 2f, h), w2 (E, h, f). into_main_grad: add the gradients to the weights' main_grad."""
+    """w1 (E, 2f, h), w2 (E, h, f). into_main_grad: add the gradients to the weights' main_grad.
+    products: torch_products, or a module with its functions."""
 
     w1: Tensor
     w2: Tensor
     into_main_grad: bool = False
+    products: ModuleType = torch_products
 
 
 @torch.compiler.disable
@@ -46,60 +50,66 @@ def experts_routed(
     (tokens, h): added to the sum before it is rounded, such as the shared expert's output. Runs on
     CUDA, and on a CPU in Triton's interpreter. The host never waits for the device.
     """
-    w1, w2, fused = weights
-    return _Routed.apply(x, probs, w1, w2, addend, routing_map, topk, fused)
+    w1, w2 = weights.w1, weights.w2
+    return _Routed.apply(x, probs, w1, w2, addend, routing_map, topk, weights)
 
 
 @torch.compiler.disable
 def experts_sorted(x: Tensor, counts: Tensor, probs: Tensor, weights: Experts) -> Tensor:
-    """The package's function: x (t, h) sorted by expert, counts (E,), probs (t,) -> (t, h)."""
-    w1, w2, fused = weights
-    return _Sorted.apply(x, probs, w1, w2, counts, fused)
+    """The package's function: x (t, h) sorted by expert, counts (E,), probs (t,) -> (t, h).
+
+    By torch's products: rows that a dispatcher delivers are not padded.
+    """
+    weights = weights._replace(products=torch_products)
+    return _Sorted.apply(x, probs, weights.w1, weights.w2, counts, weights)
 
 
 class _Routed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, probs, w1, w2, addend, routing_map, topk, fused):
-        routing = route(routing_map, probs, topk)
-        h = _up(to_rows(x, routing), w1, routing.ends)
+    def forward(ctx, x, probs, w1, w2, addend, routing_map, topk, weights):
+        products = weights.products
+        routing = route(routing_map, probs, topk, products.ALIGN)
+        h = products.forward(to_rows(x, routing), w1, routing.ends)
         a = swiglu(h, routing.row_probs, routing.ends)
-        out = to_tokens(_down(a, w2, routing.ends), routing, addend)
+        out = to_tokens(products.forward(a, w2, routing.ends), routing, addend)
         ctx.save_for_backward(
             x, h, w1, w2, routing.routing_map, routing.rows, routing.token, routing.row_probs,
             routing.ends,
         )  # fmt: skip
-        ctx.align, ctx.dtype, ctx.fused, ctx.weights = routing.align, probs.dtype, fused, (w1, w2)
+        ctx.dtype, ctx.weights = probs.dtype, weights
         return out
 
     @staticmethod
     def backward(ctx, d_out):
         x, h, w1, w2, *sorting = ctx.saved_tensors
-        routing = Routing(*sorting, align=ctx.align)
-        dh, dw2, row_grads = _down_backward(ctx, to_rows(d_out, routing), h, w2, routing, 3)
+        products = ctx.weights.products
+        routing = Routing(*sorting, align=products.ALIGN)
+        dh, dw2, row_grads = _down_backward(ctx, to_rows(d_out, routing), h, w2, routing)
         dw1 = _weight_gradient(ctx, 2, lambda: (dh, to_rows(x, routing)), routing.ends)
         d_probs = probs_gradient(routing, row_grads, ctx.dtype)
-        dx = to_tokens(_up_backward(dh, w1, routing.ends), routing)
+        dx = to_tokens(products.input_gradient(dh, w1, routing.ends), routing)
         return dx, d_probs, dw1, dw2, d_out if ctx.needs_input_grad[4] else None, None, None, None
 
 
 class _Sorted(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, probs, w1, w2, counts, fused):
+    def forward(ctx, x, probs, w1, w2, counts, weights):
         x = x.contiguous()
         ends = counts.to(x.device).cumsum(0).to(torch.int32)
         row_probs = probs.to(torch.float32).contiguous()
-        h = _up(x, w1, ends)
+        products = weights.products
+        h = products.forward(x, w1, ends)
         ctx.save_for_backward(x, h, w1, w2, row_probs, ends)
-        ctx.dtype, ctx.fused, ctx.weights = probs.dtype, fused, (w1, w2)
-        return _down(swiglu(h, row_probs, ends), w2, ends)
+        ctx.dtype, ctx.weights = probs.dtype, weights
+        return products.forward(swiglu(h, row_probs, ends), w2, ends)
 
     @staticmethod
     def backward(ctx, dy):
         x, h, w1, w2, row_probs, ends = ctx.saved_tensors
         rows = _SortedRows(row_probs, ends)
-        dh, dw2, row_grads = _down_backward(ctx, dy.contiguous(), h, w2, rows, 3)
+        dh, dw2, row_grads = _down_backward(ctx, dy.contiguous(), h, w2, rows)
         dw1 = _weight_gradient(ctx, 2, lambda: (dh, x), ends)
-        dx = _up_backward(dh, w1, ends)
+        dx = ctx.weights.products.input_gradient(dh, w1, ends)
         return dx, row_grads.to(ctx.dtype), dw1, dw2, None, None
 
 
@@ -110,36 +120,30 @@ class _SortedRows(NamedTuple):
     ends: Tensor
 
 
-def _up(x: Tensor, w1: Tensor, ends: Tensor) -> Tensor:
-    return functional.grouped_mm(x, w1.transpose(-1, -2), offs=ends)
-
-
-def _down(a: Tensor, w2: Tensor, ends: Tensor) -> Tensor:
-    return functional.grouped_mm(a, w2.transpose(-1, -2), offs=ends)
-
-
-def _up_backward(dh: Tensor, w1: Tensor, ends: Tensor) -> Tensor:
-    return functional.grouped_mm(dh, w1, offs=ends)
-
-
-def _down_backward(ctx, dy: Tensor, h: Tensor, w2: Tensor, rows, place: int):
-    """dH, fc2's weight gradient (argument `place` of the function) and the rows' probs'."""
-    da = functional.grouped_mm(dy, w2, offs=rows.ends)
+def _down_backward(
+    ctx, dy: Tensor, h: Tensor, w2: Tensor, rows: Routing | _SortedRows
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """dH, fc2's weight gradient and the gradient of the rows' probabilities."""
+    da = ctx.weights.products.input_gradient(dy, w2, rows.ends)
     dh, a, row_grads = swiglu_backward(da, h, rows.row_probs, rows.ends)
     del da
-    return dh, _weight_gradient(ctx, place, lambda: (dy, a), rows.ends), row_grads
+    return dh, _weight_gradient(ctx, 3, lambda: (dy, a), rows.ends), row_grads
 
 
-def _weight_gradient(ctx, place: int, operands, ends: Tensor) -> Tensor | None:
-    """The gradient (E, out, in) of the weight that is argument `place`, from () -> (dy, x)."""
+def _weight_gradient(
+    ctx, place: int, operands: Callable[[], tuple[Tensor, Tensor]], ends: Tensor
+) -> Tensor | None:
+    """What autograd gets for the weight that is argument `place` of both functions: w1 or w2.
+
+    operands: the gradient of its product's output and the product's input, made when needed.
+    """
     if not ctx.needs_input_grad[place]:
         return None
-    dy, x = operands()
-    weight = ctx.weights[place - 2]
-    gradient = functional.grouped_mm(dy.t(), x, offs=ends)
-    if not ctx.fused or getattr(weight, "main_grad", None) is None:
-        return gradient
-    weight.main_grad.add_(gradient)
+    experts = ctx.weights
+    weight = experts.w1 if place == 2 else experts.w2
+    if not experts.into_main_grad or getattr(weight, "main_grad", None) is None:
+        return experts.products.weight_gradient(*operands(), ends)
+    experts.products.add_weight_gradient(weight.main_grad, *operands(), ends)
     return handed_on(weight)
 
 
@@ -176,7 +180,7 @@ def swiglu_backward(
     if size:
         triton_kernels.swiglu_backward[(triton.cdiv(size, _ROWS),)](
             da, h, probs, dh, a, row_grads, ends, ends.shape[0], width, ROWS=_ROWS,
-            BLOCK=_columns(width), num_warps=_WARPS,
+            BLOCK=_columns(width), num_warps=_BACKWARD_WARPS,
         )  # fmt: skip
     return dh, a, row_grads
 

@@ -104,10 +104,10 @@ def to_tokens(y: Tensor, routing: Routing, *addends: Tensor | None) -> Tensor:
     if tokens:
         triton_kernels.combine[(tokens,)](
             y, routing.rows, out, one, other, width, TOPK=routing.topk, HAS_ONE=one is not None,
-            HAS_OTHER=other is not None, BLOCK=_columns(width),
+            HAS_OTHER=other is not None, BLOCK=_columns(width), num_warps=8,
         )  # fmt: skip
     return out
 
 
 def _columns(width: int) -> int:
-    return min(triton.next_power_of_2(width), 2048)
+    return min(triton.next_power_of_2(width), 4096)

@@ -91,12 +91,11 @@ def spread(
     else:
         pad = t - TOKENS
         row = (tl.load(ends + pad // PADS) - 1 - pad % PADS).to(tl.int64)
-        if row >= 0:
-            if tl.load(token + row) < 0:
-                for first in range(0, WIDTH, BLOCK):
-                    column = first + tl.arange(0, BLOCK)
-                    zero = tl.zeros([BLOCK], out.dtype.element_ty)
-                    tl.store(out + row * WIDTH + column, zero, mask=column < WIDTH)
+        if tl.load(token + row, mask=row >= 0, other=0) < 0:
+            for first in range(0, WIDTH, BLOCK):
+                column = first + tl.arange(0, BLOCK)
+                zero = tl.zeros([BLOCK], out.dtype.element_ty)
+                tl.store(out + row * WIDTH + column, zero, mask=column < WIDTH)
 
 
 @triton.jit
