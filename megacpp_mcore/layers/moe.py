@@ -104,6 +104,8 @@ class MegacppMoELayer(MoELayer):
         self.routed_inside = (
             local and hasattr(self.experts, "routed") and not self.shared_expert_overlap
         )
+        if self.routed_inside:
+            self.experts.take_tokens()
         if local:
             dispatch.record(_UNMOVED if self.routed_inside else _LOCAL)
             dispatcher = UnmovedTokenDispatcher if self.routed_inside else LocalTokenDispatcher
@@ -116,6 +118,20 @@ class MegacppMoELayer(MoELayer):
             )
             if self.use_shared_expert and self.shared_expert_overlap:
                 self.token_dispatcher.set_shared_experts(self.shared_experts)
+
+    def shared_experts_compute(self, hidden_states: Tensor) -> Tensor | None:
+        """The first of the steps of a forward pass."""
+        if self.routed_inside:
+            self._readers = self.experts.readers(hidden_states)
+            hidden_states = self._readers.shared
+        return super().shared_experts_compute(hidden_states)
+
+    def route(
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if self.routed_inside:
+            hidden_states = self._readers.router
+        return super().route(hidden_states, padding_mask)
 
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         if self.routed_inside:
@@ -138,12 +154,13 @@ class MegacppMoELayer(MoELayer):
         """The sum of the experts and the shared expert, [s, b, h]."""
         if not self.routed_inside:
             return super().postprocess(output, shared_expert_output)
-        dispatcher = self.token_dispatcher
+        dispatcher, found = self.token_dispatcher, self._readers
         if shared_expert_output is not None:
             shared_expert_output = shared_expert_output.view_as(output)
         routing = dispatcher.routing_map, dispatcher.probs
-        dispatcher.routing_map = dispatcher.probs = None  # no longer than their graph
-        output = self.experts.routed(output, *routing, shared_expert_output)
+        # Nothing of this forward pass outlives its graph.
+        dispatcher.routing_map = dispatcher.probs = self._readers = None
+        output = self.experts.routed(output, *routing, shared_expert_output, found.rows, found)
         return output.view(dispatcher.hidden_shape)
 
 

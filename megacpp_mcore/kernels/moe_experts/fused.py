@@ -8,7 +8,6 @@ Weight gradients are added to a weight's main_grad, where Megatron asks for it, 
 its own linears: grad_added_to_main_grad is set, and the gradient that autograd gets is not used.
 """
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -17,11 +16,13 @@ import triton
 from torch import Tensor
 
 from megacpp_mcore.kernels.moe_experts import torch_products, triton_kernels
+from megacpp_mcore.kernels.moe_experts.readers import Readers
 from megacpp_mcore.kernels.moe_experts.routing import (
+    Gathered,
     Routing,
+    allocated,
     probs_gradient,
     route,
-    to_rows,
     to_tokens,
 )
 
@@ -42,16 +43,24 @@ class Experts(NamedTuple):
 @torch.compiler.disable
 def experts_routed(
     x: Tensor, routing_map: Tensor, probs: Tensor, weights: Experts, topk: int,
-    addend: Tensor | None = None,
+    addend: Tensor | None = None, rows: Tensor | None = None, readers: Readers | None = None,
 ) -> Tensor:  # fmt: skip
     """The experts of every token, with the router's weights, and the sum: (tokens, h).
 
     x (tokens, h). routing_map (tokens, E), bool, at most topk a token. probs (tokens, E). addend
-    (tokens, h): added to the sum before it is rounded, such as the shared expert's output. Runs on
+    (tokens, h): added to the sum before it is rounded, such as the shared expert's output. readers:
+    of x, whose gradient goes there by way of rows, readers.rows; x itself then gets none. Runs on
     CUDA, and on a CPU in Triton's interpreter. The host never waits for the device.
     """
+    if readers is not None:
+        x = x.detach()
     w1, w2 = weights.w1, weights.w2
-    return _Routed.apply(x, probs, w1, w2, addend, routing_map, topk, weights)
+    return _Routed.apply(x, rows, probs, w1, w2, addend, routing_map, topk, weights, readers)
+
+
+def row_count(tokens: int, topk: int, weights: Experts) -> int:
+    """R, of the routing of so many tokens."""
+    return allocated(tokens, topk, weights.w1.shape[0], weights.products.ALIGN)
 
 
 @torch.compiler.disable
@@ -61,15 +70,15 @@ def experts_sorted(x: Tensor, counts: Tensor, probs: Tensor, weights: Experts) -
     By torch's products: rows that a dispatcher delivers are not padded.
     """
     weights = weights._replace(products=torch_products)
-    return _Sorted.apply(x, probs, weights.w1, weights.w2, counts, weights)
+    return _Sorted.apply(x, counts, probs, weights.w1, weights.w2, weights)
 
 
 class _Routed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, probs, w1, w2, addend, routing_map, topk, weights):
+    def forward(ctx, x, rows, probs, w1, w2, addend, routing_map, topk, weights, readers):
         products = weights.products
         routing = route(routing_map, probs, topk, products.ALIGN)
-        h = products.forward(to_rows(x, routing), w1, routing.ends)
+        h = products.forward(Gathered(x, routing), w1, routing.ends)
         a = swiglu(h, routing.row_probs, routing.ends)
         out = to_tokens(products.forward(a, w2, routing.ends), routing, addend)
         ctx.save_for_backward(
@@ -77,6 +86,8 @@ class _Routed(torch.autograd.Function):
             routing.ends,
         )  # fmt: skip
         ctx.dtype, ctx.weights = probs.dtype, weights
+        if readers is not None:
+            readers.routing = routing
         return out
 
     @staticmethod
@@ -84,16 +95,19 @@ class _Routed(torch.autograd.Function):
         x, h, w1, w2, *sorting = ctx.saved_tensors
         products = ctx.weights.products
         routing = Routing(*sorting, align=products.ALIGN)
-        dh, dw2, row_grads = _down_backward(ctx, to_rows(d_out, routing), h, w2, routing)
-        dw1 = _weight_gradient(ctx, 2, lambda: (dh, to_rows(x, routing)), routing.ends)
+        dh, dw2, row_grads = _down_backward(ctx, Gathered(d_out, routing), h, w2, routing)
+        dw1 = _weight_gradient(ctx, 3, dh, Gathered(x, routing), routing.ends)
         d_probs = probs_gradient(routing, row_grads, ctx.dtype)
-        dx = to_tokens(products.input_gradient(dh, w1, routing.ends), routing)
-        return dx, d_probs, dw1, dw2, d_out if ctx.needs_input_grad[4] else None, None, None, None
+        d_rows = products.input_gradient(dh, w1, routing.ends)
+        dx = to_tokens(d_rows, routing) if ctx.needs_input_grad[0] else None
+        found = dx, d_rows, d_probs, dw1, dw2, d_out, None, None, None, None
+        wanted = zip(found, ctx.needs_input_grad, strict=True)
+        return tuple(gradient if needed else None for gradient, needed in wanted)
 
 
 class _Sorted(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, probs, w1, w2, counts, weights):
+    def forward(ctx, x, counts, probs, w1, w2, weights):
         x = x.contiguous()
         ends = counts.to(x.device).cumsum(0).to(torch.int32)
         row_probs = probs.to(torch.float32).contiguous()
@@ -108,9 +122,9 @@ class _Sorted(torch.autograd.Function):
         x, h, w1, w2, row_probs, ends = ctx.saved_tensors
         rows = _SortedRows(row_probs, ends)
         dh, dw2, row_grads = _down_backward(ctx, dy.contiguous(), h, w2, rows)
-        dw1 = _weight_gradient(ctx, 2, lambda: (dh, x), ends)
+        dw1 = _weight_gradient(ctx, 3, dh, x, ends)
         dx = ctx.weights.products.input_gradient(dh, w1, ends)
-        return dx, row_grads.to(ctx.dtype), dw1, dw2, None, None
+        return dx, None, row_grads.to(ctx.dtype), dw1, dw2, None
 
 
 class _SortedRows(NamedTuple):
@@ -121,29 +135,29 @@ class _SortedRows(NamedTuple):
 
 
 def _down_backward(
-    ctx, dy: Tensor, h: Tensor, w2: Tensor, rows: Routing | _SortedRows
+    ctx, dy: Tensor | Gathered, h: Tensor, w2: Tensor, rows: Routing | _SortedRows
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """dH, fc2's weight gradient and the gradient of the rows' probabilities."""
     da = ctx.weights.products.input_gradient(dy, w2, rows.ends)
     dh, a, row_grads = swiglu_backward(da, h, rows.row_probs, rows.ends)
     del da
-    return dh, _weight_gradient(ctx, 3, lambda: (dy, a), rows.ends), row_grads
+    return dh, _weight_gradient(ctx, 4, dy, a, rows.ends), row_grads
 
 
 def _weight_gradient(
-    ctx, place: int, operands: Callable[[], tuple[Tensor, Tensor]], ends: Tensor
+    ctx, place: int, dy: Tensor | Gathered, x: Tensor | Gathered, ends: Tensor
 ) -> Tensor | None:
     """What autograd gets for the weight that is argument `place` of both functions: w1 or w2.
 
-    operands: the gradient of its product's output and the product's input, made when needed.
+    dy, x: the gradient of its product's output and the product's input.
     """
     if not ctx.needs_input_grad[place]:
         return None
     experts = ctx.weights
-    weight = experts.w1 if place == 2 else experts.w2
+    weight = experts.w1 if place == 3 else experts.w2
     if not experts.into_main_grad or getattr(weight, "main_grad", None) is None:
-        return experts.products.weight_gradient(*operands(), ends)
-    experts.products.add_weight_gradient(weight.main_grad, *operands(), ends)
+        return experts.products.weight_gradient(dy, x, ends)
+    experts.products.add_weight_gradient(weight.main_grad, dy, x, ends)
     return handed_on(weight)
 
 

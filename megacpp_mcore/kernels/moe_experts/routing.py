@@ -1,5 +1,6 @@
 """Where each (token, expert) pair has its row, computed on the device in two small kernels."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -32,8 +33,13 @@ class Routing:
 
     @property
     def size(self) -> int:
-        """Rows that are allocated: enough for any distribution of the tokens."""
+        """Rows that are allocated."""
         return self.token.shape[0]
+
+
+def allocated(tokens: int, topk: int, experts: int, align: int) -> int:
+    """Rows that are enough for any distribution of the tokens."""
+    return tokens * topk + experts * (align - 1)
 
 
 def route(routing_map: Tensor, probs: Tensor, topk: int, align: int = 1) -> Routing:
@@ -43,7 +49,7 @@ def route(routing_map: Tensor, probs: Tensor, topk: int, align: int = 1) -> Rout
     shapes alone. The order does not depend on how the GPU schedules the work.
     """
     tokens, experts = routing_map.shape
-    size = tokens * topk + experts * (align - 1)
+    size = allocated(tokens, topk, experts, align)
     new = routing_map.new_empty
     rows = new((tokens, topk), dtype=torch.int32)
     token, row_probs = new(size, dtype=torch.int32), new(size, dtype=torch.float32)
@@ -81,6 +87,27 @@ def probs_gradient(routing: Routing, row_grads: Tensor, dtype: torch.dtype) -> T
             TOPK=routing.topk, **tile,
         )  # fmt: skip
     return grads
+
+
+@dataclass
+class Gathered:
+    """Tokens (tokens, h) in the order of a routing's rows: what a product takes for its rows.
+
+    A product reads the tokens from where they are, or takes `rows`, a copy that is made once.
+    """
+
+    tokens: Tensor
+    routing: Routing
+
+    @functools.cached_property
+    def rows(self) -> Tensor:
+        """(R, h)."""
+        return to_rows(self.tokens, self.routing)
+
+
+def rows_of(x: Tensor | Gathered) -> Tensor:
+    """(R, h), of what is sorted already or of tokens."""
+    return x.rows if isinstance(x, Gathered) else x
 
 
 def to_rows(x: Tensor, routing: Routing) -> Tensor:

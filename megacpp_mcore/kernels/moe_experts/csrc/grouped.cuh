@@ -25,12 +25,16 @@ enum Kind {
   kInputGradient,  // C[r] = A[r] B[e]      A (R, K), B (E, K, N), C (R, N)
   kWeightGradient,  // C[e] = A[rows of e]^T B[rows of e]    A (R, M), B (R, N), C (E, M, N)
   kAddedWeightGradient,  // the same, float32, added to what C holds
+  kAddedTransposed,      // the same, C[e]^T: C (E, N, M)
 };
 
 struct Problem {
   const int* ends;  // where each expert's rows end: multiples of 128
   int experts;
   int m, n, k;  // m: of the weight gradients; k: of the others
+  // Where A is gathered: its row r is row `source[r]` of `tokens`, or zeros where that is negative.
+  const uint8_t* tokens;
+  const int* source;
 };
 
 template <int kStages, int kStaged>
@@ -44,7 +48,14 @@ struct Shared {
 };
 
 template <int kKind>
-constexpr bool kOfWeights = kKind == kWeightGradient || kKind == kAddedWeightGradient;
+constexpr bool kOfWeights = kKind >= kWeightGradient;
+
+template <int kKind>
+constexpr bool kAdded = kKind >= kAddedWeightGradient;
+
+// Bytes of B that a block loads in a step.
+template <int kKind, int kTileN>
+constexpr int kHalfB = kKind == kForward ? kTileN / 2 * 128 : 2 * kGroup;
 
 // The tiles of a cluster: every gridDim.x / 2-th of all pairs of tiles, expert by expert, rows by
 // rows of tiles.
@@ -85,45 +96,116 @@ struct Tiles {
   }
 };
 
+// B of one step, by one thread: this block's half of it, to both blocks.
+template <int kKind, int kTileN>
+__device__ __forceinline__ void load_b(uint32_t b, const CUtensorMap* map_b, uint32_t full,
+                                       const Tiles<kKind, kTileN>& tiles, uint32_t rank, int k) {
+  b += rank * kHalfB<kKind, kTileN>;
+  if constexpr (kKind == kForward) {
+    const int column = tiles.column + static_cast<int>(rank) * (kTileN / 2);
+    load_3d_both(b, map_b, full, k, column, tiles.expert);
+  } else {
+    const int column = tiles.column + static_cast<int>(rank) * 128;
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      if constexpr (kOfWeights<kKind>) {
+        load_2d_both(b + part * kGroup, map_b, full, column + 64 * part, tiles.begin + k);
+      } else {
+        load_3d_both(b + part * kGroup, map_b, full, column + 64 * part, k, tiles.expert);
+      }
+    }
+  }
+}
+
+struct Ring {
+  int stages, stage = 0;
+  uint32_t phase;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == stages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
 template <int kKind, int kTileN, int kStages, int kStaged>
 __device__ void load(Shared<kStages, kStaged>& shared, const Problem& p, const CUtensorMap* map_a,
                      const CUtensorMap* map_b) {
-  constexpr bool kRowsOfK = kKind == kForward;  // of B
-  constexpr int kHalfB = kRowsOfK ? kTileN / 2 * 128 : 2 * kGroup;
   const uint32_t rank = cluster_rank();
   Tiles<kKind, kTileN> tiles(p, shared.ends);
-  int stage = 0;
-  uint32_t phase = 1;  // the first round finds every stage empty
+  Ring ring{kStages, 0, 1};  // the first round finds every stage empty
   while (tiles.next()) {
     const int steps = tiles.steps(p.k);
     const int row = tiles.row + static_cast<int>(rank) * kTileM;
-    for (int step = 0; step < steps; ++step) {
-      const uint32_t full = address(&shared.full[stage]);
-      barrier_wait(address(&shared.empty[stage]), phase);
-      barrier_expect(full, kBytesA + 2 * kHalfB);
-      const uint32_t a = address(shared.a[stage]);
-      const uint32_t b = address(shared.b[stage]) + rank * kHalfB;
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+      const uint32_t full = address(&shared.full[ring.stage]);
+      barrier_wait(address(&shared.empty[ring.stage]), ring.phase);
+      barrier_expect(full, kBytesA + 2 * kHalfB<kKind, kTileN>);
+      const uint32_t a = address(shared.a[ring.stage]);
       const int k = step * kTileK;
       if constexpr (kOfWeights<kKind>) {
-        const int column = tiles.column + static_cast<int>(rank) * 128;
         load_2d(a, map_a, full, row, tiles.begin + k);
         load_2d(a + kGroup, map_a, full, row + 64, tiles.begin + k);
-        load_2d_both(b, map_b, full, column, tiles.begin + k);
-        load_2d_both(b + kGroup, map_b, full, column + 64, tiles.begin + k);
       } else {
         load_2d(a, map_a, full, k, row);
-        if constexpr (kRowsOfK) {
-          const int column = tiles.column + static_cast<int>(rank) * (kTileN / 2);
-          load_3d_both(b, map_b, full, k, column, tiles.expert);
-        } else {
-          const int column = tiles.column + static_cast<int>(rank) * 128;
-          load_3d_both(b, map_b, full, column, k, tiles.expert);
-          load_3d_both(b + kGroup, map_b, full, column + 64, k, tiles.expert);
+      }
+      load_b(address(shared.b[ring.stage]), map_b, full, tiles, rank, k);
+    }
+  }
+}
+
+// As `load`, by all threads of a warpgroup: they copy A's rows from where `source` says.
+template <int kKind, int kTileN, int kStages, int kStaged>
+__device__ void load_gathered(Shared<kStages, kStaged>& shared, const Problem& p,
+                              const CUtensorMap* map_b) {
+  constexpr bool kWeights = kOfWeights<kKind>;
+  constexpr int kChunks = kWeights ? 16 : 8;          // of 16 bytes in a row of A's tile
+  constexpr int kApart = 128 / kChunks, kRows = 8;    // rows of a thread, and between them
+  const uint32_t rank = cluster_rank();
+  const int thread = threadIdx.x, chunk = thread % kChunks, first = thread / kChunks;
+  const int width = (kWeights ? p.m : p.k) / 8;       // chunks of a token
+  // In groups of 64 values, 128-byte swizzle: of row first + i * kApart, as kApart is 8 or 16.
+  const uint32_t place = (chunk / 8) * kGroup + first * 128 + ((chunk % 8 ^ (first & 7)) << 4);
+  Tiles<kKind, kTileN> tiles(p, shared.ends);
+  Ring ring{kStages, 0, 1};
+  int from[kRows];
+  while (tiles.next()) {
+    const int steps = tiles.steps(p.k);
+    const int top = tiles.row + static_cast<int>(rank) * kTileM;  // the tile's first row, or column
+    const int start = (kWeights ? tiles.begin : top) + first;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = start + i * kApart;
+      from[i] = row < tiles.end ? __ldg(p.source + row) : -1;
+    }
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+      const uint32_t full = address(&shared.full[ring.stage]);
+      const uint32_t a = address(shared.a[ring.stage]) + place;
+      const int column = kWeights ? top / 8 + chunk : step * 8 + chunk;
+      int next[kRows];
+      if constexpr (kWeights) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const int row = start + (step + 1) * kTileK + i * kApart;
+          next[i] = row < tiles.end ? __ldg(p.source + row) : -1;
         }
       }
-      if (++stage == kStages) {
-        stage = 0;
-        phase ^= 1;
+      barrier_wait(address(&shared.empty[ring.stage]), ring.phase);
+      if (thread == 0) {
+        barrier_expect(full, 2 * kHalfB<kKind, kTileN>);
+        load_b(address(shared.b[ring.stage]), map_b, full, tiles, rank, step * kTileK);
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const bool valid = from[i] >= 0 && column < width;
+        const int64_t at = valid ? static_cast<int64_t>(from[i]) * width + column : 0;
+        copy_16(a + i * kApart * 128, p.tokens + at * 16, valid);
+      }
+      barrier_arrive_after_copies(full);
+      if constexpr (kWeights) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) from[i] = next[i];
       }
     }
   }
@@ -140,9 +222,8 @@ template <int kKind, int kTileN, int kStaged>
 __device__ __forceinline__ void store(const float (&sums)[kTileN / 2], uint32_t staged, int group,
                                       const CUtensorMap* map_c, const Tiles<kKind, kTileN>& tiles,
                                       int row, bool stored) {
-  constexpr bool kAdded = kKind == kAddedWeightGradient;
-  constexpr int kColumns = kAdded || kTileN % 64 ? 32 : 64;       // of a box of the copy engine
-  constexpr int kRowBytes = kColumns * (kAdded ? 4 : 2);
+  constexpr int kColumns = kAdded<kKind> || kTileN % 64 ? 32 : 64;  // of a box of the copy engine
+  constexpr int kRowBytes = kColumns * (kAdded<kKind> ? 4 : 2);
   constexpr int kBoxes = kTileN / kColumns, kAtOnce = kStaged / (64 * kRowBytes);
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
 #pragma unroll
@@ -152,7 +233,7 @@ __device__ __forceinline__ void store(const float (&sums)[kTileN / 2], uint32_t 
 #pragma unroll
     for (int box = first; box < first + kAtOnce && box < kBoxes; ++box) {
       const uint32_t at = staged + (box - first) * 64 * kRowBytes;
-      if constexpr (kAdded) {
+      if constexpr (kAdded<kKind>) {
 #pragma unroll
         for (int j = 4 * box; j < 4 * box + 4; ++j) {
 #pragma unroll
@@ -184,7 +265,7 @@ __device__ __forceinline__ void store(const float (&sums)[kTileN / 2], uint32_t 
       for (int box = first; box < first + kAtOnce && box < kBoxes; ++box) {
         const uint32_t from = staged + (box - first) * 64 * kRowBytes;
         const int column = tiles.column + box * kColumns;
-        if constexpr (kAdded) {
+        if constexpr (kAdded<kKind>) {
           add_3d(map_c, from, column, row, tiles.expert);
         } else if constexpr (kOfWeights<kKind>) {
           store_3d(map_c, from, column, row, tiles.expert);
@@ -197,7 +278,39 @@ __device__ __forceinline__ void store(const float (&sums)[kTileN / 2], uint32_t 
   }
 }
 
-template <int kKind, int kTileN, int kStages, int kStaged>
+// As `store`, added and transposed.
+template <int kKind, int kTileN, int kStaged>
+__device__ __forceinline__ void store_transposed(const float (&sums)[kTileN / 2], uint32_t staged,
+                                                 int group, const CUtensorMap* map_c,
+                                                 const Tiles<kKind, kTileN>& tiles, int row,
+                                                 bool stored) {
+  constexpr int kAtOnce = kStaged / 256, kBox = kAtOnce * 128;  // rows of C; bytes of 32 columns
+  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+#pragma unroll
+  for (int first = 0; first < kTileN; first += kAtOnce) {
+    if (thread == 0) store_wait_read();
+    warpgroup_sync(1 + group);
+#pragma unroll
+    for (int j = first / 8; j < (first + kAtOnce) / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int n = 8 * j - first + (lane % 4) * 2 + i % 2;
+        const int m = 16 * warp + 8 * (i / 2) + lane / 4;
+        const int chunk = m % 32 / 4 ^ (n & 7);
+        store_one(staged + m / 32 * kBox + n * 128 + (chunk << 4) + m % 4 * 4, sums[4 * j + i]);
+      }
+    }
+    proxy_fence();
+    warpgroup_sync(1 + group);
+    if (thread == 0 && stored) {
+      add_3d(map_c, staged, row, tiles.column + first, tiles.expert);
+      add_3d(map_c, staged + kBox, row + 32, tiles.column + first, tiles.expert);
+      store_commit();
+    }
+  }
+}
+
+template <int kKind, int kTileN, bool kGathered, int kStages, int kStaged>
 __device__ void multiply(Shared<kStages, kStaged>& shared, const Problem& p,
                          const CUtensorMap* map_c, int group) {
   constexpr int kTransposedA = kOfWeights<kKind>, kTransposedB = kKind != kForward;
@@ -208,19 +321,19 @@ __device__ void multiply(Shared<kStages, kStaged>& shared, const Problem& p,
   const uint32_t staged = address(shared.staged[group]);
   Tiles<kKind, kTileN> tiles(p, shared.ends);
   float sums[kTileN / 2];
-  int stage = 0;
-  uint32_t phase = 0;
+  Ring ring{kStages, 0, 0};
   while (tiles.next()) {
     const int steps = tiles.steps(p.k);
-    int used = stage;  // the stage that the products before the last ones read
+    int used = 0;  // the stage that the products before the last ones read
     if (steps == 0) {
 #pragma unroll
       for (int i = 0; i < kTileN / 2; ++i) sums[i] = 0.f;
     }
-    for (int step = 0; step < steps; ++step) {
-      barrier_wait(address(&shared.full[stage]), phase);
-      const uint64_t a = operand<kGroup>(address(shared.a[stage]) + group * kGroup);
-      const uint64_t b = operand<kGroup>(address(shared.b[stage]));
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+      barrier_wait(address(&shared.full[ring.stage]), ring.phase);
+      if constexpr (kGathered) proxy_fence();
+      const uint64_t a = operand<kGroup>(address(shared.a[ring.stage]) + group * kGroup);
+      const uint64_t b = operand<kGroup>(address(shared.b[ring.stage]));
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kTileK / 16; ++i) {
@@ -232,23 +345,23 @@ __device__ void multiply(Shared<kStages, kStaged>& shared, const Problem& p,
         wgmma_wait<1>();
         if (thread < kBlocks) barrier_arrive(address(&shared.empty[used]), thread);
       }
-      used = stage;
-      if (++stage == kStages) {
-        stage = 0;
-        phase ^= 1;
-      }
+      used = ring.stage;
     }
     wgmma_wait<0>();
     if (steps > 0 && thread < kBlocks) barrier_arrive(address(&shared.empty[used]), thread);
     const int row = tiles.row + static_cast<int>(rank) * kTileM + group * 64;
     const bool inside = kOfWeights<kKind> ? row < p.m : row < tiles.end;
-    const bool stored = inside && !(kKind == kAddedWeightGradient && steps == 0);
-    store<kKind, kTileN, kStaged>(sums, staged, group, map_c, tiles, row, stored);
+    const bool stored = inside && !(kAdded<kKind> && steps == 0);
+    if constexpr (kKind == kAddedTransposed) {
+      store_transposed<kKind, kTileN, kStaged>(sums, staged, group, map_c, tiles, row, stored);
+    } else {
+      store<kKind, kTileN, kStaged>(sums, staged, group, map_c, tiles, row, stored);
+    }
   }
   if (thread == 0) store_wait();
 }
 
-template <int kKind, int kTileN, int kStages, int kStaged>
+template <int kKind, int kTileN, bool kGathered, int kStages, int kStaged>
 __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
     product(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
             const __grid_constant__ CUtensorMap map_c, const Problem p) {
@@ -258,7 +371,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
   for (int e = threadIdx.x; e < p.experts; e += kThreads) shared.ends[e] = p.ends[e];
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
-      barrier_init(address(&shared.full[stage]), 1);
+      barrier_init(address(&shared.full[stage]), kGathered ? 129 : 1);
       barrier_init(address(&shared.empty[stage]), 2 * kBlocks);  // warpgroups of both blocks
     }
     barrier_fence();
@@ -267,12 +380,17 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
   cluster_sync();
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
-    fewer_registers<40>();
-    if (threadIdx.x == 0) load<kKind, kTileN>(shared, p, &map_a, &map_b);
-    __syncwarp();
+    if constexpr (kGathered) {
+      fewer_registers<56>();
+      load_gathered<kKind, kTileN>(shared, p, &map_b);
+    } else {
+      fewer_registers<40>();
+      if (threadIdx.x == 0) load<kKind, kTileN>(shared, p, &map_a, &map_b);
+      __syncwarp();
+    }
   } else {
-    more_registers<232>();
-    multiply<kKind, kTileN>(shared, p, &map_c, warpgroup - 1);
+    more_registers<kGathered ? 224 : 232>();
+    multiply<kKind, kTileN, kGathered>(shared, p, &map_c, warpgroup - 1);
   }
   cluster_sync();  // the other block may still write here, and arrive at these barriers
 }

@@ -126,7 +126,19 @@ __device__ __forceinline__ void store_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Before the copy engine or wgmma read what ordinary stores wrote to shared memory.
+// 16 bytes to shared memory, or 16 zeros; `from` is an address in global memory either way.
+__device__ __forceinline__ void copy_16(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// This thread arrives at the barrier once its copies so far are done.
+__device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Before the copy engine or wgmma read what ordinary stores or copies of a thread wrote to shared memory.
 __device__ __forceinline__ void proxy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -174,6 +186,10 @@ __device__ __forceinline__ void store_matrices(uint32_t at, uint32_t a, uint32_t
 
 __device__ __forceinline__ void store_pair(uint32_t at, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory");
+}
+
+__device__ __forceinline__ void store_one(uint32_t at, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory");
 }
 
 }  // namespace hopper
