@@ -27,7 +27,7 @@ from megacpp_mcore.kernels.moe_experts.routing import (
 )
 
 # Warps of a row's program: the fastest of twelve on an H200 at f = 896, with one row a program.
-_ROWS, _WARPS, _BACKWARD_WARPS = 1, 2, 4
+_WARPS, _BACKWARD_WARPS = 2, 4
 
 
 class Experts(NamedTuple):
@@ -176,10 +176,10 @@ def handed_on(weight: Tensor) -> Tensor:
 def swiglu(h: Tensor, probs: Tensor, ends: Tensor) -> Tensor:
     """h (R, 2f), probs (R,) -> (R, f) in h's dtype: probs silu(gate) up, of [gate, up] = h."""
     size, width = h.shape[0], h.shape[1] // 2
-    a = h.new_empty(size, width)
+    a, rows = h.new_empty(size, width), _rows_of_a_program(h)
     if size:
-        triton_kernels.swiglu[(triton.cdiv(size, _ROWS),)](
-            h, probs, a, ends, ends.shape[0], width, ROWS=_ROWS, BLOCK=_columns(width),
+        triton_kernels.swiglu[(triton.cdiv(size, rows),)](
+            h, probs, a, ends, ends.shape[0], width, ROWS=rows, BLOCK=_columns(width),
             num_warps=_WARPS,
         )  # fmt: skip
     return a
@@ -191,12 +191,17 @@ def swiglu_backward(
     """The gradients of h and probs, float32, from that of swiglu's output; and that output."""
     size, width = da.shape
     dh, a, row_grads = torch.empty_like(h), torch.empty_like(da), torch.empty_like(probs)
+    rows = _rows_of_a_program(h)
     if size:
-        triton_kernels.swiglu_backward[(triton.cdiv(size, _ROWS),)](
-            da, h, probs, dh, a, row_grads, ends, ends.shape[0], width, ROWS=_ROWS,
+        triton_kernels.swiglu_backward[(triton.cdiv(size, rows),)](
+            da, h, probs, dh, a, row_grads, ends, ends.shape[0], width, ROWS=rows,
             BLOCK=_columns(width), num_warps=_BACKWARD_WARPS,
         )  # fmt: skip
     return dh, a, row_grads
+
+
+def _rows_of_a_program(h: Tensor) -> int:
+    return 1 if h.is_cuda else 32  # Triton's interpreter takes as long for one as for 32
 
 
 def _columns(width: int) -> int:
