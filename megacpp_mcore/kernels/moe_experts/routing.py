@@ -99,6 +99,9 @@ class Gathered:
     tokens: Tensor
     routing: Routing
 
+    def __len__(self) -> int:
+        return self.routing.size
+
     @functools.cached_property
     def rows(self) -> Tensor:
         """(R, h)."""

@@ -35,22 +35,17 @@ bool describe(CUtensorMap* map, const void* data, bool wide, int rank, const uin
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-template <int kKind, int kTileN, bool kGathered, int kStages, int kStaged>
+template <int kKind, int kTileN, bool kGathered = false>
 cudaError_t run(const void* a, const void* b, void* c, int64_t rows, const Problem& p,
                 cudaStream_t stream) {
-  constexpr bool kWeights = kOfWeights<kKind>;
   constexpr uint32_t kColumns = kAdded<kKind> || kTileN % 64 ? 32 : 64;
   const uint64_t r = rows, e = p.experts, m = p.m, n = p.n, k = p.k;
   CUtensorMap of_a{}, of_b, of_c;
   bool ok = encode() != nullptr;
-  if constexpr (kWeights) {
-    ok = ok && describe(&of_b, b, false, 2, {n, r, 1}, {64, 64, 1});
-    if constexpr (!kGathered) ok = ok && describe(&of_a, a, false, 2, {m, r, 1}, {64, 64, 1});
-    if constexpr (kKind == kAddedTransposed) {
-      ok = ok && describe(&of_c, c, true, 3, {m, n, e}, {32, kStaged / 256, 1});
-    } else {
-      ok = ok && describe(&of_c, c, kAdded<kKind>, 3, {n, m, e}, {kColumns, 64, 1});
-    }
+  if constexpr (kOfWeights<kKind>) {
+    ok = ok && describe(&of_a, a, false, 2, {m, r, 1}, {64, 64, 1}) &&
+         describe(&of_b, b, false, 2, {n, r, 1}, {64, 64, 1}) &&
+         describe(&of_c, c, kAdded<kKind>, 3, {n, m, e}, {kColumns, 64, 1});
   } else {
     if constexpr (!kGathered) ok = ok && describe(&of_a, a, false, 2, {k, r, 1}, {64, kTileM, 1});
     ok = ok && describe(&of_c, c, false, 2, {n, r, 1}, {kColumns, 64, 1});
@@ -61,8 +56,8 @@ cudaError_t run(const void* a, const void* b, void* c, int64_t rows, const Probl
     }
   }
   if (!ok) return cudaErrorInvalidValue;
-  const auto kernel = product<kKind, kTileN, kGathered, kStages, kStaged>;
-  constexpr size_t kBytes = sizeof(Shared<kStages, kStaged>) + 1024;
+  const auto kernel = product<kKind, kTileN, kGathered>;
+  constexpr size_t kBytes = sizeof(Shared) + 1024;
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
@@ -73,49 +68,35 @@ cudaError_t run(const void* a, const void* b, void* c, int64_t rows, const Probl
   return cudaGetLastError();
 }
 
-template <int kKind, int kTileN, bool kGathered>
-cudaError_t run_staged(int variant, const void* a, const void* b, void* c, int64_t rows,
-                       const Problem& p, cudaStream_t stream) {
-  return variant ? run<kKind, kTileN, kGathered, 4, 16384>(a, b, c, rows, p, stream)
-                 : run<kKind, kTileN, kGathered, 3, 32768>(a, b, c, rows, p, stream);
-}
-
-template <int kKind, int kTileN>
-cudaError_t run_tile(int variant, const void* a, const void* b, void* c, int64_t rows,
+template <int kTileN>
+cudaError_t run_kind(int kind, const void* a, const void* b, void* c, int64_t rows,
                      const Problem& p, cudaStream_t stream) {
-  return p.source ? run_staged<kKind, kTileN, true>(variant, a, b, c, rows, p, stream)
-                  : run_staged<kKind, kTileN, false>(variant, a, b, c, rows, p, stream);
-}
-
-template <int kKind>
-cudaError_t run_kind(int tile, int variant, const void* a, const void* b, void* c, int64_t rows,
-                     const Problem& p, cudaStream_t stream) {
-  return tile == 224 ? run_tile<kKind, 224>(variant, a, b, c, rows, p, stream)
-                     : run_tile<kKind, 256>(variant, a, b, c, rows, p, stream);
+  switch (kind) {
+    case kForward:
+      return p.source ? run<kForward, kTileN, true>(a, b, c, rows, p, stream)
+                      : run<kForward, kTileN>(a, b, c, rows, p, stream);
+    case kInputGradient:
+      return run<kInputGradient, kTileN>(a, b, c, rows, p, stream);
+    case kWeightGradient:
+      return run<kWeightGradient, kTileN>(a, b, c, rows, p, stream);
+    case kAddedWeightGradient:
+      return run<kAddedWeightGradient, kTileN>(a, b, c, rows, p, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace
 }  // namespace grouped
 
-// source: null, or where A's rows are among those of a; rows: of A either way.
-extern "C" int grouped_product(int kind, int tile, int variant, const void* a, const int* source,
-                               const void* b, void* c, const int* ends, int64_t rows, int experts,
-                               int m, int n, int k, cudaStream_t stream) {
+// tile: columns of a block's tile, 256 or 224. source: null, or of kForward where A's rows are among
+// those of a. rows: of A either way.
+extern "C" int grouped_product(int kind, int tile, const void* a, const int* source, const void* b,
+                               void* c, const int* ends, int64_t rows, int experts, int m, int n,
+                               int k, cudaStream_t stream) {
   using namespace grouped;
   const Problem p{ends, experts, m, n, k, static_cast<const uint8_t*>(a), source};
-  switch (kind) {
-    case kForward:
-      return run_kind<kForward>(tile, variant, a, b, c, rows, p, stream);
-    case kInputGradient:
-      return run_kind<kInputGradient>(tile, variant, a, b, c, rows, p, stream);
-    case kWeightGradient:
-      return run_kind<kWeightGradient>(tile, variant, a, b, c, rows, p, stream);
-    case kAddedWeightGradient:
-      return run_kind<kAddedWeightGradient>(tile, variant, a, b, c, rows, p, stream);
-    case kAddedTransposed:
-      return run_tile<kAddedTransposed, 256>(variant, a, b, c, rows, p, stream);
-  }
-  return cudaErrorInvalidValue;
+  return tile == 224 ? run_kind<224>(kind, a, b, c, rows, p, stream)
+                     : run_kind<256>(kind, a, b, c, rows, p, stream);
 }
 
 extern "C" const char* grouped_error(int error) {

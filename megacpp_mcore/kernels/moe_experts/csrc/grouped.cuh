@@ -15,6 +15,8 @@ using namespace hopper;
 
 constexpr int kTileM = 128, kTileK = 64, kBlocks = 2;
 constexpr int kThreads = 3 * 128;
+constexpr int kStages = 4;
+constexpr int kStaged = 16384;  // bytes that a warpgroup stores at a time
 constexpr int kBytesA = kTileM * kTileK * 2;
 constexpr int kBytesB = 256 * kTileK * 2;  // of a stage; narrower tiles use less
 constexpr int kGroup = 64 * 128;           // 64 rows of 64 values
@@ -25,19 +27,17 @@ enum Kind {
   kInputGradient,  // C[r] = A[r] B[e]      A (R, K), B (E, K, N), C (R, N)
   kWeightGradient,  // C[e] = A[rows of e]^T B[rows of e]    A (R, M), B (R, N), C (E, M, N)
   kAddedWeightGradient,  // the same, float32, added to what C holds
-  kAddedTransposed,      // the same, C[e]^T: C (E, N, M)
 };
 
 struct Problem {
   const int* ends;  // where each expert's rows end: multiples of 128
   int experts;
   int m, n, k;  // m: of the weight gradients; k: of the others
-  // Where A is gathered: its row r is row `source[r]` of `tokens`, or zeros where that is negative.
+  // Where A is gathered: its row r is row source[r] of tokens (., K), or zeros if that is negative.
   const uint8_t* tokens;
   const int* source;
 };
 
-template <int kStages, int kStaged>
 struct Shared {
   alignas(1024) uint8_t a[kStages][kBytesA];
   alignas(1024) uint8_t b[kStages][kBytesB];
@@ -117,24 +117,25 @@ __device__ __forceinline__ void load_b(uint32_t b, const CUtensorMap* map_b, uin
   }
 }
 
+// The stages in turn. The producer starts with phase 1, as it finds them all empty.
 struct Ring {
-  int stages, stage = 0;
   uint32_t phase;
+  int stage = 0;
 
   __device__ __forceinline__ void advance() {
-    if (++stage == stages) {
+    if (++stage == kStages) {
       stage = 0;
       phase ^= 1;
     }
   }
 };
 
-template <int kKind, int kTileN, int kStages, int kStaged>
-__device__ void load(Shared<kStages, kStaged>& shared, const Problem& p, const CUtensorMap* map_a,
+template <int kKind, int kTileN>
+__device__ void load(Shared& shared, const Problem& p, const CUtensorMap* map_a,
                      const CUtensorMap* map_b) {
   const uint32_t rank = cluster_rank();
   Tiles<kKind, kTileN> tiles(p, shared.ends);
-  Ring ring{kStages, 0, 1};  // the first round finds every stage empty
+  Ring ring{1};
   while (tiles.next()) {
     const int steps = tiles.steps(p.k);
     const int row = tiles.row + static_cast<int>(rank) * kTileM;
@@ -155,45 +156,31 @@ __device__ void load(Shared<kStages, kStaged>& shared, const Problem& p, const C
   }
 }
 
-// As `load`, by all threads of a warpgroup: they copy A's rows from where `source` says.
-template <int kKind, int kTileN, int kStages, int kStaged>
-__device__ void load_gathered(Shared<kStages, kStaged>& shared, const Problem& p,
-                              const CUtensorMap* map_b) {
-  constexpr bool kWeights = kOfWeights<kKind>;
-  constexpr int kChunks = kWeights ? 16 : 8;          // of 16 bytes in a row of A's tile
-  constexpr int kApart = 128 / kChunks, kRows = 8;    // rows of a thread, and between them
+// As `load`, of kForward, by all threads of a warpgroup: they copy A's rows from where `source` says.
+template <int kTileN>
+__device__ void load_gathered(Shared& shared, const Problem& p, const CUtensorMap* map_b) {
+  constexpr int kRows = 8, kApart = 16;  // rows of a thread, and between them
   const uint32_t rank = cluster_rank();
-  const int thread = threadIdx.x, chunk = thread % kChunks, first = thread / kChunks;
-  const int width = (kWeights ? p.m : p.k) / 8;       // chunks of a token
-  // In groups of 64 values, 128-byte swizzle: of row first + i * kApart, as kApart is 8 or 16.
-  const uint32_t place = (chunk / 8) * kGroup + first * 128 + ((chunk % 8 ^ (first & 7)) << 4);
-  Tiles<kKind, kTileN> tiles(p, shared.ends);
-  Ring ring{kStages, 0, 1};
-  int from[kRows];
+  const int thread = threadIdx.x, chunk = thread % 8, first = thread / 8;
+  const int width = p.k / 8;  // chunks of 16 bytes in a token
+  const uint32_t place = first * 128 + ((chunk ^ (first & 7)) << 4);  // as the copy engine swizzles
+  Tiles<kForward, kTileN> tiles(p, shared.ends);
+  Ring ring{1};
   while (tiles.next()) {
-    const int steps = tiles.steps(p.k);
-    const int top = tiles.row + static_cast<int>(rank) * kTileM;  // the tile's first row, or column
-    const int start = (kWeights ? tiles.begin : top) + first;
+    int from[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int row = start + i * kApart;
+      const int row = tiles.row + static_cast<int>(rank) * kTileM + first + i * kApart;
       from[i] = row < tiles.end ? __ldg(p.source + row) : -1;
     }
+    const int steps = tiles.steps(p.k);
     for (int step = 0; step < steps; ++step, ring.advance()) {
       const uint32_t full = address(&shared.full[ring.stage]);
       const uint32_t a = address(shared.a[ring.stage]) + place;
-      const int column = kWeights ? top / 8 + chunk : step * 8 + chunk;
-      int next[kRows];
-      if constexpr (kWeights) {
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          const int row = start + (step + 1) * kTileK + i * kApart;
-          next[i] = row < tiles.end ? __ldg(p.source + row) : -1;
-        }
-      }
+      const int column = step * 8 + chunk;
       barrier_wait(address(&shared.empty[ring.stage]), ring.phase);
       if (thread == 0) {
-        barrier_expect(full, 2 * kHalfB<kKind, kTileN>);
+        barrier_expect(full, 2 * kHalfB<kForward, kTileN>);
         load_b(address(shared.b[ring.stage]), map_b, full, tiles, rank, step * kTileK);
       }
 #pragma unroll
@@ -203,10 +190,6 @@ __device__ void load_gathered(Shared<kStages, kStaged>& shared, const Problem& p
         copy_16(a + i * kApart * 128, p.tokens + at * 16, valid);
       }
       barrier_arrive_after_copies(full);
-      if constexpr (kWeights) {
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) from[i] = next[i];
-      }
     }
   }
 }
@@ -218,7 +201,7 @@ __device__ __forceinline__ uint32_t packed(float low, float high) {
 }
 
 // A warpgroup's 64 rows to memory, as many columns at a time as its part of `staged` holds.
-template <int kKind, int kTileN, int kStaged>
+template <int kKind, int kTileN>
 __device__ __forceinline__ void store(const float (&sums)[kTileN / 2], uint32_t staged, int group,
                                       const CUtensorMap* map_c, const Tiles<kKind, kTileN>& tiles,
                                       int row, bool stored) {
@@ -278,40 +261,8 @@ __device__ __forceinline__ void store(const float (&sums)[kTileN / 2], uint32_t 
   }
 }
 
-// As `store`, added and transposed.
-template <int kKind, int kTileN, int kStaged>
-__device__ __forceinline__ void store_transposed(const float (&sums)[kTileN / 2], uint32_t staged,
-                                                 int group, const CUtensorMap* map_c,
-                                                 const Tiles<kKind, kTileN>& tiles, int row,
-                                                 bool stored) {
-  constexpr int kAtOnce = kStaged / 256, kBox = kAtOnce * 128;  // rows of C; bytes of 32 columns
-  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-#pragma unroll
-  for (int first = 0; first < kTileN; first += kAtOnce) {
-    if (thread == 0) store_wait_read();
-    warpgroup_sync(1 + group);
-#pragma unroll
-    for (int j = first / 8; j < (first + kAtOnce) / 8; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int n = 8 * j - first + (lane % 4) * 2 + i % 2;
-        const int m = 16 * warp + 8 * (i / 2) + lane / 4;
-        const int chunk = m % 32 / 4 ^ (n & 7);
-        store_one(staged + m / 32 * kBox + n * 128 + (chunk << 4) + m % 4 * 4, sums[4 * j + i]);
-      }
-    }
-    proxy_fence();
-    warpgroup_sync(1 + group);
-    if (thread == 0 && stored) {
-      add_3d(map_c, staged, row, tiles.column + first, tiles.expert);
-      add_3d(map_c, staged + kBox, row + 32, tiles.column + first, tiles.expert);
-      store_commit();
-    }
-  }
-}
-
-template <int kKind, int kTileN, bool kGathered, int kStages, int kStaged>
-__device__ void multiply(Shared<kStages, kStaged>& shared, const Problem& p,
+template <int kKind, int kTileN, bool kGathered>
+__device__ void multiply(Shared& shared, const Problem& p,
                          const CUtensorMap* map_c, int group) {
   constexpr int kTransposedA = kOfWeights<kKind>, kTransposedB = kKind != kForward;
   constexpr int kStepA = kTransposedA ? 2048 >> 4 : 32 >> 4;
@@ -321,7 +272,7 @@ __device__ void multiply(Shared<kStages, kStaged>& shared, const Problem& p,
   const uint32_t staged = address(shared.staged[group]);
   Tiles<kKind, kTileN> tiles(p, shared.ends);
   float sums[kTileN / 2];
-  Ring ring{kStages, 0, 0};
+  Ring ring{0};
   while (tiles.next()) {
     const int steps = tiles.steps(p.k);
     int used = 0;  // the stage that the products before the last ones read
@@ -352,26 +303,22 @@ __device__ void multiply(Shared<kStages, kStaged>& shared, const Problem& p,
     const int row = tiles.row + static_cast<int>(rank) * kTileM + group * 64;
     const bool inside = kOfWeights<kKind> ? row < p.m : row < tiles.end;
     const bool stored = inside && !(kAdded<kKind> && steps == 0);
-    if constexpr (kKind == kAddedTransposed) {
-      store_transposed<kKind, kTileN, kStaged>(sums, staged, group, map_c, tiles, row, stored);
-    } else {
-      store<kKind, kTileN, kStaged>(sums, staged, group, map_c, tiles, row, stored);
-    }
+    store<kKind, kTileN>(sums, staged, group, map_c, tiles, row, stored);
   }
   if (thread == 0) store_wait();
 }
 
-template <int kKind, int kTileN, bool kGathered, int kStages, int kStaged>
+template <int kKind, int kTileN, bool kGathered>
 __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
     product(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
             const __grid_constant__ CUtensorMap map_c, const Problem p) {
   extern __shared__ uint8_t raw[];
-  auto& shared = *reinterpret_cast<Shared<kStages, kStaged>*>(
+  auto& shared = *reinterpret_cast<Shared*>(
       (reinterpret_cast<uintptr_t>(raw) + 1023) & ~static_cast<uintptr_t>(1023));
   for (int e = threadIdx.x; e < p.experts; e += kThreads) shared.ends[e] = p.ends[e];
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
-      barrier_init(address(&shared.full[stage]), kGathered ? 129 : 1);
+      barrier_init(address(&shared.full[stage]), kGathered ? 1 + 128 : 1);  // who loads
       barrier_init(address(&shared.empty[stage]), 2 * kBlocks);  // warpgroups of both blocks
     }
     barrier_fence();
@@ -382,7 +329,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
   if (warpgroup == 0) {
     if constexpr (kGathered) {
       fewer_registers<56>();
-      load_gathered<kKind, kTileN>(shared, p, &map_b);
+      load_gathered<kTileN>(shared, p, &map_b);
     } else {
       fewer_registers<40>();
       if (threadIdx.x == 0) load<kKind, kTileN>(shared, p, &map_a, &map_b);
