@@ -98,19 +98,27 @@ SURFACE = Surface(
     "moe_experts",
     (
         _backend(
-            FUSED, "megacpp_mcore.layers.parts:fused_experts", _fused, opt_in=True,
-            role="experimental", keep="borderline",
+            FUSED, "megacpp_mcore.layers.parts:fused_experts", _fused,
+            role="chosen", keep="keep",
             ruled_out=whatever_the_machine(_grouped),
-            removes="the permuted copies that are kept for the backward pass, the unpermuted sum "
-            "beside the shared expert's, and the gradients' own pass into main_grad",
+            removes="where every expert is local: the permuted copies that are kept for the "
+            "backward pass (0.55 GiB a layer of NAM56R), the sums of the routed and the shared "
+            "expert's outputs and of the tokens' gradients, and on Hopper the pass that adds "
+            "weight gradients to main_grad",
             layout="tokens [t, h] and the router's map where every expert is local; else as "
             "grouped_mm's",
-            dtypes="bf16, fp16, fp32; SwiGLU in fp32", fallback=GROUPED_MM,
-            exit_when="a whole run says whether it is the faster one",
+            dtypes="bf16, fp16, fp32; SwiGLU in fp32; our own products bf16 on Hopper, torch's "
+            "elsewhere", fallback=GROUPED_MM,
+            tests=(*_TESTS, "tests/kernels/test_moe_routed.py", "tests/kernels/test_moe_hopper.py",
+                   "tests/layers/test_moe.py", "tests/gpu/test_moe_experts_gpu.py"),
+            receipt=None,
+            no_receipt="what it saves is around the operator: a layer's receipt is wanted, "
+            "`megacpp bench layer E --against moe_experts=grouped_mm moe_experts=fused_moe`",
+            exit_when="a whole run is no faster with it than with grouped_mm",
         ),
         _backend(
             GROUPED_MM, "megacpp_mcore.layers.parts:grouped_mm_experts", _grouped_mm,
-            role="chosen", keep="keep",
+            keep="keep",
             ruled_out=whatever_the_machine(_grouped),
             removes="one GEMM launch an expert, and the wait for the counts on the host. SwiGLU "
             "without bias, not in FP8, and not under Muon, which would leave its weights, one 3-d "
@@ -118,7 +126,8 @@ SURFACE = Surface(
             layout="tokens [t, h] sorted by expert, counts [experts] anywhere; h and f multiples "
             "of 8",
             dtypes="bf16; fp16 and fp32 outside torch.compile", fallback=TE,
-            exit_when="a path that never writes the permuted copies wins a whole run",
+            exit_when="fused_moe serves wherever it does, and is not slower with expert "
+            "parallelism",
         ),
         _backend(
             TE, "megacpp_mcore.layers.parts:te_experts", transformer_engine,
