@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.kernels.moe_experts.readers import Readers
 
 
 class MoELayerError(MegacppError):
@@ -104,6 +105,7 @@ class MegacppMoELayer(MoELayer):
         self.routed_inside = (
             local and hasattr(self.experts, "routed") and not self.shared_expert_overlap
         )
+        self._readers: Readers | None = None
         if self.routed_inside:
             self.experts.take_tokens()
         if local:
