@@ -42,7 +42,7 @@ def mamba3_siso(
     from mamba_ssm.ops.triton.mamba3.angle_dt import angle_dt_fwd
     from mamba_ssm.ops.triton.mamba3.mamba3_siso_fwd import mamba3_siso_fwd
 
-    _prepare(q, v, chunk_size)
+    set_up(q.shape[-1], v.shape[-1], chunk_size)
     adt, dt, trap = (x.transpose(1, 2) for x in (adt, dt, trap))
     sums = angle_dt_fwd(angles, dt, chunk_size=chunk_size, cu_seqlens=bounds)
     y, *inner, _ = mamba3_siso_fwd(
@@ -98,7 +98,7 @@ def _backward(
     from mamba_ssm.ops.triton.mamba3 import mamba3_siso_bwd as launch
     from mamba_ssm.ops.triton.mamba3.angle_dt import angle_dt_bwd
 
-    _prepare(q, v, chunk_size)
+    set_up(q.shape[-1], v.shape[-1], chunk_size)
     dt, trap = dt.transpose(1, 2), trap.transpose(1, 2)
     sums, y_before_z, states, decay, chunk_decay, q_rotated, k_rotated, qk, scale, gamma = saved
     dy, dz = dy.contiguous(), None
@@ -152,12 +152,20 @@ def _gradients(ctx, dys):
 mamba3_siso.register_autograd(_gradients, setup_context=_save)
 
 
-def _prepare(q: Tensor, v: Tensor, chunk_size: int) -> None:
-    """Set up Triton as upstream's launchers need it, in this thread (autograd has its own)."""
+def set_up(state_dim: int, head_dim: int, chunk_size: int) -> None:
+    """Set up Triton as upstream's kernels need it, in this thread (autograd has its own)."""
     import triton
 
-    triton.set_allocator(lambda size, alignment, stream: v.new_empty(size, dtype=torch.int8))
-    _pin(q.shape[-1], v.shape[-1], chunk_size)
+    triton.set_allocator(_allocate)
+    _pin(state_dim, head_dim, chunk_size)
+
+
+def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Memory for tensor descriptors on the current device, which a kernel is launched on.
+
+    Triton keeps the function in every thread that set it: it must not hold on to a tensor.
+    """
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 @functools.cache
