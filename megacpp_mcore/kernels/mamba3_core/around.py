@@ -103,7 +103,7 @@ def steps(
         seq, chunks, *proj, sizes.decay_floor, sizes.eps,
         *(at[name] for name in ("B_AT", "C_AT", "DT_AT", "A_AT", "TRAP_AT", "ANGLE_AT")),
         G=groups, N=dim, N_BLOCK=triton.next_power_of_2(dim), A_BLOCK=_block(angles),
-        H_BLOCK=h_block, SOFTPLUS=sizes.decay == "softplus", **shared,
+        H_BLOCK=h_block, SOFTPLUS=sizes.decay == "softplus", num_warps=8, **shared,
     )  # fmt: skip
     _add_up(sums, resets, before, reverse=False)
     kernels.angles[(chunks, triton.cdiv(heads, _HEADS), batch)](
@@ -166,9 +166,9 @@ def steps_backward(
         projected, dt_bias, starts, dt, found.dadt, dscale, dboth, ddt, dspeed, behind, dprojected,
         partial[:, sum(widths[:-1]) :], seq, chunks, *strides, partial.shape[1], sizes.decay_floor,
         *(at[name] for name in ("DT_AT", "A_AT", "TRAP_AT", "ANGLE_AT", "END")),
-        COLUMNS=columns, G=groups, A_BLOCK=_block(angles), H_BLOCK=min(64, _block(heads)),
+        COLUMNS=columns, G=groups, A_BLOCK=_block(angles), H_BLOCK=16,
         PAD_BLOCK=triton.next_power_of_2(max(1, columns - at["END"])),
-        SOFTPLUS=sizes.decay == "softplus", **shared,
+        SOFTPLUS=sizes.decay == "softplus", num_warps=8, num_stages=1, **shared,
     )  # fmt: skip
     return partial.sum(0)
 

@@ -48,11 +48,8 @@ def tanh_derivative(x):
 @triton.jit
 def decay(x, floor, SOFTPLUS: tl.constexpr):
     """A < 0 from its logit, at most -floor."""
-    if SOFTPLUS:
-        a = log1p_exp(x)
-    else:
-        a = tl.where(x >= 0, 1.0 + x, 1.0 / (1.0 - tl.minimum(x, 0.0)))
-    return -tl.maximum(a, floor)
+    rational = tl.where(x >= 0, 1.0 + x, 1.0 / (1.0 - tl.minimum(x, 0.0)))
+    return -tl.maximum(log1p_exp(x) if SOFTPLUS else rational, floor)
 
 
 @triton.jit

@@ -35,10 +35,7 @@ class Saved(NamedTuple):
 def saved_like(x: Tensor, state_dim: int, documents: int | None) -> Saved:
     """Empty. x: (b, s, H, P). documents: packed ones, or None."""
     batch, seq, heads, dim = x.shape
-    if documents is None:
-        chunks = -(-seq // CHUNK)
-    else:
-        chunks = documents + seq // CHUNK
+    chunks = -(-seq // CHUNK) if documents is None else documents + seq // CHUNK
 
     def rows(*shape: int) -> Tensor:
         return torch.empty((batch, heads, *shape), dtype=torch.float32, device=x.device)

@@ -40,9 +40,55 @@ def _add_flagged(done, x, next_done, y):
 
 
 @triton.jit
+def _add_2(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _add_5(a, b, c, d, e, f, g, h, i, j):
+    return a + f, b + g, c + h, d + i, e + j
+
+
+@triton.jit
 def _starts(starts, token, S):
     """The first token of each token's document; of one behind the row, S."""
     return tl.load(starts + token, mask=token < S, other=S)
+
+
+@triton.jit
+def _norm(source, target, weight, n, mask, eps, N: tl.constexpr):
+    x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(weight + n, mask=n < N, other=0.0)
+    x = x * tl.rsqrt(tl.sum(x * x, 1) / N + eps)[:, None] * w[None, :]
+    tl.store(target, x, mask=mask)
+
+
+@triton.jit
+def _steps(
+    row, token, inside, h, dt_bias, dt, adt, trap, to, floor,
+    DT_AT: tl.constexpr, A_AT: tl.constexpr, TRAP_AT: tl.constexpr, H: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+):  # fmt: skip
+    """dt, A dt and trap of a block of heads, written at `to`; dt is zero where there is none."""
+    mask = inside[:, None] & (h < H)[None, :]
+    column = row[:, None] + h[None, :]
+    bias = tl.load(dt_bias + h, mask=h < H, other=0.0)
+    logit = tl.load(column + DT_AT, mask=mask, other=0.0).to(tl.float32)
+    step = tl.where(mask, log1p_exp(logit + bias[None, :]), 0.0)
+    tl.store(dt + to, step, mask=mask)
+    logit = tl.load(column + A_AT, mask=mask, other=0.0).to(tl.float32)
+    tl.store(adt + to, decay(logit, floor, SOFTPLUS) * step, mask=mask)
+    logit = tl.load(column + TRAP_AT, mask=mask, other=0.0).to(tl.float32)
+    tl.store(trap + to, logit, mask=mask)
+    return step
+
+
+@triton.jit
+def _speed(row, inside, a, ANGLE_AT: tl.constexpr, A: tl.constexpr):
+    """pi tanh(angle), what a step of 1 turns; zero where there is none."""
+    mask = inside[:, None] & (a < A)[None, :]
+    angle = tl.load(row[:, None] + ANGLE_AT + a[None, :], mask=mask, other=0.0).to(tl.float32)
+    return tl.where(mask, PI * tanh(angle), 0.0)
 
 
 @triton.jit
@@ -62,35 +108,18 @@ def before_scan(
     row = _rows(proj, proj_s, proj_b, token, b, ALIGN)
     if part < G:
         n = tl.arange(0, N_BLOCK)
-        at = ((b * G + part).to(tl.int64) * S + token[:, None]) * N + n[None, :]
-        mask = inside[:, None] & (n[None, :] < N)
-        column = row[:, None] + part * N + n[None, :]
-        x = tl.load(column + B_AT, mask=mask, other=0.0).to(tl.float32)
-        w = tl.load(b_weight + n, mask=n < N, other=0.0)
-        x = x * tl.rsqrt(tl.sum(x * x, 1) / N + eps)[:, None] * w[None, :]
-        tl.store(k + at, x, mask=mask)
-        x = tl.load(column + C_AT, mask=mask, other=0.0).to(tl.float32)
-        w = tl.load(c_weight + n, mask=n < N, other=0.0)
-        x = x * tl.rsqrt(tl.sum(x * x, 1) / N + eps)[:, None] * w[None, :]
-        tl.store(q + at, x, mask=mask)
+        mask = inside[:, None] & (n < N)[None, :]
+        to = ((b * G + part).to(tl.int64) * S + token[:, None]) * N + n[None, :]
+        source = row[:, None] + part * N + n[None, :]
+        _norm(source + B_AT, k + to, b_weight, n, mask, eps, N)
+        _norm(source + C_AT, q + to, c_weight, n, mask, eps, N)
     else:
         h = (part - G) * H_BLOCK + tl.arange(0, H_BLOCK)
-        mask = inside[:, None] & (h[None, :] < H)
-        column = row[:, None] + h[None, :]
-        at = (b * H + h[None, :]).to(tl.int64) * S + token[:, None]
-        bias = tl.load(dt_bias + h, mask=h < H, other=0.0)
-        logit = tl.load(column + DT_AT, mask=mask, other=0.0).to(tl.float32)
-        step = tl.where(mask, log1p_exp(logit + bias[None, :]), 0.0)
-        tl.store(dt + at, step, mask=mask)
-        logit = tl.load(column + A_AT, mask=mask, other=0.0).to(tl.float32)
-        tl.store(adt + at, decay(logit, floor, SOFTPLUS) * step, mask=mask)
-        logit = tl.load(column + TRAP_AT, mask=mask, other=0.0).to(tl.float32)
-        tl.store(trap + at, logit, mask=mask)
-
+        vector = (b * H + h[None, :]).to(tl.int64) * S + token[:, None]
+        step = _steps(row, token, inside, h, dt_bias, dt, adt, trap, vector, floor, DT_AT, A_AT,
+                      TRAP_AT, H, SOFTPLUS)  # fmt: skip
         a = tl.arange(0, A_BLOCK)
-        turning = inside[:, None] & (a[None, :] < A)
-        speed = tl.load(row[:, None] + ANGLE_AT + a[None, :], mask=turning, other=0.0)
-        speed = tl.where(turning, PI * tanh(speed.to(tl.float32)), 0.0)
+        speed = _speed(row, inside, a, ANGLE_AT, A)
         if PACKED:
             # Of the last document alone: the others have ended.
             start = _starts(starts, token, S)
@@ -98,8 +127,8 @@ def before_scan(
             step = tl.where((start == last)[:, None], step, 0.0)
             tl.store(resets + chunk, (last >= chunk * TOKENS).to(tl.int32))
         total = tl.dot(tl.trans(step), speed, input_precision="ieee")
-        at = ((b * CHUNKS + chunk) * H + h[:, None]) * A + a[None, :]
-        tl.store(sums + at, total, mask=(h[:, None] < H) & (a[None, :] < A))
+        cell = ((b * CHUNKS + chunk) * H + h[:, None]) * A + a[None, :]
+        tl.store(sums + cell, total, mask=(h < H)[:, None] & (a < A)[None, :])
 
 
 @triton.jit
@@ -152,9 +181,7 @@ def angles(
     inside = token < S
     a = tl.arange(0, A_BLOCK)
     mask = inside[:, None] & (a[None, :] < A)
-    row = _rows(proj, proj_s, proj_b, token, b, ALIGN)
-    speed = tl.load(row[:, None] + ANGLE_AT + a[None, :], mask=mask, other=0.0)
-    speed = tl.where(mask, PI * tanh(speed.to(tl.float32)), 0.0)
+    speed = _speed(_rows(proj, proj_s, proj_b, token, b, ALIGN), inside, a, ANGLE_AT, A)
     if PACKED:
         start = _starts(starts, token, S)
         first = (start == token).to(tl.int32)
@@ -222,7 +249,7 @@ def _store_pair_vector(at, x, y, N: tl.constexpr, PAIRS: tl.constexpr):
 def _normed(at, mask, w0, w1, eps, N: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr):
     """RMSNorm of rows in pairs; and without the weight, and the factors of the rows."""
     x0, x1 = _pairs(tl.load(at, mask=mask, other=0.0).to(tl.float32), ROWS, PAIRS)
-    scale = tl.rsqrt((tl.sum(x0 * x0, 1) + tl.sum(x1 * x1, 1)) / N + eps)
+    scale = tl.rsqrt(tl.sum(x0 * x0 + x1 * x1, 1) / N + eps)
     x0, x1 = x0 * scale[:, None], x1 * scale[:, None]
     return x0 * w0[None, :], x1 * w1[None, :], x0, x1, scale
 
@@ -234,9 +261,10 @@ def _norm_backward(
 ):  # fmt: skip
     """d0, d1: the gradient of the normed rows at `at` -> of the rows, at `to`, and the weight's."""
     _, _, x0, x1, scale = _normed(at, mask, w0, w1, eps, N, ROWS, PAIRS)
-    _store_pair_vector(weight_to, tl.sum(d0 * x0, 0), tl.sum(d1 * x1, 0), N, PAIRS)
+    sum0, sum1 = tl.reduce((d0 * x0, d1 * x1), 0, _add_2)
+    _store_pair_vector(weight_to, sum0, sum1, N, PAIRS)
     d0, d1 = d0 * w0[None, :], d1 * w1[None, :]
-    along = (tl.sum(d0 * x0, 1) + tl.sum(d1 * x1, 1))[:, None] / N
+    along = tl.sum(d0 * x0 + d1 * x1, 1)[:, None] / N
     d0, d1 = (d0 - x0 * along) * scale[:, None], (d1 - x1 * along) * scale[:, None]
     tl.store(to, tl.reshape(tl.join(d0, d1), (ROWS, 2 * PAIRS)), mask=mask)
 
@@ -265,14 +293,14 @@ def rotation_backward(
     n, pair = tl.arange(0, 2 * PAIRS), tl.arange(0, PAIRS)
     mask = inside[:, None] & (n < N)[None, :]
     turning = inside[:, None] & (pair < A)[None, :]
-    row = _rows(proj, proj_s, proj_b, token, b, ALIGN)[:, None]
+    rows = _rows(proj, proj_s, proj_b, token, b, ALIGN)
+    row = rows[:, None]
     column = g * N + n[None, :]
     bw0, bw1 = _pair_vector(b_weight, N, PAIRS)
     cw0, cw1 = _pair_vector(c_weight, N, PAIRS)
     kn0, kn1, _, _, _ = _normed(row + B_AT + column, mask, bw0, bw1, eps, N, TOKENS, PAIRS)
     qn0, qn1, _, _, _ = _normed(row + C_AT + column, mask, cw0, cw1, eps, N, TOKENS, PAIRS)
-    speed = tl.load(row + ANGLE_AT + pair[None, :], mask=turning, other=0.0)
-    speed = PI * tanh(speed.to(tl.float32))
+    speed = _speed(rows, inside, pair, ANGLE_AT, A)
     ends = (token == S - 1).to(tl.int32)
     if PACKED:
         start = _starts(starts, token, S)
@@ -299,12 +327,12 @@ def rotation_backward(
         dq0, dq1 = _pairs(tl.load(dq + at, mask=mask, other=0.0).to(tl.float32), TOKENS, PAIRS)
         dk0, dk1 = _pairs(tl.load(dk + at, mask=mask, other=0.0).to(tl.float32), TOKENS, PAIRS)
 
-        dgamma = mix * (tl.sum(q0 * k0, 1) + tl.sum(q1 * k1, 1))
-        mix *= tl.load(gamma + vector, mask=inside, other=0.0)
         r0, r1 = k0 * c - k1 * s, k0 * s + k1 * c
-        d = tl.sum(dk0 * r0, 1) + tl.sum(dk1 * r1, 1)
+        # Sums of several tiles at once share their barriers.
+        d, dgamma = tl.reduce((dk0 * r0 + dk1 * r1, q0 * k0 + q1 * k1), 1, _add_2)
         tl.store(dscale + vector, d, mask=inside)
-        tl.store(dboth + vector, d + dgamma, mask=inside)
+        tl.store(dboth + vector, d + mix * dgamma, mask=inside)
+        mix *= tl.load(gamma + vector, mask=inside, other=0.0)
         dk0, dk1 = dk0 * factor[:, None], dk1 * factor[:, None]
         turn = dk1 * r0 - dk0 * r1
         r0, r1 = q0 * c - q1 * s, q0 * s + q1 * c
@@ -312,16 +340,18 @@ def rotation_backward(
         dq0, dq1 = dq0 * c + dq1 * s + mix[:, None] * k0, dq1 * c - dq0 * s + mix[:, None] * k1
         dk0, dk1 = dk0 * c + dk1 * s + mix[:, None] * q0, dk1 * c - dk0 * s + mix[:, None] * q1
         dqn0, dqn1, dkn0, dkn1 = dqn0 + dq0, dqn1 + dq1, dkn0 + dk0, dkn1 + dk1
-        _store_pair_vector(partial + h * N, tl.sum(dk0, 0), tl.sum(dk1, 0), N, PAIRS)
-        _store_pair_vector(partial + (H + h) * N, tl.sum(dq0, 0), tl.sum(dq1, 0), N, PAIRS)
+        counted = turn
+        if PACKED:
+            counted = tl.where((start == first)[:, None], turn, 0.0)
+        dk0, dk1, dq0, dq1, total = tl.reduce((dk0, dk1, dq0, dq1, counted), 0, _add_5)
+        _store_pair_vector(partial + h * N, dk0, dk1, N, PAIRS)
+        _store_pair_vector(partial + (H + h) * N, dq0, dq1, N, PAIRS)
 
         # A token's angle turns all later ones of its document.
         if PACKED:
-            total = tl.sum(tl.where((start == first)[:, None], turn, 0.0), 0)
             flags = tl.broadcast_to(ends[:, None], turn.shape)
             _, turn = tl.associative_scan((flags, turn), 0, _add_flagged, reverse=True)
         else:
-            total = tl.sum(turn, 0)
             turn = tl.cumsum(turn, 0, reverse=True)
         to = sums + ((b * CHUNKS + chunk) * H + h) * A + pair
         tl.store(to, total, mask=pair < A)
