@@ -27,8 +27,8 @@ ROUNDED = 2**-8
 
 def gradients(inputs, dy, d_final, *, bounds=None, chunk=32, clamp=None):
     *tensors, initial = inputs
-    *_, kept = cuda._forward._init_fn(*tensors, initial, bounds, chunk, None, True)
-    found = cuda._backward._init_fn(dy, d_final, *tensors, bounds, kept, chunk, clamp)
+    *_, kept = cuda.forward._init_fn(*tensors, initial, bounds, chunk, None, True)
+    found = cuda.backward._init_fn(dy, d_final, *tensors, bounds, kept, chunk, clamp)
     return dict(zip(NAMES, found, strict=True))
 
 

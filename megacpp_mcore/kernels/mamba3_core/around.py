@@ -13,9 +13,10 @@ from torch import Tensor
 
 from megacpp_mcore.kernels.mamba3_core import triton_kernels as kernels
 
-TOKENS = 64  # of a program, at most: with a state dim of 128 half as many, for the registers
-_HEADS = 8  # of a program of `angles`
-_ROTATION_WARPS = 8
+TOKENS = 32  # of a program; with a state dim of 128 half as many, for the registers
+_HEADS = 8  # of a program of `angles`; of which `rotation_backward` keeps what it writes
+_ROTATION = {"num_warps": 4, "STAGES": 2}
+_GATE_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -123,11 +124,11 @@ def gate_backward(
     seq, batch, _ = projected.shape
     dy_inner = torch.empty_like(y)
     align = _align(projected, dy, dprojected)
-    kernels.gate_backward[(triton.cdiv(seq, TOKENS), sizes.heads, batch)](
+    kernels.gate_backward[(triton.cdiv(seq, _GATE_TOKENS), sizes.heads, batch)](
         projected, dy, y, dprojected, dy_inner, seq,
         *_strides(projected, align), *_strides(dy, align), *_strides(dprojected, align),
         H=sizes.heads, P=sizes.head_dim, P_BLOCK=triton.next_power_of_2(sizes.head_dim),
-        TOKENS=TOKENS, ALIGN=align, num_warps=8,
+        TOKENS=_GATE_TOKENS, ALIGN=align, num_warps=8,
     )  # fmt: skip
     return dy_inner
 
@@ -154,12 +155,12 @@ def steps_backward(
     at, shared = sizes.offsets, _shared(sizes, starts, projected, dprojected)
     strides = (*_strides(projected, shared["ALIGN"]), *_strides(dprojected, shared["ALIGN"]))
     kernels.rotation_backward[(chunks, groups, batch)](
-        projected, B_weight, C_weight, B_bias, C_bias, starts, dt, theta, scale, gamma,
+        projected, B_weight, C_weight, B_bias, C_bias, starts, dt, theta.view(torch.int16), scale, gamma,
         found.dq, found.dk, found.dqk, dprojected, dscale, dboth, ddt, dspeed, sums, resets,
         partial, seq, chunks, *strides, partial.shape[1], sizes.eps,
         B_AT=at["B_AT"], C_AT=at["C_AT"], ANGLE_AT=at["ANGLE_AT"], G=groups, N=dim,
-        PAIRS=triton.next_power_of_2(dim) // 2, APPROXIMATE=projected.is_cuda,
-        num_warps=_ROTATION_WARPS, **shared,
+        PAIRS=triton.next_power_of_2(dim) // 2, HEADS=_HEADS, APPROXIMATE=projected.is_cuda,
+        **_ROTATION, **shared,
     )  # fmt: skip
     _add_up(sums, resets, behind, reverse=True)
     kernels.steps_backward[(chunks, batch)](

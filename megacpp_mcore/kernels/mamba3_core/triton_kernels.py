@@ -14,7 +14,7 @@ document (PACKED), of one row.
 import triton
 import triton.language as tl
 
-from megacpp_mcore.kernels.mamba3_core.elementwise import (
+from megacpp_mcore.kernels.elementwise_triton import (
     cos_sin,
     decay,
     decay_derivative,
@@ -157,7 +157,7 @@ def add_up_chunks(
             reset = tl.load(resets + chunk, mask=i < CHUNKS, other=0)
             x += tl.where(front & (reset == 0)[:, None], carry[None, :], 0.0)
             flags = tl.broadcast_to(reset[:, None], x.shape)
-            _, upto = tl.associative_scan((flags, x), 0, _add_flagged)
+            _done, upto = tl.associative_scan((flags, x), 0, _add_flagged)
         else:
             x += tl.where(front, carry[None, :], 0.0)
             upto = tl.cumsum(x, 0)
@@ -194,7 +194,7 @@ def angles(
             turn = tl.load(before + ((b * CHUNKS + chunk) * H + h) * A + a, mask=a < A, other=0.0)
             x = step[:, None] * speed
             if PACKED:
-                _, x = tl.associative_scan((flags, x), 0, _add_flagged)
+                _done, x = tl.associative_scan((flags, x), 0, _add_flagged)
                 x += tl.where(goes_on, turn[None, :], 0.0)
             else:
                 x = tl.cumsum(x, 0) + turn[None, :]
@@ -270,29 +270,40 @@ def _norm_backward(
 
 
 @triton.jit
+def _angle_pairs(theta, mask, TOKENS: tl.constexpr, PAIRS: tl.constexpr):
+    """float32 angles, read as pairs of 16 bits: as pairs of q and k are, in the same registers."""
+    low, high = _pairs(tl.load(theta, mask=mask, other=0), TOKENS, PAIRS)
+    bits = (high.to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def rotation_backward(
     proj, b_weight, c_weight, b_bias, c_bias, starts, dt, theta, scale, gamma, dq, dk, dqk,
     dproj, dscale, dboth, ddt, dspeed, sums, resets, partial,
     S, CHUNKS, proj_s, proj_b, dproj_s, dproj_b, partial_row, eps,
     B_AT: tl.constexpr, C_AT: tl.constexpr, ANGLE_AT: tl.constexpr, H: tl.constexpr,
-    G: tl.constexpr, N: tl.constexpr, A: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
-    ALIGN: tl.constexpr, PACKED: tl.constexpr, APPROXIMATE: tl.constexpr,
+    G: tl.constexpr, N: tl.constexpr, A: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
+    TOKENS: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr, APPROXIMATE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Back through rotation, biases and norms of B and C: one group of a chunk, its heads in turn.
 
     In: dq, dk (b, H, s, N), of the rotated q and of the rotated and scaled k; dqk (b, H, s), of
-    gamma (q k). Out: dB, dC; dscale, dboth (b, H, s), of k's scale, and the same plus gamma's; ddt
-    (b, H, s) and dspeed (b, G, s, A), of dt and of pi tanh(angle), as far as the chunk's own angles
-    go; sums (b, chunks, H, A), the angles' gradients of the document that begins before the chunk
-    or with it; partial: a row of sums over the chunk's tokens for b_bias, c_bias, and G times
-    b_weight and c_weight.
+    gamma (q k); theta as int16, two an angle. Out: dB, dC; dscale, dboth (b, H, s), of k's scale,
+    and the same plus gamma's; ddt (b, H, s) and dspeed (b, G, s, A), of dt and of pi tanh(angle),
+    as far as the chunk's own angles go; sums (b, chunks, H, A), the angles' gradients of the
+    document that begins before the chunk or with it; partial: a row of sums over the chunk's tokens
+    for b_bias, c_bias, and G times b_weight and c_weight.
+
+    What a head has of vectors is kept for HEADS heads and written at once: a store in the loop
+    would move each between threads.
     """
     chunk, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = chunk * TOKENS + tl.arange(0, TOKENS)
     inside = token < S
-    n, pair = tl.arange(0, 2 * PAIRS), tl.arange(0, PAIRS)
+    n, pair, own = tl.arange(0, 2 * PAIRS), tl.arange(0, PAIRS), tl.arange(0, HEADS)
     mask = inside[:, None] & (n < N)[None, :]
-    turning = inside[:, None] & (pair < A)[None, :]
     rows = _rows(proj, proj_s, proj_b, token, b, ALIGN)
     row = rows[:, None]
     column = g * N + n[None, :]
@@ -312,54 +323,83 @@ def rotation_backward(
 
     zero = tl.zeros((TOKENS, PAIRS), tl.float32)
     dqn0, dqn1, dkn0, dkn1, dw = zero, zero, zero, zero, zero
-    for i in range(H // G):
-        h = g * (H // G) + i
-        vector = (b * H + h).to(tl.int64) * S + token
-        at = vector[:, None] * N + n[None, :]
-        x = tl.load(theta + vector[:, None] * A + pair[None, :], mask=turning, other=0.0)
-        c, s = cos_sin(x, APPROXIMATE)
-        mix = tl.load(dqk + vector, mask=inside, other=0.0)
-        factor = tl.load(scale + vector, mask=inside, other=0.0)
-        step = tl.load(dt + vector, mask=inside, other=0.0)
-        q0, q1 = _pair_vector(c_bias + h * N, N, PAIRS)
-        k0, k1 = _pair_vector(b_bias + h * N, N, PAIRS)
-        q0, q1, k0, k1 = q0[None, :] + qn0, q1[None, :] + qn1, k0[None, :] + kn0, k1[None, :] + kn1
-        dq0, dq1 = _pairs(tl.load(dq + at, mask=mask, other=0.0).to(tl.float32), TOKENS, PAIRS)
-        dk0, dk1 = _pairs(tl.load(dk + at, mask=mask, other=0.0).to(tl.float32), TOKENS, PAIRS)
+    for block in range(0, H // G, HEADS):
+        none = tl.zeros((TOKENS, HEADS), tl.float32)
+        empty = tl.zeros((HEADS, PAIRS), tl.float32)
+        all_scale, all_both, all_dt = none, none, none
+        all_k0, all_k1, all_q0, all_q1, all_turn = empty, empty, empty, empty, empty
+        for i in tl.range(min(HEADS, H // G - block), num_stages=STAGES):
+            h = g * (H // G) + block + i
+            vector = (b * H + h).to(tl.int64) * S + token
+            at = vector[:, None] * N + n[None, :]
+            d = tl.load(dq + at, mask=mask, other=0.0)
+            e = tl.load(dk + at, mask=mask, other=0.0)
+            turning = inside[:, None] & (n < 2 * A)[None, :]
+            x = _angle_pairs(theta + vector[:, None] * (2 * A) + n[None, :], turning, TOKENS, PAIRS)
+            mix = tl.load(dqk + vector, mask=inside, other=0.0)
+            factor = tl.load(scale + vector, mask=inside, other=0.0)
+            step = tl.load(dt + vector, mask=inside, other=0.0)
+            diagonal = tl.load(gamma + vector, mask=inside, other=0.0)
+            q0, q1 = _pair_vector(c_bias + h * N, N, PAIRS)
+            k0, k1 = _pair_vector(b_bias + h * N, N, PAIRS)
+            q0, q1 = q0[None, :] + qn0, q1[None, :] + qn1
+            k0, k1 = k0[None, :] + kn0, k1[None, :] + kn1
+            dq0, dq1 = _pairs(d.to(tl.float32), TOKENS, PAIRS)
+            dk0, dk1 = _pairs(e.to(tl.float32), TOKENS, PAIRS)
+            c, s = cos_sin(x, APPROXIMATE)
 
-        r0, r1 = k0 * c - k1 * s, k0 * s + k1 * c
-        # Sums of several tiles at once share their barriers.
-        d, dgamma = tl.reduce((dk0 * r0 + dk1 * r1, q0 * k0 + q1 * k1), 1, _add_2)
-        tl.store(dscale + vector, d, mask=inside)
-        tl.store(dboth + vector, d + mix * dgamma, mask=inside)
-        mix *= tl.load(gamma + vector, mask=inside, other=0.0)
-        dk0, dk1 = dk0 * factor[:, None], dk1 * factor[:, None]
-        turn = dk1 * r0 - dk0 * r1
-        r0, r1 = q0 * c - q1 * s, q0 * s + q1 * c
-        turn += dq1 * r0 - dq0 * r1
-        dq0, dq1 = dq0 * c + dq1 * s + mix[:, None] * k0, dq1 * c - dq0 * s + mix[:, None] * k1
-        dk0, dk1 = dk0 * c + dk1 * s + mix[:, None] * q0, dk1 * c - dk0 * s + mix[:, None] * q1
-        dqn0, dqn1, dkn0, dkn1 = dqn0 + dq0, dqn1 + dq1, dkn0 + dk0, dkn1 + dk1
-        counted = turn
-        if PACKED:
-            counted = tl.where((start == first)[:, None], turn, 0.0)
-        dk0, dk1, dq0, dq1, total = tl.reduce((dk0, dk1, dq0, dq1, counted), 0, _add_5)
-        _store_pair_vector(partial + h * N, dk0, dk1, N, PAIRS)
-        _store_pair_vector(partial + (H + h) * N, dq0, dq1, N, PAIRS)
+            r0, r1 = k0 * c - k1 * s, k0 * s + k1 * c
+            # Sums of several tiles at once share their barriers.
+            along, dgamma = tl.reduce((dk0 * r0 + dk1 * r1, q0 * k0 + q1 * k1), 1, _add_2)
+            dk0, dk1 = dk0 * factor[:, None], dk1 * factor[:, None]
+            turn = dk1 * r0 - dk0 * r1
+            r0, r1 = q0 * c - q1 * s, q0 * s + q1 * c
+            turn += dq1 * r0 - dq0 * r1
+            both = (mix * diagonal)[:, None]
+            dq0, dq1 = dq0 * c + dq1 * s + both * k0, dq1 * c - dq0 * s + both * k1
+            dk0, dk1 = dk0 * c + dk1 * s + both * q0, dk1 * c - dk0 * s + both * q1
+            dqn0, dqn1, dkn0, dkn1 = dqn0 + dq0, dqn1 + dq1, dkn0 + dk0, dkn1 + dk1
+            turn = tl.where((pair < A)[None, :], turn, 0.0)
+            counted = turn
+            if PACKED:
+                counted = tl.where((start == first)[:, None], turn, 0.0)
+            dk0, dk1, dq0, dq1, total = tl.reduce((dk0, dk1, dq0, dq1, counted), 0, _add_5)
 
-        # A token's angle turns all later ones of its document.
-        if PACKED:
-            flags = tl.broadcast_to(ends[:, None], turn.shape)
-            _, turn = tl.associative_scan((flags, turn), 0, _add_flagged, reverse=True)
-        else:
-            turn = tl.cumsum(turn, 0, reverse=True)
-        to = sums + ((b * CHUNKS + chunk) * H + h) * A + pair
-        tl.store(to, total, mask=pair < A)
-        turn = tl.where(turning, turn, 0.0)
-        tl.store(ddt + vector, tl.sum(speed * turn, 1), mask=inside)
-        dw += step[:, None] * turn
+            # A token's angle turns all later ones of its document.
+            if PACKED:
+                flags = tl.broadcast_to(ends[:, None], turn.shape)
+                flags, turn = tl.associative_scan((flags, turn), 0, _add_flagged, reverse=True)
+            else:
+                turn = tl.cumsum(turn, 0, reverse=True)
+            dw += step[:, None] * turn
+            here = (own == i)[None, :]
+            all_scale = tl.where(here, along[:, None], all_scale)
+            all_both = tl.where(here, (along + mix * dgamma)[:, None], all_both)
+            all_dt = tl.where(here, tl.sum(speed * turn, 1)[:, None], all_dt)
+            here = (own == i)[:, None]
+            all_k0 = tl.where(here, dk0[None, :], all_k0)
+            all_k1 = tl.where(here, dk1[None, :], all_k1)
+            all_q0 = tl.where(here, dq0[None, :], all_q0)
+            all_q1 = tl.where(here, dq1[None, :], all_q1)
+            all_turn = tl.where(here, total[None, :], all_turn)
+
+        within = (own < H // G - block)
+        h = g * (H // G) + block + own
+        vector = (b * H + h[None, :]).to(tl.int64) * S + token[:, None]
+        mine = inside[:, None] & within[None, :]
+        tl.store(dscale + vector, all_scale, mask=mine)
+        tl.store(dboth + vector, all_both, mask=mine)
+        tl.store(ddt + vector, all_dt, mask=mine)
+        at = h[:, None] * N + n[None, :]
+        mine = within[:, None] & (n < N)[None, :]
+        x = tl.reshape(tl.join(all_k0, all_k1), (HEADS, 2 * PAIRS))
+        tl.store(partial + at, x, mask=mine)
+        x = tl.reshape(tl.join(all_q0, all_q1), (HEADS, 2 * PAIRS))
+        tl.store(partial + H * N + at, x, mask=mine)
+        to = sums + ((b * CHUNKS + chunk) * H + h[:, None]) * A + pair[None, :]
+        tl.store(to, all_turn, mask=within[:, None] & (pair < A)[None, :])
     at = ((b * G + g).to(tl.int64) * S + token[:, None]) * A + pair[None, :]
-    tl.store(dspeed + at, dw, mask=turning)
+    tl.store(dspeed + at, dw, mask=inside[:, None] & (pair < A)[None, :])
     to = _rows(dproj, dproj_s, dproj_b, token, b, ALIGN)[:, None]
     partial += (2 * H + g) * N
     _norm_backward(row + B_AT + column, to + B_AT + column, partial, mask, dkn0, dkn1, bw0, bw1,

@@ -1,4 +1,4 @@
-"""Elementary functions of Mamba-3's steps for Triton kernels, in float32.
+"""Elementary functions for Triton kernels, in float32.
 
 Written with exp alone, so that Triton's interpreter has them too. Each is within a few epsilons of
 the value, or, where it says so, of the function's range.
