@@ -2,11 +2,12 @@
 
 Tensor parallelism: heads are split over the ranks, and every weight is split along its first axis.
 The rows of in_proj are eight parts, `[z, x, B, C, dt, A, trap, angle]`, each split into equal
-slices. A rank's slices of z, x, dt, A and trap belong to its own heads. The angles, and B and C if
-the groups do not divide by the ranks, are all-gathered in the forward pass and reduce-scattered in
-the backward pass, which sums the gradients of all heads. No projection weight is replicated, the
-sequence is gathered once, and checkpoints do not depend on the number of ranks. Only the two norm
-weights are replicated; their gradients are summed over the ranks in the backward pass.
+slices, and padding. A rank's slices of z, x, dt, A and trap belong to its own heads. The angles,
+and B and C if the groups do not divide by the ranks, are all-gathered in the forward pass and
+reduce-scattered in the backward pass, which sums the gradients of all heads. No projection weight
+is replicated, the sequence is gathered once, and checkpoints do not depend on the number of ranks.
+Only the two norm weights are replicated; their gradients are summed over the ranks in the backward
+pass.
 
 Differences from upstream's module: the rows of B and C are ordered (group, rank, state), not (rank,
 group, state), and SISO's B_bias and C_bias have no rank axis.
@@ -80,7 +81,7 @@ class Mamba3Mixer(RecurrentMixer):
         self.layer_number = layer_number
         self.layout = Mamba3Layout.of(config, settings, pg_collection)
         parts = dict(zip(IN_PROJ_PARTS, self.layout.in_proj, strict=True))
-        self._add_in_proj(submodules.in_proj, d_model, parts, name)
+        self._add_in_proj(submodules.in_proj, d_model, parts, name, self.layout.padding)
         self._add_parameters()
         inner = self.layout.heads * self.layout.head_dim
         self._add_out_proj(submodules.out_proj, inner, d_model, name)
@@ -134,14 +135,15 @@ class Mamba3Mixer(RecurrentMixer):
         """One operator for everything between the projections, or else a prep and a scan."""
         device, requests = current_device(), plugin.backends
         sizes = self.config, self.layout, self.settings
-        parts = {name: dispatch.requested(name, requests) for name in mamba3_core_surface.PARTS}
-        workload = mamba3_core_surface.workload(device, *sizes, parts)
-        core = dispatch.decide("mamba3_core", workload, requests)
-        if core.observed != REFERENCE:
-            # Inference alone needs them, and has the reference from whichever backend.
-            self.fused, self.prep, self.scan = core.load(), mamba3_prep, mamba3_scan
-            return
         self.fused = None
+        if self.settings.variant == "siso":
+            parts = {name: dispatch.requested(name, requests) for name in mamba3_core_surface.PARTS}
+            workload = mamba3_core_surface.workload(device, *sizes, parts)
+            core = dispatch.decide("mamba3_core", workload, requests)
+            if core.observed != REFERENCE:
+                # Inference alone needs them, and has the reference from whichever backend.
+                self.fused, self.prep, self.scan = core.load(), mamba3_prep, mamba3_scan
+                return
         workload = mamba3_scan_surface.workload(device, *sizes)
         self.scan = dispatch.decide("mamba3_scan", workload, requests).load()
         workload = mamba3_prep_surface.workload(device, self.config)
@@ -199,7 +201,8 @@ class Mamba3Mixer(RecurrentMixer):
         prep: the backend of mamba3_prep to use.
         """
         layout, settings = self.layout, self.settings
-        z, x, B, C, dd_dt, dd_A, trap, angle = projected.split(layout.in_proj, dim=-1)
+        columns = projected.split((*layout.in_proj, layout.padding), dim=-1)
+        z, x, B, C, dd_dt, dd_A, trap, angle, _ = columns
         if layout.groups_are_split:
             (angle,) = self._gather(angle)
         else:

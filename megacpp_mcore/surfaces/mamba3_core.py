@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
 
 PARTS = (mamba3_prep.SURFACE.name, mamba3_scan.SURFACE.name)
-_ROW_BYTES = 16  # TMA's tensor descriptors
 
 
 def workload(
@@ -31,18 +30,16 @@ def workload(
     settings: "Mamba3Settings",
     backends: Mapping[str, str],
 ) -> Workload:
-    """heads, groups: of one tensor-parallel rank. parts: surfaces inside of this one whose backend
-    is named in `backends`, what was asked for."""
+    """Of a SISO block. heads, groups: of one tensor-parallel rank. parts: surfaces inside of
+    this one whose backend is named in `backends`, what was asked for."""
     return Workload.of(
         device,
         dtype_of(config),
-        variant=settings.variant,
         heads=layout.local_heads,
         groups=layout.scan_groups,
         head_dim=layout.head_dim,
         state_dim=layout.state_dim,
         angles=layout.angles,
-        rows=sum(layout.in_proj),
         chunk_size=settings.chunk_size,
         tensor_model_parallel_size=layout.tp,
         parts=tuple(name for name in PARTS if backends.get(name, "auto") != "auto"),
@@ -50,7 +47,8 @@ def workload(
 
 
 def of_recipe(recipe: "Recipe", device: str) -> Workload | None:
-    if "M" not in recipe.plan.letters:
+    """None where there is no M, or it is MIMO."""
+    if "M" not in recipe.plan.letters or recipe.mamba3.variant != "siso":
         return None
     from megacpp_mcore.layers.mamba3_layout import Mamba3Layout
 
@@ -69,15 +67,11 @@ def _options(workload: Workload) -> str | None:
         return f"tensor_model_parallel_size {ranks}: the angles are gathered over the ranks between"
     if workload.dtype != "bfloat16":
         return f"mamba-ssm's kernels compute in bfloat16, not {workload.dtype}"
-    if (variant := workload.size("variant")) != "siso":
-        return f"variant {variant}: the scan inside is SISO"
     if (chunk_size := workload.size("chunk_size")) != 64:
         return f"chunk_size {chunk_size}: mamba-ssm's kernels are tested with 64"
     for name in ("state_dim", "head_dim"):
         if (size := workload.size(name)) not in (32, 64, 128):
             return f"{name} {size}: mamba-ssm's kernels take powers of two, here 32, 64 or 128"
-    if (rows := workload.size("rows")) * 2 % _ROW_BYTES:
-        return f"{rows} rows of in_proj: theirs are no multiple of {_ROW_BYTES} bytes"
     return None
 
 
@@ -91,7 +85,7 @@ _KERNELS, _LAYER = "megacpp_mcore.kernels.mamba3_core", "layer-mamba3-core.json"
 _facts = {
     "layout": "[s, b, in_proj's rows] -> [s, b, H P]; SISO, any length, packed documents",
     "tests": (
-        "tests/kernels/test_mamba3_core.py", "tests/gpu/test_mamba3_core_gpu.py", *KERNEL_TESTS,
+        "tests/kernels/test_mamba3_core.py", "tests/gpu/test_cores_gpu.py", *KERNEL_TESTS,
     ),
 }  # fmt: skip
 
@@ -100,7 +94,7 @@ SURFACE = Surface(
     (
         Backend(
             "triton", f"{_KERNELS}.triton:mamba3_core", _triton,
-            opt_in=True, ruled_out=whatever_the_machine(_options), role="experimental",
+            ruled_out=whatever_the_machine(_options), role="chosen", keep="keep",
             removes="every copy between in_proj and the scan, between the scan and out_proj, and "
             "of their gradients: x and z are read where they lie, the projection's gradient is "
             "written in place, and beside the scan's two kernels there are six of our own",

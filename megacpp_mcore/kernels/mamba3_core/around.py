@@ -155,8 +155,8 @@ def steps_backward(
     at, shared = sizes.offsets, _shared(sizes, starts, projected, dprojected)
     strides = (*_strides(projected, shared["ALIGN"]), *_strides(dprojected, shared["ALIGN"]))
     kernels.rotation_backward[(chunks, groups, batch)](
-        projected, B_weight, C_weight, B_bias, C_bias, starts, dt, theta.view(torch.int16), scale, gamma,
-        found.dq, found.dk, found.dqk, dprojected, dscale, dboth, ddt, dspeed, sums, resets,
+        projected, B_weight, C_weight, B_bias, C_bias, starts, dt, theta.view(torch.int16), scale,
+        gamma, found.dq, found.dk, found.dqk, dprojected, dscale, dboth, ddt, dspeed, sums, resets,
         partial, seq, chunks, *strides, partial.shape[1], sizes.eps,
         B_AT=at["B_AT"], C_AT=at["C_AT"], ANGLE_AT=at["ANGLE_AT"], G=groups, N=dim,
         PAIRS=triton.next_power_of_2(dim) // 2, HEADS=_HEADS, APPROXIMATE=projected.is_cuda,

@@ -12,6 +12,7 @@ from torch import Tensor
 from megacpp_mcore.hybrid.block_settings import Mamba3Settings
 from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
 from megacpp_mcore.kernels.mamba3_core.reference import mamba3_core
+from megacpp_mcore.layers.row_padding import row_padding
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces import mamba3_core as surface
 from megacpp_mcore.surfaces.workload import Workload
@@ -21,7 +22,7 @@ from megacpp_mcore.surfaces.workload import Workload
 class Mamba3CoreCase(Case):
     """projected (s, b, rows) -> y (s, b, H P), SISO.
 
-    padding: columns behind the parts.
+    The columns are padded as the layer's are.
     """
 
     batch: int
@@ -31,9 +32,9 @@ class Mamba3CoreCase(Case):
     head_dim: int
     state_dim: int
     angles: int
+    chunk_size: int = 64
     decay: str = "softplus"
     decay_floor: float = 1e-4
-    padding: int = 0
     eps: float = 1e-5
 
     surface = "mamba3_core"
@@ -43,9 +44,9 @@ class Mamba3CoreCase(Case):
     @classmethod
     def of(cls, recipe: Recipe) -> Self | None:
         workload = surface.of_recipe(recipe, "cpu")
-        if workload is None or workload.size("variant") != "siso":
+        if workload is None:
             return None
-        names = ("heads", "groups", "head_dim", "state_dim", "angles")
+        names = ("heads", "groups", "head_dim", "state_dim", "angles", "chunk_size")
         return cls(
             recipe.schedule.micro_batch_size, recipe.model.seq_length,
             *(workload.size(name) for name in names), recipe.mamba3.decay,
@@ -57,8 +58,8 @@ class Mamba3CoreCase(Case):
         return {
             "plain": cls(2, 24, 4, 2, 8, 8, 2),
             "plain-whole-tiles": cls(1, 128, 8, 2, 64, 64, 16),
-            "odd": cls(1, 37, 3, 1, 5, 10, 3, "rational", 0.6, 7),
-            "odd-length": cls(2, 75, 8, 2, 32, 32, 8, "rational", 0.6, 8),
+            "odd": cls(1, 37, 3, 1, 5, 10, 3, 64, "rational", 0.6),
+            "odd-length": cls(2, 75, 8, 2, 32, 32, 8, 64, "rational", 0.6),
             "odd-wide": cls(1, 70, 8, 4, 64, 128, 32),
             "odd-one-token": cls(2, 1, 8, 2, 32, 32, 8),
             "empty": cls(2, 0, 8, 1, 32, 32, 8),
@@ -72,16 +73,16 @@ class Mamba3CoreCase(Case):
     def workload(self, device: str, dtype: torch.dtype) -> Workload:
         layout = SimpleNamespace(
             tp=1, local_heads=self.heads, scan_groups=self.groups, head_dim=self.head_dim,
-            state_dim=self.state_dim, angles=self.angles, in_proj=(*self.parts, self.padding),
+            state_dim=self.state_dim, angles=self.angles,
         )  # fmt: skip
-        settings = Mamba3Settings(decay=self.decay, decay_floor=self.decay_floor)
+        settings = Mamba3Settings(chunk_size=self.chunk_size)
         return surface.workload(device, SimpleNamespace(params_dtype=dtype), layout, settings, {})
 
     def make_inputs(self, generator: torch.Generator) -> Tensors:
         normal = functools.partial(self.normal, generator)
         heads, dim = self.heads, self.state_dim
         return {
-            "projected": normal(self.seq, self.batch, sum(self.parts) + self.padding),
+            "projected": normal(self.seq, self.batch, sum(self.parts) + row_padding(self.parts)),
             "dt_bias": normal(heads) - 1,
             "B_weight": 1 + normal(dim) / 4,
             "C_weight": 1 + normal(dim) / 4,

@@ -383,7 +383,7 @@ def rotation_backward(
             all_q1 = tl.where(here, dq1[None, :], all_q1)
             all_turn = tl.where(here, total[None, :], all_turn)
 
-        within = (own < H // G - block)
+        within = own < H // G - block
         h = g * (H // G) + block + own
         vector = (b * H + h[None, :]).to(tl.int64) * S + token[:, None]
         mine = inside[:, None] & within[None, :]
