@@ -52,7 +52,7 @@ def m2rnn_core(
     )[0]  # fmt: skip
 
 
-@torch.library.custom_op("megacpp::m2rnn_core", mutates_args=(), device_types="cuda")
+@torch.library.custom_op("megacpp::m2rnn_core", mutates_args=())
 def _forward(
     projected: Tensor, conv_weight: Tensor, conv_bias: Tensor, A_log: Tensor, dt_bias: Tensor,
     W: Tensor, D: Tensor, norm_weight: Tensor, bounds: Tensor | None, starts: Tensor | None,
@@ -87,7 +87,7 @@ def _(
     return [projected.new_empty((seq, batch, heads * v_dim)), mixed, f, y, checkpoints]
 
 
-@torch.library.custom_op("megacpp::m2rnn_core_backward", mutates_args=(), device_types="cuda")
+@torch.library.custom_op("megacpp::m2rnn_core_backward", mutates_args=())
 def _backward(
     dout: Tensor, projected: Tensor, conv_weight: Tensor, conv_bias: Tensor, A_log: Tensor,
     dt_bias: Tensor, W: Tensor, D: Tensor, norm_weight: Tensor, bounds: Tensor | None,

@@ -50,6 +50,43 @@ def _convolved(
 
 
 @triton.jit
+def _rate(a_log, h, H: tl.constexpr):
+    return tl.exp(tl.load(a_log + h, mask=h < H, other=0.0))[None, :]
+
+
+@triton.jit
+def _decay_logit(rows, dt_bias, h, mask, H: tl.constexpr, DECAY_AT: tl.constexpr):
+    x = tl.load(rows[:, None] + DECAY_AT + h[None, :], mask=mask, other=0.0).to(tl.float32)
+    return x + tl.load(dt_bias + h, mask=h < H, other=0.0)[None, :]
+
+
+@triton.jit
+def _convolve(
+    proj, weight, bias, starts, mixed, token, b, part, S, BATCH, proj_s, proj_b,
+    C: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    start = _start(starts, token, S, PACKED)
+    x = _convolved(proj, weight, bias, proj_s, proj_b, token, start, b, column, S, TAPS, ALIGN)
+    to = (token.to(tl.int64)[:, None] * BATCH + b) * C + column[None, :]
+    tl.store(mixed + to, x * sigmoid(x), mask=(token < S)[:, None])
+
+
+@triton.jit
+def _forget(
+    proj, a_log, dt_bias, f, token, b, S, proj_s, proj_b, H: tl.constexpr, DECAY_AT: tl.constexpr,
+    H_BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    h = tl.arange(0, H_BLOCK)
+    mask = (token < S)[:, None] & (h < H)[None, :]
+    rows = _rows(proj, proj_s, proj_b, token, b, ALIGN)
+    x = _decay_logit(rows, dt_bias, h, mask, H, DECAY_AT)
+    to = (b.to(tl.int64) * S + token[:, None]) * H + h[None, :]
+    tl.store(f + to, tl.exp(-_rate(a_log, h, H) * log1p_exp(x)), mask=mask)
+
+
+@triton.jit
 def before(
     proj, weight, bias, a_log, dt_bias, starts, mixed, f, S, BATCH, proj_s, proj_b,
     C: tl.constexpr, H: tl.constexpr, DECAY_AT: tl.constexpr, TAPS: tl.constexpr,
@@ -59,22 +96,11 @@ def before(
     """mixed (s, b, C): silu of the convolution, a block of channels; or f (b, s, H)."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     part, b = tl.program_id(1), tl.program_id(2)
-    inside = token < S
     if part < C // BLOCK:
-        column = part * BLOCK + tl.arange(0, BLOCK)
-        start = _start(starts, token, S, PACKED)
-        x = _convolved(proj, weight, bias, proj_s, proj_b, token, start, b, column, S, TAPS, ALIGN)
-        to = (token.to(tl.int64)[:, None] * BATCH + b) * C + column[None, :]
-        tl.store(mixed + to, x * sigmoid(x), mask=inside[:, None])
+        _convolve(proj, weight, bias, starts, mixed, token, b, part, S, BATCH, proj_s, proj_b, C,
+                  TAPS, BLOCK, ALIGN, PACKED)  # fmt: skip
     else:
-        h = tl.arange(0, H_BLOCK)
-        mask = inside[:, None] & (h < H)[None, :]
-        rows = _rows(proj, proj_s, proj_b, token, b, ALIGN)[:, None]
-        x = tl.load(rows + DECAY_AT + h[None, :], mask=mask, other=0.0).to(tl.float32)
-        x += tl.load(dt_bias + h, mask=h < H, other=0.0)[None, :]
-        rate = tl.exp(tl.load(a_log + h, mask=h < H, other=0.0))[None, :]
-        to = (b.to(tl.int64) * S + token[:, None]) * H + h[None, :]
-        tl.store(f + to, tl.exp(-rate * log1p_exp(x)), mask=mask)
+        _forget(proj, a_log, dt_bias, f, token, b, S, proj_s, proj_b, H, DECAY_AT, H_BLOCK, ALIGN)
 
 
 @triton.jit
@@ -167,6 +193,53 @@ def _mixed_gradient(
 
 
 @triton.jit
+def _convolve_backward(
+    proj, weight, bias, starts, skip, dq, dk, dv, dy, to, partial, token, b, part, S,
+    proj_s, proj_b, K: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    dx = tl.zeros((TOKENS, BLOCK), tl.float32)
+    for ahead in tl.static_range(TAPS):
+        # What the convolution at a later token has of these: its tap so many tokens back.
+        at = token + ahead
+        start = _start(starts, at, S, PACKED)
+        x = _convolved(proj, weight, bias, proj_s, proj_b, at, start, b, column, S, TAPS, ALIGN)
+        d = _mixed_gradient(dq, dk, dv, dy, skip, at, b, column, part, S, K, C - 2 * K, BLOCK)
+        s = sigmoid(x)
+        d *= s * (1 + x * (1 - s))
+        tap = tl.load(weight + column * TAPS + TAPS - 1 - ahead).to(tl.float32)[None, :]
+        dx += tl.where((start <= token)[:, None], d * tap, 0.0)
+        if ahead == 0:
+            tl.store(partial + C * TAPS + column, tl.sum(d, 0))
+            for back in tl.static_range(TAPS):
+                x = _input(proj, proj_s, proj_b, token - back, start, b, column, S, ALIGN)
+                tl.store(partial + column * TAPS + TAPS - 1 - back, tl.sum(d * x, 0))
+    tl.store(to[:, None] + column[None, :], dx, mask=(token < S)[:, None])
+
+
+@triton.jit
+def _forget_backward(
+    proj, a_log, dt_bias, f, df, to, partial, token, b, S, proj_s, proj_b, H: tl.constexpr,
+    DECAY_AT: tl.constexpr, COLUMNS: tl.constexpr, H_BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    h = tl.arange(0, H_BLOCK)
+    inside = (token < S)[:, None]
+    mask = inside & (h < H)[None, :]
+    rows = _rows(proj, proj_s, proj_b, token, b, ALIGN)
+    x = _decay_logit(rows, dt_bias, h, mask, H, DECAY_AT)
+    own = (b.to(tl.int64) * S + token[:, None]) * H + h[None, :]
+    d = tl.load(df + own, mask=mask, other=0.0) * tl.load(f + own, mask=mask, other=0.0)
+    d *= -_rate(a_log, h, H)
+    tl.store(partial + H + h, tl.sum(d * log1p_exp(x), 0), mask=h < H)
+    d *= sigmoid(x)
+    tl.store(partial + h, tl.sum(d, 0), mask=h < H)
+    # What is masked is zero: so are the columns behind, in the same block.
+    wide = inside & (DECAY_AT + h < COLUMNS)[None, :]
+    tl.store(to[:, None] + DECAY_AT + h[None, :], d, mask=wide)
+
+
+@triton.jit
 def before_backward(
     proj, weight, bias, a_log, dt_bias, starts, skip, dq, dk, dv, dy, f, df, dproj, partial,
     S, proj_s, proj_b, dproj_s, dproj_b,
@@ -181,44 +254,13 @@ def before_backward(
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     part, b = tl.program_id(1), tl.program_id(2)
-    inside = token < S
-    to = _rows(dproj, dproj_s, dproj_b, token, b, ALIGN)[:, None]
-    row = (b * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
-    partial += row * (C * (TAPS + 1) + 2 * H)
+    to = _rows(dproj, dproj_s, dproj_b, token, b, ALIGN)
+    sums = (b * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
+    partial += sums * (C * (TAPS + 1) + 2 * H)
     if part < C // BLOCK:
-        column = part * BLOCK + tl.arange(0, BLOCK)
-        dx = tl.zeros((TOKENS, BLOCK), tl.float32)
-        for ahead in tl.static_range(TAPS):
-            # What the convolution at a later token has of these: its tap so many tokens back.
-            at = token + ahead
-            start = _start(starts, at, S, PACKED)
-            x = _convolved(proj, weight, bias, proj_s, proj_b, at, start, b, column, S, TAPS,
-                           ALIGN)  # fmt: skip
-            d = _mixed_gradient(dq, dk, dv, dy, skip, at, b, column, part, S, K, C - 2 * K, BLOCK)
-            s = sigmoid(x)
-            d *= s * (1 + x * (1 - s))
-            tap = tl.load(weight + column * TAPS + TAPS - 1 - ahead).to(tl.float32)[None, :]
-            dx += tl.where((start <= token)[:, None], d * tap, 0.0)
-            if ahead == 0:
-                tl.store(partial + C * TAPS + column, tl.sum(d, 0))
-                for back in tl.static_range(TAPS):
-                    x = _input(proj, proj_s, proj_b, token - back, start, b, column, S, ALIGN)
-                    tl.store(partial + column * TAPS + TAPS - 1 - back, tl.sum(d * x, 0))
-        tl.store(to + column[None, :], dx, mask=inside[:, None])
+        _convolve_backward(proj, weight, bias, starts, skip, dq, dk, dv, dy, to, partial, token, b,
+                           part, S, proj_s, proj_b, K, C, TAPS, TOKENS, BLOCK, ALIGN,
+                           PACKED)  # fmt: skip
     else:
-        h = tl.arange(0, H_BLOCK)
-        mask = inside[:, None] & (h < H)[None, :]
-        rows = _rows(proj, proj_s, proj_b, token, b, ALIGN)[:, None]
-        x = tl.load(rows + DECAY_AT + h[None, :], mask=mask, other=0.0).to(tl.float32)
-        x += tl.load(dt_bias + h, mask=h < H, other=0.0)[None, :]
-        rate = tl.exp(tl.load(a_log + h, mask=h < H, other=0.0))[None, :]
-        own = (b.to(tl.int64) * S + token[:, None]) * H + h[None, :]
-        d = tl.load(df + own, mask=mask, other=0.0) * tl.load(f + own, mask=mask, other=0.0)
-        d = -d * rate
-        own_h = C * (TAPS + 1) + h
-        tl.store(partial + own_h + H, tl.sum(d * log1p_exp(x), 0), mask=h < H)
-        d *= sigmoid(x)
-        tl.store(partial + own_h, tl.sum(d, 0), mask=h < H)
-        # What is masked is zero: so are the columns behind, in the same block.
-        wide = inside[:, None] & (DECAY_AT + h < COLUMNS)[None, :]
-        tl.store(to + DECAY_AT + h[None, :], d, mask=wide)
+        _forget_backward(proj, a_log, dt_bias, f, df, to, partial + C * (TAPS + 1), token, b, S,
+                         proj_s, proj_b, H, DECAY_AT, COLUMNS, H_BLOCK, ALIGN)  # fmt: skip
