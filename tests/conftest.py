@@ -1,22 +1,39 @@
 """What every test process needs before the first import of Megatron, and a recipe in miniature."""
 
 import os
+import uuid
 from pathlib import Path
 
 import pytest
+import warm
 
 # One thread a worker: pytest runs a worker per core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor need not try each vector instruction of this CPU with a program and a Python that imports
+# torch, in every process that compiles: it makes scalar code.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
+from left_behind import MARK, Marked
 
 from megacpp_mcore.recipe import Recipe, load_recipe
-from megacpp_mcore.stack import bridges
-from megacpp_mcore.surfaces.workload import current_device
 
-if current_device() == "cpu":
-    # Kernels run in Triton's interpreter. Triton reads it as it is imported, which dynamo does.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
-bridges.before_megatron()
+def pytest_configure(config: pytest.Config) -> None:
+    """Before the first test module is imported, and not in the process that only leads others."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    from megacpp_mcore.stack import bridges
+    from megacpp_mcore.surfaces.workload import current_device
+
+    if current_device() == "cpu":
+        # Kernels run in Triton's interpreter. Triton reads it as it is imported, which dynamo does.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    bridges.before_megatron()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        import interpreter
+
+        interpreter.search_once()
+
 
 SMALL = """
 extends = "nam56r-tiny"
@@ -91,6 +108,21 @@ SLOW_FILES = (
     "tests/planner/test_search.py",
     "tests/surfaces/test_admission.py",
 )
+
+
+# Of every process that the suite starts, xdist's workers included.
+SUITE = Marked(os.environ.setdefault(MARK, uuid.uuid4().hex))
+
+
+@pytest.hookimpl(trylast=True)  # after xdist has ended its workers
+def pytest_sessionfinish(session, exitstatus):
+    """The suite leaves no process and no shared memory behind, or it fails."""
+    if hasattr(session.config, "workerinput"):
+        return
+    warm.close()
+    if left := SUITE.left():
+        print("\nThe test suite left behind:", *left, sep="\n  ")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks

@@ -124,7 +124,9 @@ def compiling(surface: str) -> Iterator[None]:
         pytest.MonkeyPatch.context() as patch,
         torch._dynamo.config.patch(disable=False, recompile_limit=64),
     ):
-        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+        patch.setattr(
+            torch, "compile", functools.partial(torch.compile, backend="aot_eager", dynamic=False)
+        )
         patch.setitem(REGISTRY, surface, replace(REGISTRY[surface], backends=backends))
         patch.setenv("MEGACPP_BACKENDS", f"{surface}=inductor")
         yield

@@ -11,14 +11,19 @@ otherwise; torch starts its own with the first parallel loop, never as it is imp
 """
 
 import atexit
+import contextlib
 import functools
 import os
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 _HERE = Path(__file__).parent
 
@@ -29,15 +34,35 @@ def python() -> str:
     return Server("warm_preload").command
 
 
+@contextlib.contextmanager
+def as_sys_executable() -> Iterator[None]:
+    """What the code under test starts with sys.executable starts at once."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "executable", python())
+        yield
+
+
 @functools.cache
 def folder_of_megacpp() -> str:
-    """A folder for the PATH, in which `megacpp` is the command run by `python()`."""
+    """A folder for the PATH, in which `megacpp` is the command run by `python()`, and so is what it
+    starts with sys.executable."""
     folder = tempfile.mkdtemp(prefix="warm-")
     atexit.register(shutil.rmtree, folder)
     command = Path(folder, "megacpp")
-    command.write_text(f'#!/bin/sh\nexec {python()} -m megacpp_mcore.cli "$@"\n')
+    program = f"import sys; sys.executable = {python()!r}\nfrom megacpp_mcore.cli import main\n"
+    words = shlex.join([python(), "-c", f"{program}sys.exit(main())"])
+    command.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
     command.chmod(0o755)
     return folder
+
+
+def close() -> None:
+    """End the servers of this process."""
+    for server in _SERVERS:
+        server.close()
+
+
+_SERVERS: list["Server"] = []
 
 
 class Server:
@@ -68,6 +93,7 @@ class Server:
                 env=os.environ | changes | {"PYTHONPATH": path}, start_new_session=True,
             )  # fmt: skip
         self._folder = folder
+        _SERVERS.append(self)
         atexit.register(self.close)
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ A recipe's model of that one layer is built for every variant, with the same wei
 is its decoder without the final norm.
 """
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,8 +13,10 @@ from torch import Tensor
 
 from megacpp_mcore.bench import BenchError
 from megacpp_mcore.bench.clock import Clock
+from megacpp_mcore.bench.likeness import Likeness
 from megacpp_mcore.bench.runner import Contender
 from megacpp_mcore.bench.variants import Variant, VariantTarget, build, in_half_precision
+from megacpp_mcore.kernels import regions
 from megacpp_mcore.kernels.core_attention.case import CoreAttentionCase
 from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds, packed_seq_params
 from megacpp_mcore.recipe import Recipe
@@ -28,8 +29,9 @@ _SECONDS_A_PHASE = 8.0
 _SETS = 2
 _ROUNDINGS = 64  # from a weight or input to the output, and from there to a gradient
 _ERROR_NOTE = (
-    "error: norm of the difference from the baseline, of the norm, worst of output and gradients, "
-    "with the baseline's weights; none where the parameters are others"
+    "error: of the region of output or gradients that is the worst for its tolerance, root mean "
+    "square of the difference from the baseline in units of its own there, with its weights; the "
+    "tolerance is from the baseline's own roundings there; none where the parameters are others"
 )
 
 
@@ -61,22 +63,13 @@ class LayerTarget(VariantTarget):
         super().build(clock, say)
         self.dtype = self.first.direction.dtype
         say(f"all against {self.baseline}, with its weights")
-        expected = self.first.values()
-        for layer in self.compared:
-            self._compare(layer, expected)
-
-    def _compare(self, layer: "_Layer", expected: Mapping[str, Tensor]) -> None:
-        found = layer.values()
-        far = {key: _distance(found[key], x) for key, x in expected.items()}
-        what = max(far, key=lambda key: math.inf if math.isnan(far[key]) else far[key])
-        tolerance = _tolerance(expected["y"])
-        if math.isfinite(far[what]):
-            layer.error, layer.tolerance = far[what], tolerance
-        if not far[what] <= tolerance:
-            self.wrong.append(
-                f"{layer.name}: {what} is {far[what]:.2e} from {self.baseline}, "
-                f"allowed {tolerance:.2e}"
-            )
+        if self.compared:
+            expected = self.first.values()
+            likeness = Likeness(expected, _tolerance(expected["y"]))
+            for seed in range(1, regions.DRAWS + 1):
+                likeness.draw(self.first.values(seed))
+            for layer in self.compared:
+                self.judge(layer, *likeness.worst(layer.values()))
 
     def cost(self, phase: str) -> tuple[int, None]:
         """Of the products with the weights and of whole rows' causal attention."""
@@ -143,27 +136,27 @@ class _Layer(Contender):
         for tensor in (*self.sets, *self.trained.parameters()):
             tensor.grad = None
 
-    def values(self) -> dict[str, Tensor]:
-        """Output and gradients of one call."""
-        y = self.forward(0)
+    def values(self, seed: int = 0) -> dict[str, Tensor]:
+        """Output and gradients of one call; with a seed of one whose inputs are jittered."""
+        x = self.sets[0]
+        if seed:
+            x = regions.jittered(x.detach(), seed).requires_grad_()
+        self.trained.set_is_first_microbatch()
+        y = self.trained(x, attention_mask=None, **self.others)
         y.backward(self.direction)
-        values = {"y": y.detach(), "dx": self.sets[0].grad}
-        values |= {f"d {n}": p.grad for n, p in self.trained.named_parameters()}
+        values = {"y": y.detach(), "dx": x.grad}
+        named = self.trained.named_parameters()
+        values |= {f"d {n}": p.grad for n, p in named if p.grad is not None}
         self.forget()
         return values
 
 
 def _tolerance(y: Tensor) -> float:
-    """Of the norm of a difference: independent roundings turn a vector by the root of their number
+    """Of a region's difference: independent roundings turn a vector by the root of their number
     times half an epsilon, in both layers; and sums over all tokens, in the accumulator's dtype."""
     accumulator = torch.finfo(torch.promote_types(y.dtype, torch.float32)).eps
     tokens = y.shape[0] * y.shape[1]
     return (2 * _ROUNDINGS) ** 0.5 * torch.finfo(y.dtype).eps / 2 + tokens**0.5 * accumulator
-
-
-def _distance(found: Tensor, expected: Tensor) -> float:
-    norm = expected.float().norm()
-    return ((found.float() - expected.float()).norm() / norm).item() if norm else 0.0
 
 
 def weight_flops(module: torch.nn.Module, recipe: Recipe, tokens: int) -> float:

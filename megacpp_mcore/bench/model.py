@@ -4,11 +4,11 @@ Of several variants every model has its own weights, gradients and optimizer in 
 of a model's memory leaves out what the others keep.
 """
 
-import math
+import contextlib
 import resource
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,14 +17,17 @@ from torch import Tensor
 
 from megacpp_mcore.bench import training
 from megacpp_mcore.bench.clock import Clock
+from megacpp_mcore.bench.likeness import Likeness
 from megacpp_mcore.bench.runner import Contender
 from megacpp_mcore.bench.variants import Variant, VariantTarget, build, in_half_precision
 from megacpp_mcore.hybrid.flops import count
+from megacpp_mcore.kernels import regions
 from megacpp_mcore.recipe import Recipe
 
 _SECONDS_A_PHASE = 15.0  # of each model
 _OWN_NAME = "model"
 _BATCHES = 4
+_LOSS = "the mean loss"
 _NOTES = [
     "FLOPs: megacpp_mcore.hybrid.flops, every layer and head and the pairs that the causal "
     "mask leaves; not what is elementwise",
@@ -80,22 +83,19 @@ class ModelTarget(VariantTarget):
         return models
 
     def _compare(self) -> None:
-        """How far the mean loss of a batch is from the baseline's, with the same weights."""
-        expected = self.first.forward(0).item()
+        """How far the mean loss of a batch and every gradient are from the baseline's, with the
+        same weights."""
+        expected = self.first.values()
+        # Every logit and loss is rounded by half an epsilon; the mean of them by less.
+        likeness = Likeness(expected, torch.finfo(self.dtype).eps)
+        for seed in range(1, regions.DRAWS + 1):
+            likeness.draw(self.first.values(seed))
         for model in self.compared:
-            found = model.forward(0).item()
-            error = abs(found - expected) / abs(expected)
-            # Every logit and loss is rounded by half of it at most; the mean of them by less.
-            tolerance = torch.finfo(self.dtype).eps
-            if math.isfinite(error):  # a receipt has no NaN: then `wrong` says it
-                model.error, model.tolerance = error, tolerance
-            if not error <= tolerance:
-                self.wrong.append(
-                    f"{model.name}: a mean loss of {found:.6f}, {expected:.6f} with {self.baseline}"
-                )
+            self.judge(model, *likeness.worst(model.values()))
         self._told.append(
-            f"error: of the mean loss of a batch, {expected:.6f} with {self.baseline}, in units of "
-            "it; gradients are not compared"
+            f"error: of the mean loss of a batch ({expected[_LOSS].item():.6f} with "
+            f"{self.baseline}) and of all gradients, in the region that is the worst for its "
+            "tolerance, which follows from the baseline's own roundings there"
         )
 
     def peak_memory_bytes(self, contender: Contender, phase: str, clock: Clock) -> int | None:
@@ -188,8 +188,22 @@ class _Model(Contender):
 
     def forward_backward(self, turn: int) -> None:
         self.forward(turn).backward()
+        self.forget()
+
+    def forget(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+    def values(self, seed: int = 0) -> dict[str, Tensor]:
+        """The mean loss of a batch and all gradients; with a seed, of a model whose embedding is
+        jittered: what follows is rounded anew."""
+        with _jittered(self.trained.embedding.word_embeddings.weight, seed):
+            loss = self.forward(0)
+            loss.backward()
+        named = self.trained.named_parameters()
+        values = {_LOSS: loss.detach()} | {n: p.grad for n, p in named if p.grad is not None}
+        self.forget()
+        return values
 
     def add_optimizer(self) -> None:
         """From here on the model is as Megatron trains it."""
@@ -207,6 +221,21 @@ class _Model(Contender):
 
     def update(self) -> None:
         self.training.update()
+
+
+@contextlib.contextmanager
+def _jittered(weight: Tensor, seed: int) -> Iterator[None]:
+    if not seed:
+        yield
+        return
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.copy_(regions.jittered(kept, seed))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            weight.copy_(kept)
 
 
 def _batches(recipe: Recipe, args: Namespace, device: str) -> list[dict[str, Any]]:

@@ -60,7 +60,7 @@ class OperatorTarget(Target):
         wide = torch.float32 if clock.device == "cuda" else torch.float64
         count = len(self.sets)
         say(f"the definition in {wide}, on {count} sets of inputs of {size / 2**20:,.1f} MiB")
-        self.expected = parity.truth_of(case, self.sets[0], dtype, wide)
+        self.expected = parity.truth_of(case, self.sets[0], dtype, wide, by_region=True)
         _warm_device(clock, dtype)
         for backend in self.entered:
             if backend.reason is None:

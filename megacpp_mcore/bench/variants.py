@@ -2,6 +2,7 @@
 recipe's `precision` and `recompute`."""
 
 import contextlib
+import math
 import os
 from abc import abstractmethod
 from argparse import Namespace
@@ -14,6 +15,7 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.bench import BenchError
 from megacpp_mcore.bench.clock import Clock
 from megacpp_mcore.bench.runner import Contender, Target
+from megacpp_mcore.kernels.regions import Distance
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.training.environment import apply_environment
@@ -112,6 +114,16 @@ class VariantTarget(Target):
         others = [made for made in self.built.values() if made is not self.first]
         # one of other parameters than the baseline's is not compared with it
         self.compared = [made for made in others if take_weights(made.trained, weights)]
+
+    def judge(self, contender: Contender, what: str, far: Distance) -> None:
+        """Keep how far `contender` is from the baseline, and say so where it is too far."""
+        if math.isfinite(far.error):  # a receipt has no infinity: then `wrong` says it
+            contender.error, contender.tolerance = far.error, far.bound
+        if not far.share <= 1:
+            self.wrong.append(
+                f"{contender.name}: {what} {far.where} is {far.error:.2e} from {self.baseline}, "
+                f"allowed {far.bound:.2e}"
+            )
 
     def ready(self, phase: str) -> Sequence[Contender]:
         return list(self.built.values())

@@ -118,9 +118,10 @@ class Case(ABC):
     def terms(self, name: str) -> int:
         """The length of the sums on the way to a value of output or gradient `name`."""
 
-    def sums(self, **tensors: Tensor) -> dict[str, float]:
-        """The largest sum of absolute terms on the way to an output, by its name, where the terms
-        may cancel and be rounded one by one: its error is then in units of that."""
+    def sums(self, directions: Tensors, **tensors: Tensor) -> dict[str, float]:
+        """The largest sum of absolute terms on the way to an output, or to a gradient along
+        `directions` (`d...`), by its name, where the terms may cancel and be rounded one by one:
+        its error is then in units of that."""
         return {}
 
     @abstractmethod
@@ -137,6 +138,13 @@ class Case(ABC):
         accumulator = torch.finfo(torch.promote_types(dtype, torch.float32))
         rounded = self.roundings(name) * torch.finfo(dtype).eps / 2
         return rounded + self.terms(name) * accumulator.eps
+
+    def usual_tolerance(self, name: str, dtype: torch.dtype) -> float:
+        """Of the root mean square of a region, in units of the truth's there: roundings and sums
+        are as `tolerance` has them, but independent, so that the root of their number counts."""
+        accumulator = torch.finfo(torch.promote_types(dtype, torch.float32))
+        rounded = self.roundings(name) ** 0.5 * torch.finfo(dtype).eps / 2
+        return rounded + self.terms(name) ** 0.5 * accumulator.eps
 
 
 class CaseError(MegacppError):

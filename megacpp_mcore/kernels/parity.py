@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megacpp_mcore.kernels import regions
 from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
 
 
@@ -14,6 +15,8 @@ from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
 class Error:
     """How far output or gradient `name` is from the truth, in units of the truth's largest value
     or of what it is the sum of (`Case.sums`).
+
+    Or in one region of it, `where`, in units of the truth's size there (`kernels.regions`).
 
     what: why the error is infinite: a value that is not finite, no gradient, another shape or
     dtype than the truth's.
@@ -23,6 +26,7 @@ class Error:
     error: float
     tolerance: float
     what: str = ""
+    where: str = ""
 
     @property
     def share(self) -> float:
@@ -31,19 +35,21 @@ class Error:
 
     def __str__(self) -> str:
         figures = f"error {self.error:.3e}, tolerance {self.tolerance:.3e}"
-        return f"{self.name}: {self.what or figures}"
+        place = f" in {self.where}" if self.where else ""
+        return f"{self.name}: {self.what or figures + place}"
 
 
 @dataclass(frozen=True)
 class Truth:
     """Outputs and, under `d<name>`, gradients along `directions`, one for each output.
 
-    sums: see `Case.sums`.
+    sums: see `Case.sums`. rounding: by name, where regions are to be judged.
     """
 
     values: Tensors
     directions: Tensors
     sums: Mapping[str, float] = field(default_factory=dict)
+    rounding: Mapping[str, regions.Rounding] = field(default_factory=dict)
 
 
 def drawn(case: Case, dtype: torch.dtype, device: str, seed: int) -> Tensors:
@@ -66,11 +72,14 @@ def truth_of(
     dtype: torch.dtype,
     wide: torch.dtype,
     directions: Tensors | None = None,
+    *,
+    by_region: bool = False,
 ) -> Truth:
     """The definition in dtype `wide`, from the values that the tensors of `dtype` hold.
 
     directions: one gradient an output; by default random ones, rounded to the outputs' dtypes so
-    that a backend gets the same.
+    that a backend gets the same. by_region: also computed in `dtype`, regions.DRAWS times, so that
+    `errors` judges each region of each tensor.
     """
     widened = {n: t.to(wide) if t.is_floating_point() else t for n, t in tensors.items()}
     leaves = {name: widened[name].detach().requires_grad_() for name in case.inputs}
@@ -78,7 +87,27 @@ def truth_of(
     if directions is None:
         directions = {n: _direction(y).to(dtype_of(case, n, dtype)) for n, y in outputs.items()}
     values = _values(outputs, {n: d.to(wide) for n, d in directions.items()}, leaves)
-    return Truth(values, directions, case.sums(**widened))
+    sums = case.sums(directions, **widened)
+    draws = _draws(case, tensors, directions) if by_region else {}
+    rounding = {
+        name: regions.Rounding([regions.Draw.of(value, values[name]) for value in found])
+        for name, found in draws.items()
+        if name in values and values[name].numel()
+    }
+    return Truth(values, directions, sums, rounding)
+
+
+def _draws(case: Case, tensors: Tensors, directions: Tensors) -> dict[str, list[Tensor]]:
+    """The definition in the tensors' own dtypes: of the tensors, and of others in which one value
+    in four of each input is the next to it, up or down."""
+    bound, found = BoundBackend(case.reference), {}
+    for number in range(regions.DRAWS):
+        given = dict(tensors)
+        for name in case.inputs if number else ():
+            given[name] = regions.jittered(tensors[name], number)
+        for name, value in run(case, bound, given, directions).items():
+            found.setdefault(name, []).append(value)
+    return found
 
 
 def _direction(y: Tensor) -> Tensor:
@@ -106,8 +135,17 @@ def errors(case: Case, actual: Tensors, truth: Truth, dtype: torch.dtype) -> lis
         size = largest[name] if largest[name] > noise else max(largest.values()) or 1.0
         size = max(size, truth.sums.get(name, 0.0))
         distance = math.inf if what else _largest(actual[name].to(expected.dtype) - expected)
-        found.append(Error(name, distance / size, case.tolerance(name, dtype), what))
+        one = Error(name, distance / size, case.tolerance(name, dtype), what)
+        if name in truth.rounding and not what and largest[name] > noise:
+            rounding, allowed = truth.rounding[name], case.usual_tolerance(name, dtype)
+            far = regions.worst(actual[name], expected, rounding, allowed)
+            one = max(one, Error(name, far.error, far.bound, where=far.where), key=_share)
+        found.append(one)
     return sorted(found, key=lambda error: -error.share)
+
+
+def _share(error: Error) -> float:
+    return error.share
 
 
 def _values(

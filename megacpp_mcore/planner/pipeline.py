@@ -1,7 +1,9 @@
 """What a model and a pipeline stage of it have: layers, their cost, micro batches at once."""
 
+import functools
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from megacpp_mcore.hybrid.flops import count
 from megacpp_mcore.hybrid.plan import Layer
@@ -22,7 +24,36 @@ def costs(recipe: Recipe, keys: float | None = None) -> dict[str, Cost]:
 
     A layer that all depths of MTP share is counted there once, with the operations of all depths.
     """
-    parts = count(recipe, keys=keys).parts
+    return _costs(_Model.of(recipe, keys))
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What costs depend on: they are counted once for all layouts and stages of a model."""
+
+    sizes: tuple[Any, ...]
+    recipe: Recipe = field(compare=False)
+
+    @classmethod
+    def of(cls, recipe: Recipe, keys: float | None) -> "_Model":
+        layers = tuple(
+            (layer.letter, layer.symbol, layer.mtp_depth) for layer in recipe.plan.layers
+        )
+        sections = (
+            recipe.model,
+            recipe.attention,
+            recipe.moe,
+            recipe.mamba3,
+            recipe.m2rnn,
+            recipe.mtp,
+        )
+        return cls((keys, layers, recipe.padded_vocab_size, *sections), recipe)
+
+
+@functools.lru_cache(maxsize=64)
+def _costs(model: _Model) -> dict[str, Cost]:
+    recipe = model.recipe
+    parts = count(recipe, keys=model.sizes[0]).parts
     runs = Counter(name_of(layer) for layer in recipe.plan.layers)
     flops: Counter[str] = Counter()
     parameters: Counter[str] = Counter()

@@ -150,12 +150,11 @@ class TypeMismatch(Exception):
     """A value of the wrong type; the message says what is expected."""
 
 
-def _members(hint: Any) -> Iterator[Any]:
+@functools.cache
+def _members(hint: Any) -> tuple[Any, ...]:
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        for member in typing.get_args(hint):
-            yield from _members(member)
-    else:
-        yield hint
+        return tuple(one for member in typing.get_args(hint) for one in _members(member))
+    return (hint,)
 
 
 def optional(hint: Any) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 import parallel_runs
 import psutil
 import pytest
+import warm
 from parallel_layouts import ONE, ROUNDING, RUNS, SEED, STEPS, STOCK, TWINS, Run
 from parallel_runs import Packed
 from parallel_verdicts import Outcome, differences, table, unlike_in_print
@@ -33,7 +34,8 @@ def packed(tmp_path, monkeypatch):
 def test_megatron_takes_the_words_of_every_run(packed):
     runs = (SEED, ONE, *RUNS, *STOCK)
     recipes = [load_recipe(f"{packed.out}/recipe.toml", packed._overrides(run)) for run in runs]
-    reports = dict(zip((run.name for run in runs), check.check(recipes), strict=True))
+    with warm.as_sys_executable():
+        reports = dict(zip((run.name for run in runs), check.check(recipes), strict=True))
     assert {n: (r.refused, r.differences) for n, r in reports.items() if not r.ok} == {}
     for run in runs:
         words, _ = packed._command(run)

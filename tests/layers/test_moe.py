@@ -1,6 +1,7 @@
 """Our MoE layer where every expert is local, compared with Megatron's own dispatcher on the CPU."""
 
 import contextlib
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -8,11 +9,15 @@ import torch
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megacpp_mcore import dispatch
+from megacpp_mcore.kernels.router_gating.fp32_output import router_gating
 from megacpp_mcore.layers.experts import GroupedMMExperts
 from megacpp_mcore.layers.moe import LocalTokenDispatcher, MegacppMoELayer, MoELayerError
+from megacpp_mcore.layers.router import GatedRouter
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 HIDDEN, EXPERTS = 16, 6
@@ -146,3 +151,25 @@ def test_a_captured_step_refuses_what_the_host_has_to_know(process):
 
     with pytest.raises(MoELayerError, match=r'set backends.moe_experts = "grouped_mm"'):
         layer(MegacppMoELayer, "alltoall", experts=on_the_host, **captured)
+
+
+def test_our_gating_product_is_megatrons_router(process):
+    """Logits and gradients of a bf16 router with logits in fp32."""
+    same = dataclasses.replace(config("allgather"), params_dtype=torch.bfloat16)
+    same.moe_router_dtype = "fp32"
+    groups = get_default_pg_collection()
+    theirs = TopKRouter(config=same, pg_collection=groups)
+    ours = GatedRouter(config=same, pg_collection=groups, product=router_gating)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(7, 2, HIDDEN).bfloat16()
+    weights = torch.randn(7, 2, EXPERTS)
+    found = []
+    for router in (theirs, ours):
+        tokens = x.clone().requires_grad_()
+        logits = router.gating(tokens)
+        assert logits.dtype == torch.float32
+        (logits * weights).sum().backward()
+        found.append((logits, tokens.grad, router.weight.grad))
+    for a, b in zip(*found, strict=True):
+        eps = torch.finfo(a.dtype).eps
+        torch.testing.assert_close(b, a, rtol=eps, atol=16 * torch.finfo(torch.float32).eps)

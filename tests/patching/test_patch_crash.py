@@ -4,7 +4,9 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from fakelane import (
@@ -26,8 +28,29 @@ from megacpp_mcore.patching.store import FOLDER, Store
 
 pytestmark = pytest.mark.slow
 
+_APART = """
+import sys
+from pathlib import Path
+import test_patch_crash as test
+from fakelane import two_sets
+from megacpp_mcore.patching import manifest
+
+lane, site = manifest.load(Path(sys.argv[1])), Path(sys.argv[2])
+getattr(test, sys.argv[3])(lane, site, two_sets(lane, site), *sys.argv[4:])
+"""
 OPERATIONS = {"apply": apply, "revert": revert}
 KILLS = 200
+
+
+def apart(check, lane, site, *words):
+    """check(lane, site, sets, *words) in a Python without torch, whose forks take a millisecond
+    where those of the tests' process take 25."""
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", _APART, str(lane.lane), str(site), check.__name__, *words],
+        env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def check_killed(lane, site, sets):
@@ -44,7 +67,11 @@ def check_killed(lane, site, sets):
 
 @pytest.mark.parametrize("second", OPERATIONS)
 @pytest.mark.parametrize("first", OPERATIONS)
-def test_killed_at_every_step(lane, site, sets, first, second):
+def test_killed_at_every_step(lane, site, first, second):
+    apart(killed_at_every_step, lane, site, first, second)
+
+
+def killed_at_every_step(lane, site, sets, first, second):
     interrupted = set()
     for number in range(1, 100):
         if first == "revert":
@@ -63,6 +90,10 @@ def test_killed_at_every_step(lane, site, sets, first, second):
 
 def test_killed_at_every_step_of_a_few_patches(lane, site):
     """Bytes of a subset are in no manifest: only the journal and the ledger know them."""
+    apart(killed_at_every_step_of_a_few_patches, lane, site)
+
+
+def killed_at_every_step_of_a_few_patches(lane, site, sets):
     ids = ["alpha", "gamma"]
     old, new = two_sets(lane, site, ids)
     seen = set()
@@ -79,7 +110,11 @@ def test_killed_at_every_step_of_a_few_patches(lane, site):
     assert "unfinished" in seen
 
 
-def test_killed_at_random_points(lane, site, sets):
+def test_killed_at_random_points(lane, site):
+    apart(killed_at_random_points, lane, site)
+
+
+def killed_at_random_points(lane, site, sets):
     """SIGKILL after a random delay, so also inside a system call; then finished either way.
 
     The longest delay follows what the machine needs just now: shorter after a run that ended first,

@@ -25,12 +25,13 @@ SEQ = 16
 
 
 def corpus(tmp_path: Path, name: str = "c", count: int = 30, seed: int | None = None) -> Path:
-    """Documents of 1..80 random bytes, written by our own build."""
+    """Documents of 2..79 random bytes, written by our own build: with its end each is a sample of
+    two tokens and their labels."""
     rng = np.random.default_rng(seed)
     folder = tmp_path / f"src-{name}"
     folder.mkdir()
     for i in range(count):
-        text = rng.integers(1, 256, rng.integers(1, 80)).astype(np.uint8).tobytes()
+        text = rng.integers(1, 256, max(2, rng.integers(1, 80))).astype(np.uint8).tobytes()
         (folder / f"{i}.h").write_bytes(text)
     build(TextFiles([folder]), tmp_path / name)
     return tmp_path / name

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gloo_ranks import Run, launch
 
-STEPS, SAVED = 10, 5
+STEPS, SAVED = 6, 3
 MODEL = (
     "model.pattern=AEMRE", "model.depth=5", "model.hidden_size=32", "model.ffn_hidden_size=64",
     "model.num_attention_heads=4", "model.seq_length=16",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.recipe.lowering import lower
@@ -28,9 +29,11 @@ with bridges.pretend_h200():
 """
 
 
-def python(script: str, *argv: str, environment: dict[str, str]) -> subprocess.CompletedProcess:
+def python(
+    script: str, *argv: str, environment: dict[str, str], executable: str = sys.executable
+) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-c", script, *argv], env=os.environ | environment,
+        [executable, "-c", script, *argv], env=os.environ | environment,
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 
@@ -50,12 +53,13 @@ def test_transformers_is_imported_for_its_own_tokenizer_alone(small_recipe: Path
     changed = ["launch.device=cuda", "moe.moe_grouped_gemm=true", "checkpoint.save_interval=null"]
     recipe = load_recipe(str(small_recipe), changed)
 
-    def start(*more: str) -> subprocess.CompletedProcess:
+    def start(*more: str, **how: str) -> subprocess.CompletedProcess:
         argv = [*recipe_argv(recipe), *lower(recipe).argv, *more]
-        return python(ARGUMENTS, *argv, environment=RANK | {"PYTHONPATH": path})
+        return python(ARGUMENTS, *argv, environment=RANK | {"PYTHONPATH": path}, **how)
 
     assert recipe.data.tokenizer_type == "NullTokenizer" and start().returncode == 0
-    other = start("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "name")
+    named = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "name"]
+    other = start(*named, executable=warm.python())
     assert "transformers is imported" in other.stderr
 
 
@@ -88,10 +92,10 @@ def test_a_start_is_counted_from_the_process_and_from_its_launcher():
     rank = """
 import os, sys, time
 os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
-from megacpp_mcore.training.gpu import watch
-first, second = watch._start(), watch._start()
+from megacpp_mcore.training.gpu.process_start import start_times
+first, second = start_times(), start_times()
 os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"  # the launcher's start is not this rank's
-assert "launch_s" not in watch._start()
+assert "launch_s" not in start_times()
 assert first["launch_s"] == second["launch_s"]
 print(time.time() - first["cold_start_s"], first["launch_s"])
 """

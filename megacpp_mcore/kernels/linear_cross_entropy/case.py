@@ -112,5 +112,27 @@ class LinearCrossEntropyCase(Case):
         sums = {"losses": 0, "total": tokens, "dhidden": self.vocab_size, "dweight": tokens}
         return self.hidden_size + self.vocab_size + sums[name]
 
+    def sums(
+        self, directions: Tensors, hidden: Tensor, weight: Tensor, labels: Tensor,
+        loss_weights: Tensor | None = None,
+    ) -> dict[str, float]:  # fmt: skip
+        """The label's gradient of a logit is its probability less 1: of a label with nearly all of
+        the probability little is left. Its loss, lse less its logit, is as little."""
+        hidden, labels = hidden.reshape(-1, self.hidden_size), labels.reshape(-1)
+        if not labels.numel():
+            return {}
+        logits = hidden @ weight.T
+        picked = logits.gather(1, labels[:, None])
+        losses = (logits.logsumexp(1, keepdim=True).abs() + picked.abs())[:, 0]
+        along = directions["total" if self.weighted else "losses"].to(hidden).abs().reshape(-1)
+        if loss_weights is not None:
+            losses = losses * loss_weights.reshape(-1).abs()
+            along = along * loss_weights.reshape(-1).abs()
+        ones = torch.ones_like(picked)
+        terms = logits.softmax(1).scatter_add(1, labels[:, None], ones) * along[:, None]
+        outputs = {"total": losses.sum()} if self.weighted else {"losses": losses.amax()}
+        gradients = {"dhidden": terms @ weight.abs(), "dweight": terms.T @ hidden.abs()}
+        return {name: float(x.amax()) for name, x in (outputs | gradients).items()}
+
     def flops(self) -> int:
         return 2 * self.seq * self.batch * self.hidden_size * self.vocab_size

@@ -70,7 +70,9 @@ class ResidualCase(Case):
     def terms(self, name: str) -> int:
         return self.seq * self.batch if name == "dbias" else 2
 
-    def sums(self, x: Tensor, residual: Tensor, bias: Tensor | None = None) -> dict[str, float]:
+    def sums(
+        self, directions: Tensors, x: Tensor, residual: Tensor, bias: Tensor | None = None
+    ) -> dict[str, float]:
         """x + bias is rounded before the residual, which may cancel it, is added."""
         terms = x.abs() + residual.abs() + (0 if bias is None else bias.abs())
         return {"y": float(terms.amax()) if terms.numel() else 0.0}

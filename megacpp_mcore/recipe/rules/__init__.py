@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megacpp_mcore.recipe.fields import optional
-from megacpp_mcore.recipe.refusal import Refusal, Rules
+from megacpp_mcore.recipe.refusal import Refusal, Rules, shown
 from megacpp_mcore.recipe.rules import (
     attention,
     backends,
@@ -42,17 +42,35 @@ def refusals(recipe: "Recipe") -> Sequence[Refusal]:
     return rules.found
 
 
+def without_auto(recipe: "Recipe") -> "Recipe":
+    """The recipe with what it leaves to us decided: `launch.cuda_graph_impl = "auto"`.
+
+    The whole step is captured where no rule is against it. The key's origin then begins with
+    "auto", and names the rule that was.
+    """
+    if recipe.get(cuda_graphs.IMPL) != cuda_graphs.AUTO:
+        return recipe
+    eager, captured = (cuda_graphs.replaced(recipe, impl) for impl in ("none", "full_iteration"))
+    anyway = {refusal.key: refusal.reason for refusal in refusals(eager)}
+    against = [r for r in refusals(captured) if anyway.get(r.key) != r.reason]
+    if not against:
+        return captured
+    first = against[0]
+    why = f"auto, but {first.key} = {shown(recipe.get(first.key))} {first.reason}"
+    return cuda_graphs.replaced(recipe, "none", why)
+
+
 def _ranges(r: Rules) -> None:
     """Numbers outside the bounds that stand with their key in the schema."""
     for dotted, key in KEYS.items():
         value = r[dotted]
-        unset = ", or leave it out" if optional(key.hint) else ""
         numbers = [
             number
             for number in (value if isinstance(value, tuple) else (value,))
             if isinstance(number, int | float) and not isinstance(number, bool)
         ]
         for reason in dict.fromkeys(why for n in numbers for why in key.bounds.reasons(n)):
+            unset = ", or leave it out" if optional(key.hint) else ""
             r.refuse(True, dotted, f"must be {reason}{unset}")
 
 

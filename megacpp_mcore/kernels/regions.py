@@ -1,0 +1,179 @@
+"""A tensor's distance from the truth, region by region, against what rounding does.
+
+The largest value of a tensor says little of the rest: of a causal attention's gradients most rows
+are so small beside the first that they may be zero. So a tensor is cut along each axis, and along
+each pair of axes into tiles, and in every region
+
+    rms(error) <= FACTOR * rms(rounding) + allowed * rms(truth)
+
+`rounding` is the error of the definition itself, computed in the model's dtype instead of the wide
+one: measured in that region, in DRAWS computations whose inputs differ by single roundings, so that
+no lucky one counts. Where a region's own is less than the tensor's median (in units of the truth)
+the median counts. `allowed` is for roundings that a backend has and the definition has not.
+
+A factor common to a region is found long before its rms is too large, since roundings are as often
+up as down: `scale` is (error . truth) / (truth . truth), and its bound that of the draws, an
+epsilon, and of the bound above what independent roundings of so many values leave over.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DRAWS = 3
+FACTOR = 3.0  # a backend rounds in other places and orders than the definition, and in more
+_LEAST = 64  # values in a region: fewer may all be lucky
+_PARTS = {1: 128, 2: 128, 3: 128}  # of an axis, by the tensor's axes; else
+_OTHERWISE = 32
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A computation with other roundings, on a tensor's grid: squared error, error times truth."""
+
+    squared: Tensor
+    product: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor, truth: Tensor) -> "Draw":
+        truth = _with_an_axis(truth)
+        error = _with_an_axis(values).to(truth.dtype) - truth
+        return cls(grid(error.square()), grid(error * truth))
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What rounding does to the definition."""
+
+    draws: Sequence[Draw]
+
+    @property
+    def squared(self) -> Tensor:
+        """The mean of the draws' squared errors, on the grid."""
+        return torch.stack([draw.squared for draw in self.draws]).mean(0)
+
+
+@dataclass(frozen=True)
+class Distance:
+    """The worst region. error, bound: in units of the truth's size there. where: in words."""
+
+    error: float
+    bound: float
+    where: str
+
+    @property
+    def share(self) -> float:
+        return self.error / self.bound if self.bound else math.inf * (self.error > 0 or 0)
+
+
+def grid(values: Tensor) -> Tensor:
+    """Sums of `values` over the finest cells, float64 on the CPU."""
+    most = _PARTS.get(values.dim(), _OTHERWISE)
+    return _pooled(values, [min(n, most) for n in values.shape]).double().cpu()
+
+
+def jittered(x: Tensor, seed: int) -> Tensor:
+    """One value in four is the next to it in x's dtype, up or down."""
+    generator = torch.Generator(x.device).manual_seed(seed)
+    drawn = torch.rand(x.shape, generator=generator, device=x.device)
+    towards = torch.where(drawn < 0.125, -math.inf, math.inf).to(x.dtype)
+    return torch.where(drawn < 0.25, torch.nextafter(x, towards), x)
+
+
+def worst(actual: Tensor, truth: Tensor, rounding: Rounding, allowed: float) -> Distance:
+    """The region in which `actual` is furthest beyond, or nearest to, its bound.
+
+    allowed: of the truth's rms, for roundings that the definition does not have.
+    """
+    truth = _with_an_axis(truth)
+    error = _with_an_axis(actual).to(truth.dtype) - truth
+    cells = _Cells(
+        grid(error.square()), grid(error * truth), grid(truth.square()),
+        rounding, truth.shape, allowed, torch.finfo(actual.dtype).eps,
+        torch.finfo(truth.dtype).eps,
+    )  # fmt: skip
+    found = [d for parts in _views(truth.shape) for d in cells.distances(parts)]
+    return max(found, key=lambda distance: distance.share)
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """Sums over the finest cells, and what they are judged by."""
+
+    squared: Tensor
+    product: Tensor
+    truth: Tensor
+    rounding: Rounding
+    shape: torch.Size
+    allowed: float
+    eps: float
+    wide_eps: float
+
+    def distances(self, parts: Sequence[int]) -> Iterator[Distance]:
+        """The worst region of a view by its rms, and by its scale."""
+        error, truth, noise = (
+            _pooled(x, parts).flatten().sqrt()
+            for x in (self.squared, self.truth, self.rounding.squared)
+        )
+        # What cancels to the wide dtype's own rounding has no size: the usual region's counts.
+        usual_size = truth.square().mean().sqrt()
+        vanishes = truth <= 1000 * self.wide_eps * usual_size
+        size = torch.where(vanishes, usual_size, truth)
+        usual = torch.where(vanishes, self.rounding.squared.sum().sqrt() / len(noise) ** 0.5, noise)
+        relative = torch.maximum(usual / size, (usual / size).median())
+        bound = FACTOR * relative + self.allowed
+        yield self._worst(error / size, bound, parts, "")
+        draws = [_pooled(draw.product, parts).flatten() for draw in self.rounding.draws]
+        scales = torch.stack(draws).abs() / size.square()
+        chance = torch.maximum(scales.amax(0), scales.median())
+        values = math.prod(self.shape) / math.prod(parts)
+        bound = FACTOR * chance + max(1 / 8, min(1.0, 4 / values**0.5)) * bound + self.eps
+        found = _pooled(self.product, parts).flatten().abs() / size.square()
+        yield self._worst(found, bound, parts, "scale ")
+
+    def _worst(self, found: Tensor, bound: Tensor, parts: Sequence[int], kind: str) -> Distance:
+        at = int((found / bound).nan_to_num(nan=math.inf).argmax())
+        index = torch.unravel_index(torch.tensor(at), tuple(parts))
+        spans = [
+            f"{-(-int(i) * n // p)}:{-(-(int(i) + 1) * n // p)}" if p > 1 else ":"
+            for i, n, p in zip(index, self.shape, parts, strict=True)
+        ]
+        return Distance(float(found[at]), float(bound[at]), f"{kind}[{', '.join(spans)}]")
+
+
+def _views(shape: torch.Size) -> Iterator[list[int]]:
+    """Parts along each axis: the whole, slabs of one axis, tiles of two."""
+    most = _PARTS.get(len(shape), _OTHERWISE)
+    limit = math.prod(shape) // _LEAST
+    one = [1] * len(shape)
+    yield one
+    slabs, tiles = (itertools.combinations(range(len(shape)), number) for number in (1, 2))
+    for axes in (*slabs, *tiles):
+        parts = {axis: min(shape[axis], most) for axis in axes}
+        while math.prod(parts.values()) > limit and max(parts.values()) > 1:
+            widest = max(parts, key=parts.__getitem__)
+            parts[widest] = (parts[widest] + 1) // 2
+        if all(number > 1 for number in parts.values()):
+            yield [parts.get(axis, 1) for axis in range(len(shape))]
+
+
+def _with_an_axis(x: Tensor) -> Tensor:
+    return x.reshape(1) if not x.dim() else x
+
+
+def _pooled(x: Tensor, parts: Sequence[int]) -> Tensor:
+    """Sums over parts of each axis, as equal as its length allows."""
+    for axis, number in enumerate(parts):
+        length = x.shape[axis]
+        if number == length:
+            continue
+        if length % number == 0:
+            x = x.unflatten(axis, (number, length // number)).sum(axis + 1)
+            continue
+        part = torch.arange(length, device=x.device) * number // length
+        x = x.new_zeros([*x.shape[:axis], number, *x.shape[axis + 1 :]]).index_add(axis, part, x)
+    return x

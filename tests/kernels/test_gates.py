@@ -1,0 +1,108 @@
+"""Every surface's gate refuses wrong results: a gate that cannot is none.
+
+What is changed are the definition's own values in the model's dtype, one tensor at a time.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megacpp_mcore.kernels import parity
+from megacpp_mcore.kernels.case import BoundBackend, case_class
+from megacpp_mcore.kernels.core_attention.case import CoreAttentionCase
+from megacpp_mcore.surfaces.registry import REGISTRY
+
+SURFACES = [name for name, surface in REGISTRY.items() if surface.case]
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def halves_swapped(x, other, axis):
+    first, second = x.tensor_split(2, axis)
+    return torch.cat([second, first], axis)
+
+
+def tile_zeroed(x, other, axis):
+    """A quarter of an axis, of half of the next."""
+    x = x.clone()
+    tile = x.narrow(axis, x.shape[axis] // 4, -(-x.shape[axis] // 4))
+    if x.dim() > 1:
+        next_axis = (axis + 1) % x.dim()
+        tile = tile.narrow(next_axis, 0, -(-x.shape[next_axis] // 2))
+    tile.zero_()
+    return x
+
+
+def one_is_anothers(x, other, axis):
+    """A head has the values of the one behind it; of an axis of many, an eighth has."""
+    number = max(1, x.shape[axis] // 8)
+    x = x.clone()
+    x.narrow(axis, 0, number).copy_(x.narrow(axis, number, number).clone())
+    return x
+
+
+MUTATIONS = {
+    "sign": lambda x, other, axis: -x,
+    "scale": lambda x, other, axis: x * 1.05,
+    "zeroed tile": tile_zeroed,
+    "swapped halves": halves_swapped,
+    "stale buffer": lambda x, other, axis: other,
+    "one wrong head": one_is_anothers,
+    "shifted token": lambda x, other, axis: x.roll(1, axis),
+}
+WHOLE = ("sign", "scale", "stale buffer")
+
+
+def judged(case, dtype, seed=0):
+    """Truth and the definition's values."""
+    tensors = parity.drawn(case, dtype, "cpu", seed)
+    truth = parity.truth_of(case, tensors, dtype, torch.float64, by_region=True)
+    return truth, parity.run(case, BoundBackend(case.reference), tensors, truth.directions)
+
+
+def shares(case, values, truth, dtype):
+    return {error.name: error.share for error in parity.errors(case, values, truth, dtype)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("surface", SURFACES)
+def test_wrong_results_are_refused(surface, dtype):
+    case, missed = case_class(surface).samples()["plain"], []
+    truth, values = judged(case, dtype)
+    _, others = judged(case, dtype, seed=1)
+    assert max(shares(case, values, truth, dtype).values()) <= 1
+    for name, value in values.items():
+        alone = dataclasses.replace(truth, values={name: truth.values[name]})
+        for kind, mutate in MUTATIONS.items():
+            for axis in range(1 if kind in WHOLE else value.dim()):
+                if kind not in WHOLE and value.shape[axis] < 2:
+                    continue
+                wrong = mutate(value, others[name], axis)
+                (found,) = shares(case, {name: wrong}, alone, dtype).values()
+                if not (found > 1 or torch.equal(wrong, value)):
+                    missed.append(f"{kind} of {name}, axis {axis}: {found:.2f}")
+    assert not missed, "\n".join(missed)
+
+
+def test_the_small_end_of_a_causal_gradient_is_judged_too():
+    """dv of the last tokens, a thousandth of the first's, may not be zero."""
+    case = CoreAttentionCase(1, 1024, 2, 2, 16, 8)
+    truth, values = judged(case, torch.bfloat16)
+    for name in ("dk", "dv"):
+        wrong = values[name].clone()
+        wrong[-32:] = 0
+        rest = truth.values[name]
+        assert rest[-32:].abs().max() < rest.abs().max() / 10
+        without = dataclasses.replace(truth, rounding={})
+        assert shares(case, values | {name: wrong}, without, torch.bfloat16)[name] < 1
+        assert shares(case, values | {name: wrong}, truth, torch.bfloat16)[name] > 1
+
+
+def test_a_gradient_of_the_loss_with_another_sign_and_size_is_refused():
+    """As it passed once: weighted, and so small that it was judged by the total."""
+    case = case_class("linear_cross_entropy").samples()["plain-weighted"]
+    truth, values = judged(case, torch.bfloat16)
+    values["dhidden"] = values["dhidden"] * -100
+    (worst, *_) = parity.errors(case, values, truth, torch.bfloat16)
+    assert worst.name == "dhidden" and worst.share > 10
