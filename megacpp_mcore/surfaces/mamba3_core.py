@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megacpp_mcore.surfaces import mamba3_prep, mamba3_scan
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
+from megacpp_mcore.surfaces.figures import Figure
 from megacpp_mcore.surfaces.support import (
     KERNEL_TESTS,
     always,
@@ -100,7 +101,11 @@ SURFACE = Surface(
             "written in place, and beside the scan's two kernels there are six of our own",
             dtypes="bf16; dt, decay, angles, their sums and state in fp32",
             fallback=REFERENCE,
-            no_receipt="not measured on an H200 yet",
+            receipt=_LAYER,
+            figures=(
+                Figure(_LAYER, "mamba3_core=triton", "the layer, with the first version"),
+                Figure(_LAYER, "recipe", "the layer without it"),
+            ),
             exit_when="a scan of our own has prep and gate inside",
             **_facts,
         ),

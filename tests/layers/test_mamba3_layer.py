@@ -176,6 +176,27 @@ def test_every_parameter_learns(settings):
     assert hidden.grad.abs().min() > 0
 
 
+@pytest.mark.parametrize("offsets", [None, [0, 6, 13]], ids=["whole", "documents"])
+def test_one_operator_in_place_of_prep_and_scan_gets_what_they_get(offsets):
+    """As dispatch has it on a GPU: here the definition of the operator."""
+    from megacpp_mcore.kernels.mamba3_core import mamba3_core
+
+    mixer, packed = build().mixer, None
+    if offsets is not None:
+        packed = TestDocuments().packed(offsets)
+    found = []
+    for fused in (None, mamba3_core):
+        mixer.fused = fused
+        hidden = torch.randn(21, 1, HIDDEN, generator=torch.Generator().manual_seed(3))
+        hidden.requires_grad_()
+        y, _ = mixer(hidden, packed_seq_params=packed)
+        mixer.zero_grad()
+        y.square().sum().backward()
+        found.append([y.detach(), hidden.grad, *(p.grad for p in mixer.parameters())])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
+
+
 def test_later_tokens_do_not_change_earlier_ones():
     layer = build()
     hidden = torch.randn(20, 1, HIDDEN)

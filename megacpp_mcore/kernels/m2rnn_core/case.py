@@ -18,7 +18,7 @@ from megacpp_mcore.surfaces.workload import Workload
 
 @dataclass(frozen=True)
 class M2RNNCoreCase(Case):
-    """projected (s, b, rows) -> out (s, b, H V). The columns are padded as the layer's are."""
+    """projected (s, b, rows) -> y (s, b, H V). The columns are padded as the layer's are."""
 
     batch: int
     seq: int
@@ -96,7 +96,7 @@ class M2RNNCoreCase(Case):
 
     def _call(self, function: Any, **tensors: Tensor) -> Tensors:
         return {
-            "out": function(
+            "y": function(
                 **tensors, heads=self.heads, k_dim=self.k_head_dim, v_dim=self.v_head_dim,
                 eps=self.eps, chunk_size=self.chunk_size, grad_clamp=self.grad_clamp,
                 tanh=self.tanh,
@@ -107,7 +107,7 @@ class M2RNNCoreCase(Case):
         """As of the recurrence's case: three products' operands and the result, a gradient as many
         again. Besides, q, k, v and y are rounded between the parts, and so are their gradients, and
         the norm divides by what may be smaller than its largest value."""
-        return 8 if name == "out" else 16
+        return 8 if name == "y" else 16
 
     def terms(self, name: str) -> int:
         """As of the recurrence's case, and the sums of norm, convolution and parameters."""
