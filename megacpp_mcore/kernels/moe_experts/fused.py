@@ -20,7 +20,6 @@ from megacpp_mcore.kernels.moe_experts.readers import Readers
 from megacpp_mcore.kernels.moe_experts.routing import (
     Gathered,
     Routing,
-    allocated,
     probs_gradient,
     route,
     to_tokens,
@@ -56,11 +55,6 @@ def experts_routed(
         x = x.detach()
     w1, w2 = weights.w1, weights.w2
     return _Routed.apply(x, rows, probs, w1, w2, addend, routing_map, topk, weights, readers)
-
-
-def row_count(tokens: int, topk: int, weights: Experts) -> int:
-    """R, of the routing of so many tokens."""
-    return allocated(tokens, topk, weights.w1.shape[0], weights.products.ALIGN)
 
 
 @torch.compiler.disable
