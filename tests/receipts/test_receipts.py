@@ -546,6 +546,51 @@ def test_the_file_is_json_with_a_line_per_field(tmp_path):
     assert len(text.splitlines()) < 120
 
 
+@pytest.mark.parametrize("off", [0.985, 1.015])
+@pytest.mark.parametrize("part", ["idle", "wall", "segment", "useful"])
+def test_a_goodput_that_is_off_by_more_than_one_percent_is_refused(tmp_path, part, off):
+    document = samples.train(tmp_path / "run.json")
+    goodput = document["goodput"]
+    share = 0.02 * goodput["wall_s"]
+    goodput["seconds"]["idle"] += share
+    goodput["segments"][0]["seconds"]["idle"] += share
+    goodput["wall_s"] += share
+    goodput["segments"][0]["wall_s"] += share
+    goodput["useful"] = goodput["seconds"]["step"] / goodput["wall_s"]
+    validate(document)
+    if part == "idle":
+        goodput["seconds"]["idle"] += (off - 1) * goodput["wall_s"]
+    elif part == "wall":
+        goodput["wall_s"] *= off
+    elif part == "segment":
+        goodput["segments"][0]["wall_s"] *= off
+    else:
+        goodput["useful"] += off - 1
+    with pytest.raises(ReceiptError, match="goodput"):
+        validate(document)
+
+
+def test_an_evaluation_of_the_same_step_replaces_the_one_before(tmp_path):
+    receipt = samples.start(tmp_path / "run.json")
+    receipt.evaluation(0, 3.0)
+    receipt.evaluation(0, 2.0)
+    assert receipt.write()["evaluations"] == {"step": [0], "loss": [2.0]}
+
+
+def test_the_mean_the_wall_and_the_slow_steps_stand_beside_the_median(tmp_path):
+    clock = samples.Clock()
+    receipt = samples.start(tmp_path / "run.json", goodput=Goodput(clock=clock))
+    for step, ms in enumerate([5000, 100, 100, 126, 124, 100, 1000, 100, 100], start=1):
+        clock.sleep(ms / 1000)
+        receipt.step(step, tokens=10, ms=ms, loss=1.0)
+    clock.sleep(3.25)
+    result = receipt.write("complete")["result"]
+    assert result["tokens_per_s_median"] == 100
+    assert result["tokens_per_s_mean"] == pytest.approx(80 / 1.75)
+    assert result["tokens_per_s_wall"] == pytest.approx(90 / 10)
+    assert result["slow_steps"] == [[7, 1000], [4, 126]]
+
+
 def test_speed_in_operations_is_per_device_and_against_a_stated_peak(tmp_path):
     """1,000 tokens a second of 6 GFLOP on two devices: 3 TFLOP/s each."""
     two = {"world_size": 2, "tp": 1, "pp": 1, "ep": 1, "cp": 1, "dp": 2}
