@@ -6,6 +6,10 @@ each says why it cannot serve a workload, or nothing when it can. `auto` takes t
 but for those that wait to be named. A backend named in the recipe's `[backends]`, or forced with
 `MEGACPP_BACKENDS=surface=name,...`, serves or raises.
 
+With `strict`, which a run sets from its recipe's launch.strict, `auto` does not fall past a backend
+whose package is installed but broken: that is an error. A run begins with `begin`, so that its
+record holds nothing of an earlier run in the process.
+
 A layer decides once, when it is built; nothing here runs in a training step. Importing this module
 imports neither torch nor any optional package: a backend is imported when it is asked about.
 """
@@ -20,12 +24,13 @@ from typing import Any
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.surfaces.backend import Backend, Surface, load
 from megacpp_mcore.surfaces.registry import REGISTRY
+from megacpp_mcore.surfaces.support import Broken
 from megacpp_mcore.surfaces.workload import Workload
 
 __all__ = [
-    "AUTO", "ENVIRONMENT_VARIABLE", "Backend", "Decision", "DispatchError", "Workload",
+    "AUTO", "ENVIRONMENT_VARIABLE", "Backend", "Decision", "DispatchError", "Workload", "begin",
     "check_requests", "choices", "choose", "decide", "decisions", "forced_backends", "forget",
-    "requested", "verdicts",
+    "questions", "requested", "strict", "verdicts",
 ]  # fmt: skip
 
 AUTO = "auto"
@@ -104,11 +109,12 @@ def decide(surface: str, workload: Workload, requests: Mapping[str, str] | None 
     requests: the recipe's `[backends]`; MEGACPP_BACKENDS goes before it. A decision that this
     process has not made before is printed on stderr by rank 0. Raises DispatchError as `choose`.
     """
-    return record(choose(surface, workload, requests))
+    return record(choose(surface, workload, requests), workload)
 
 
-def record(decision: Decision) -> Decision:
-    """As `decide` does, for what was not ours to choose."""
+def record(decision: Decision, workload: Workload | None = None) -> Decision:
+    """As `decide` does, for what was not ours to choose; workload: None when none was asked."""
+    _QUESTIONS.setdefault((decision.surface, workload), {})[decision] = None
     if decision not in _DECISIONS:
         _DECISIONS[decision] = None
         if os.environ.get("RANK", "0") == "0":
@@ -125,7 +131,12 @@ def choose(surface: str, workload: Workload, requests: Mapping[str, str] | None 
     name = requested(surface, requests)
     is_forced = surface in forced_backends()
     source = ENVIRONMENT_VARIABLE if is_forced else "the recipe's [backends]"
-    return _choose(surface, workload, name, source)
+    return _choose(surface, workload, name, source, _STRICT[0])
+
+
+def strict(on: bool) -> None:
+    """Whether `auto` refuses to fall past a backend whose package is broken, in this process."""
+    _STRICT[0] = on
 
 
 def requested(surface: str, requests: Mapping[str, str] | None = None) -> str:
@@ -150,18 +161,34 @@ def decisions() -> tuple[Decision, ...]:
     return tuple(_DECISIONS)
 
 
+def questions() -> dict[tuple[str, Workload | None], tuple[Decision, ...]]:
+    """(surface, workload) -> every distinct decision about it in this process so far."""
+    return {question: tuple(decisions) for question, decisions in _QUESTIONS.items()}
+
+
+def begin() -> None:
+    """Drop the record: a run begins."""
+    _DECISIONS.clear()
+    _QUESTIONS.clear()
+
+
 def forget() -> None:
     """Drop the record and the cache, as in a new process; what failed to import stays failed."""
-    _DECISIONS.clear()
+    begin()
+    strict(False)
     _choose.cache_clear()
     _forced.cache_clear()
 
 
 _DECISIONS: dict[Decision, None] = {}
+_QUESTIONS: dict[tuple[str, Workload | None], dict[Decision, None]] = {}
+_STRICT = [False]
 
 
 @functools.cache
-def _choose(surface: str, workload: Workload, requested: str, source: str) -> Decision:
+def _choose(
+    surface: str, workload: Workload, requested: str, source: str, strict: bool
+) -> Decision:  # fmt: skip
     passed_over = []
     for backend in REGISTRY[surface].backends:
         if requested not in (AUTO, backend.name):
@@ -177,6 +204,12 @@ def _choose(surface: str, workload: Workload, requested: str, source: str) -> De
             if layout := workload.size("layout"):
                 reason = f"layout {layout}: {reason}"
             return Decision(surface, requested, backend.name, reason, backend.implementation)
+        if strict and requested == AUTO and isinstance(why_not, Broken):
+            raise DispatchError(
+                f"launch.strict: backend {backend.name!r} of surface {surface!r} would serve, but "
+                f"its package is broken: {why_not}. Repair it, name another backend in the "
+                "recipe's [backends], or set launch.strict=false"
+            )
         passed_over.append(f"{backend.name}: {why_not}")
     raise DispatchError(_refusal(surface, workload, requested, source))
 

@@ -1,15 +1,19 @@
 """What every test process needs before the first import of Megatron, and a recipe in miniature."""
 
 import os
+import uuid
 from pathlib import Path
 
 import pytest
+import warm
 
 # One thread a worker: pytest runs a worker per core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Inductor need not try each vector instruction of this CPU with a program and a Python that imports
 # torch, in every process that compiles: it makes scalar code.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
+from left_behind import MARK, Marked
 
 from megacpp_mcore.recipe import Recipe, load_recipe
 
@@ -96,6 +100,8 @@ SLOW_FILES = (
     "tests/bench/test_bench.py",
     "tests/kernels/test_core_attention.py",
     "tests/kernels/test_mixer_prep_admission.py",
+    "tests/kernels/test_moe_hopper.py",
+    "tests/kernels/test_moe_routed.py",
     "tests/kernels/test_rope_qk.py",
     "tests/layers/test_loss.py",
     "tests/layers/test_recompute.py",
@@ -104,6 +110,21 @@ SLOW_FILES = (
     "tests/planner/test_search.py",
     "tests/surfaces/test_admission.py",
 )
+
+
+# Of every process that the suite starts, xdist's workers included.
+SUITE = Marked(os.environ.setdefault(MARK, uuid.uuid4().hex))
+
+
+@pytest.hookimpl(trylast=True)  # after xdist has ended its workers
+def pytest_sessionfinish(session, exitstatus):
+    """The suite leaves no process and no shared memory behind, or it fails."""
+    if hasattr(session.config, "workerinput"):
+        return
+    warm.close()
+    if left := SUITE.left():
+        print("\nThe test suite left behind:", *left, sep="\n  ")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks

@@ -18,7 +18,7 @@ from megacpp_mcore.stack import bridges
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, load
 from megacpp_mcore.surfaces.core_attention import te_attention
 from megacpp_mcore.surfaces.registry import REGISTRY
-from megacpp_mcore.surfaces.support import always, import_reason
+from megacpp_mcore.surfaces.support import Broken, always, import_reason, joined
 from megacpp_mcore.surfaces.workload import Workload
 
 bridges.before_megatron()
@@ -181,6 +181,14 @@ class TestRecord:
         assert capsys.readouterr() == ("", "")
         assert len(dispatch.decisions()) == 1
 
+    def test_a_run_begins_without_the_record_of_an_earlier_one(self, toy, capsys):
+        dispatch.decide(toy, CPU)
+        dispatch.begin()
+        assert dispatch.decisions() == () and dispatch.questions() == {}
+        decision = dispatch.decide(toy, CPU)
+        assert dispatch.questions() == {(toy, CPU): (decision,)}
+        assert capsys.readouterr().err.count("backend of toy") == 2
+
     def test_asking_is_not_deciding(self, toy, capsys):
         dispatch.choose(toy, CPU)
         assert dispatch.verdicts(toy, CPU) == {
@@ -272,6 +280,40 @@ class TestOptionalPackages:
         reason = import_reason(name)
         assert reason.startswith(f"cannot import {name}: {found}")
 
+    @pytest.mark.parametrize(
+        ("line", "broken"),
+        [
+            ("import optional_x.nothing", False),  # an older release without that module
+            ("import nothing_of_that_name", True),  # its own dependency is missing
+            ("raise OSError('libcuda.so.1: cannot open')", True),
+        ],
+    )
+    def test_a_strict_run_does_not_fall_past_a_broken_package(
+        self, line, broken, toy, tmp_path, monkeypatch
+    ):
+        name = f"optional_{abs(hash(line))}"
+        (tmp_path / name).mkdir()
+        text = line.replace("optional_x", name) + "\n"
+        (tmp_path / name / "__init__.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        module = f"{name}.nothing" if "optional_x" in line else name
+        backends = (Backend("package", "json:dumps", lambda problem: import_reason(module)),
+                    Backend(REFERENCE, "json:dump", always))  # fmt: skip
+        monkeypatch.setitem(REGISTRY, toy, Surface(toy, backends, lambda recipe, device: CPU))
+        assert dispatch.choose(toy, CPU).observed == REFERENCE
+        dispatch.strict(True)
+        assert dispatch.choose(toy, CPU, {toy: REFERENCE}).observed == REFERENCE
+        if broken:
+            with pytest.raises(DispatchError, match=r"strict: backend 'package' of .*broken"):
+                dispatch.choose(toy, CPU)
+        else:
+            assert dispatch.choose(toy, CPU).observed == REFERENCE
+
+    def test_an_absent_package_is_not_broken(self, monkeypatch):
+        for reason in (import_reason("nothing_of_that_name.at_all"), joined([None, "a", "b"])):
+            assert not isinstance(reason, Broken)
+        assert isinstance(joined(["absent", Broken("cannot import")]), Broken)
+
     def test_an_import_is_tried_once(self, tmp_path, monkeypatch):
         (tmp_path / "tried.py").write_text("open(__file__ + '.log', 'a').write('x')\n1 / 0\n")
         monkeypatch.syspath_prepend(tmp_path)
@@ -326,6 +368,7 @@ class TestRegistry:
 
         from megacpp_mcore.layers.attention import SelfAttention
         from megacpp_mcore.layers.mla import MLASelfAttention
+        from megacpp_mcore.layers.router import GatedRouter
 
         bases = {
             backend.implementation: load(backend.implementation)
@@ -333,8 +376,10 @@ class TestRegistry:
             for backend in surface.backends
             if backend.stand_in
         }
-        ours = {"mla_rope": MLASelfAttention, "rope_qk": SelfAttention}
-        assert len(bases) == 3
+        ours = {
+            "mla_rope": MLASelfAttention, "rope_qk": SelfAttention, "router_gating": GatedRouter,
+        }  # fmt: skip
+        assert len(bases) == 4
         for name, layer in ours.items():
             (backend,) = [b for b in REGISTRY[name].backends if b.stand_in]
             assert (

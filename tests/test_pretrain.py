@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import math
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megacpp_mcore import dispatch, receipts
 from megacpp_mcore.errors import MegacppError
@@ -117,7 +119,7 @@ def test_the_yardstick_is_megatrons_own_stack_with_the_recipes_arguments(small_r
         with bridges.pretend_h200():
             model = gpu_train.config_container(launched, args).model
     stack = model.hybrid_stack_spec.submodules
-    assert model.get_builder_cls().__name__ == "HybridModelBuilder"
+    assert model.get_builder_cls().__name__ == "YardstickBuilder"
     assert stack.mamba_layer.submodules.mixer.module.__name__ == "MambaMixer"
     core = stack.mla_layer.submodules.self_attention.submodules.core_attention
     assert core.__name__ == "DispatchedCoreAttention"
@@ -402,13 +404,17 @@ def test_a_run_goes_on_from_a_complete_checkpoint_or_begins_in_a_free_folder(
     with pytest.raises(RunFolderError, match="has the receipt of a run"):
         _check_folder(launched, args)
     (tmp_path / "saved" / "iter_0000004").mkdir(parents=True)
-    for name in (".metadata", "metadata.json"):
-        (tmp_path / "saved" / "iter_0000004" / name).touch()
+    (tmp_path / "saved" / "iter_0000004" / "metadata.json").touch()
+    index = pickle.dumps(Metadata({}, storage_data={}))
+    (tmp_path / "saved" / "iter_0000004" / ".metadata").write_bytes(index)
     tracker = tmp_path / "saved" / "latest_checkpointed_iteration.txt"
     tracker.touch()  # cut off as it was written
     _check_folder(launched, args)
     assert "resuming from the last complete checkpoint, step 4" in capsys.readouterr().err
     assert tracker.read_text() == "4"
+    (tmp_path / "saved" / "iter_0000004" / ".metadata").write_bytes(b"junk")
+    with pytest.raises(MegacppError, match=r"\.metadata cannot be read: .*no older whole"):
+        _check_folder(launched, args)
 
 
 def test_what_megatron_refuses_is_told_in_its_words(small_recipe, overrides):
@@ -453,6 +459,9 @@ class FakeLoop:
     def save_checkpoint_and_time(self, iteration, model):
         return None
 
+    def maybe_finalize_async_save(self, blocking=False, terminate=False):
+        return None
+
     def evaluate(self, forward_step):
         return {"lm loss": torch.tensor(7.5)}, None, False
 
@@ -467,6 +476,7 @@ class FakeLoop:
             if iteration == stop_at:
                 raise RuntimeError("out of memory")
             loop.train_step(None, model, optimizer, iteration=iteration)
+            loop.maybe_finalize_async_save(blocking=False)
         loop.save_checkpoint_and_time(self.steps, model)
         loop.evaluate_and_print_results(f"iteration {self.steps}", None, self.steps)
         loop.evaluate_and_print_results("iteration 3 on test set", None, self.steps)
@@ -474,7 +484,8 @@ class FakeLoop:
 
 NAMES = (
     "setup_model_and_optimizer", "build_train_valid_test_data_iterators", "train_step",
-    "save_checkpoint_and_time", "evaluate", "evaluate_and_print_results",
+    "save_checkpoint_and_time", "maybe_finalize_async_save", "evaluate",
+    "evaluate_and_print_results",
 )  # fmt: skip
 
 
@@ -696,6 +707,26 @@ def on_a_machine_with_gpus(monkeypatch):
 
     monkeypatch.setattr(launcher, "run_ranks", ranks)
     return started, ends
+
+
+def test_a_run_goes_back_before_its_ranks_start(
+    on_a_machine_with_gpus, small_recipe, overrides, tmp_path, capsys
+):
+    started, _ = on_a_machine_with_gpus
+    for iteration in (3, 6):
+        (tmp_path / f"iter_000000{iteration}").mkdir()
+        for name in (".metadata", "metadata.json"):
+            (tmp_path / f"iter_000000{iteration}" / name).touch()
+    where = [*overrides, f"checkpoint.load={tmp_path}"]
+    with pytest.raises(MegacppError, match=r"--resume-from 5: .* of iterations 3, 6"):
+        launcher.launch_ranks(str(small_recipe), where, 1, str(tmp_path / "out"), resume_from=5)
+    assert not started
+    launcher.launch_ranks(str(small_recipe), where, 1, str(tmp_path / "out"), resume_from=3)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3" and started
+    assert "it is now superseded-iter_0000006" in capsys.readouterr().err
+    without = [*overrides, "checkpoint.load=null"]
+    with pytest.raises(LaunchError, match=r"set checkpoint\.load"):
+        launcher.launch_ranks(str(small_recipe), without, 1, None, resume_from=3)
 
 
 def test_train_on_gpus_starts_ranks_with_the_recipes_arguments(

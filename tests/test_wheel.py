@@ -5,53 +5,58 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+import plain_install
 import pytest
+from conftest import SMALL
 
 pytestmark = pytest.mark.slow
 
 CHECKOUT = Path(__file__).parent.parent
 
 
+@dataclass(frozen=True)
+class Plain:
+    """An environment with the wheel and what it requires: its Python and its site-packages."""
+
+    python: Path
+    site: Path
+
+    def run(self, cwd: Path, *words: str, **environment: str) -> subprocess.CompletedProcess:
+        dropped = ("MEGACPP_", "PYTHON")
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
+        return subprocess.run(
+            [str(self.python), *words], cwd=cwd, env=inherited | environment,
+            capture_output=True, text=True,
+        )  # fmt: skip
+
+    def megacpp(self, cwd: Path, *arguments: str) -> str:
+        done = self.run(cwd, "-m", "megacpp_mcore.cli", *arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the built wheel was installed into."""
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
     work = tmp_path_factory.mktemp("wheel")
     source = work / "source"
     ignored = shutil.ignore_patterns(".*", "runs", "build", "dist", "*.egg-info", "__pycache__")
     shutil.copytree(CHECKOUT, source, ignore=ignored)
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run(
-        [*pip, "wheel", str(source), "--no-deps", "--no-build-isolation", "-w", str(work)],
+        [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "wheel",
+         str(source), "--no-deps", "--no-build-isolation", "-w", str(work)],
         check=True, capture_output=True,
     )  # fmt: skip
-    wheels = list(work.glob("megacpp_mcore-*-py3-none-any.whl"))
-    assert len(wheels) == 1
-    site = work / "site"
-    subprocess.run(
-        [*pip, "install", "--no-deps", "--no-index", "--target", str(site), str(wheels[0])],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return site
+    (wheel,) = work.glob("megacpp_mcore-*-py3-none-any.whl")
+    return Plain(*plain_install.install(wheel, work / "environment"))
 
 
-def megacpp(site: Path, cwd: Path, *arguments: str) -> str:
-    return python(site, cwd, "-m", "megacpp_mcore.cli", *arguments)
-
-
-def python(site: Path, cwd: Path, *arguments: str) -> str:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MEGACPP_")}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd, env=environment | {"PYTHONPATH": str(site)}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_the_wheel_holds_every_package_and_its_data(installed):
-    found = {str(p.relative_to(installed)) for p in installed.rglob("*") if p.is_file()}
+def test_the_wheel_holds_every_package_and_its_data(plain):
+    ours = plain.site.glob("megacpp_mcore*")
+    files = {p for folder in ours for p in folder.rglob("*") if p.is_file()}
+    found = {str(p.relative_to(plain.site)) for p in files}
     modules = {str(p.relative_to(CHECKOUT)) for p in (CHECKOUT / "megacpp_mcore").rglob("*.py")}
     assert modules <= found
     for folder, pattern in (("specs", "*.py"), ("recipes", "*.toml"), ("patches", "*.patch")):
@@ -59,41 +64,36 @@ def test_the_wheel_holds_every_package_and_its_data(installed):
         assert {f"megacpp_mcore/{folder}/{name}" for name in shipped} <= found
     assert "megacpp_mcore/receipts/receipt.schema.json" in found
     assert {f"megacpp_mcore/planner/{n}.json" for n in ("h200", "assumptions")} <= found
-    assert not any(name.split("/")[0] in ("specs", "recipes", "patches", "tests") for name in found)
-    metadata = next(installed.glob("megacpp_mcore-*.dist-info/METADATA")).read_text()
+    assert not any((plain.site / n).exists() for n in ("specs", "recipes", "patches", "tests"))
+    metadata = next(plain.site.glob("megacpp_mcore-*.dist-info/METADATA")).read_text()
     assert "License-Expression: Apache-2.0" in metadata
 
 
-def test_the_wheel_runs_outside_the_checkout(installed, tmp_path):
-    where = subprocess.run(
-        [sys.executable, "-c", "import megacpp_mcore; print(megacpp_mcore.__file__)"],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(installed)}, capture_output=True,
-        text=True, check=True,
-    )  # fmt: skip
-    assert where.stdout.startswith(str(installed))
-    plan = json.loads(megacpp(installed, tmp_path, "translate", "AEMEAEMEAEMR", "--depth", "52",
-                              "--json"))  # fmt: skip
+def test_the_wheel_runs_outside_the_checkout(plain, tmp_path):
+    where = plain.run(tmp_path, "-c", "import megacpp_mcore; print(megacpp_mcore.__file__)")
+    assert where.stdout.startswith(str(plain.site))
+    absent = plain.run(tmp_path, "-c", "import pytest")  # of the extra [dev]: nothing of it is here
+    assert "No module named 'pytest'" in absent.stderr
+    plan = json.loads(plain.megacpp(tmp_path, "translate", "AEMEAEMEAEMR", "--depth", "52",
+                                    "--json"))  # fmt: skip
     assert plan["counts"]["source"] == {"A": 13, "E": 22, "M": 13, "R": 4, "D": 0}
-    argv = megacpp(installed, tmp_path, "recipe", "args", "nam56r", "--format", "lines").split()
+    argv = plain.megacpp(tmp_path, "recipe", "args", "nam56r", "--format", "lines").split()
     assert argv[argv.index("--spec") + 1] == "megacpp_mcore.specs.nam56r"
-    assert "mla-rope-head-mask" in megacpp(installed, tmp_path, "patch", "list")
+    assert "mla-rope-head-mask" in plain.megacpp(tmp_path, "patch", "list")
 
 
-def test_a_receipt_tells_the_code_of_the_wheel_and_of_another(installed, tmp_path):
+def test_a_receipt_tells_the_code_of_the_wheel_and_of_another(plain, tmp_path):
     def code(site: Path) -> dict:
         script = (
             "import json; from megacpp_mcore.receipts import lane; print(json.dumps(lane.code()))"
         )
-        done = subprocess.run(
-            [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True,
-            env=os.environ | {"PYTHONPATH": str(site)}, check=True,
-        )  # fmt: skip
+        done = plain.run(tmp_path, "-c", script, PYTHONPATH=str(site))
         return json.loads(done.stdout)
 
-    wheel, here = code(installed), code(CHECKOUT)
+    wheel, here = code(plain.site), code(CHECKOUT)
     assert wheel["commit"] is None and wheel["sha256"] == here["sha256"]
     other = tmp_path / "other"
-    shutil.copytree(installed / "megacpp_mcore", other / "megacpp_mcore")
+    shutil.copytree(plain.site / "megacpp_mcore", other / "megacpp_mcore")
     (other / "megacpp_mcore" / "recipes" / "another.toml").write_text("")
     assert code(other)["sha256"] == wheel["sha256"]
     kernel = other / "megacpp_mcore" / "kernels" / "m2rnn" / "csrc" / "common.cuh"
@@ -101,21 +101,19 @@ def test_a_receipt_tells_the_code_of_the_wheel_and_of_another(installed, tmp_pat
     assert code(other)["sha256"] != wheel["sha256"]
 
 
-def test_a_recipe_trains_from_the_wheel(installed, tmp_path):
+def test_a_plain_install_trains_saves_and_resumes(plain, tmp_path):
+    """In an empty environment: what a save imports is a dependency, not an extra."""
     text = tmp_path / "text"
     text.mkdir()
     (text / "a.h").write_text("int main() { return 0; }\n" * 400)
     (text / "b.h").write_text("struct point { double x, y; };\n" * 400)
-    build = ["data", "build", "text", "--out", "corpus"]
-    train = [
-        "train", "nam56r-tiny", "--steps", "2", "--out", "run",
-        "--set", 'data.data_path=["corpus"]', "--set", "data.split=50,50,0",
-        "--set", "schedule.global_batch_size=2", "--set", "schedule.micro_batch_size=2",
-    ]  # fmt: skip
-    both = (
-        f"from megacpp_mcore.cli import main; import sys; sys.exit(main({build}) or main({train}))"
-    )
-    assert "final training loss" in python(installed, tmp_path, "-c", both)
-    assert {"receipt.json", "curves.png", "checkpoints"} <= {
-        p.name for p in Path(tmp_path, "run").iterdir()
-    }
+    plain.megacpp(tmp_path, "data", "build", "text", "--out", "corpus")
+    (tmp_path / "small.toml").write_text(SMALL)
+    train = ["train", "small.toml", "--out", "run", "--set", 'data.data_path=["corpus"]',
+             "--set", "data.split=50,50,0"]  # fmt: skip
+    plain.megacpp(tmp_path, *train, "--steps", "2")
+    assert "final training loss" in plain.megacpp(tmp_path, *train, "--steps", "3", "--resume")
+    receipt = json.loads(Path(tmp_path, "run", "receipt.json").read_text())
+    assert receipt["series"]["step"] == [1, 2, 3]
+    assert "resumed from the checkpoint of step 2" in receipt["notes"]
+    assert Path(tmp_path, "run", "curves.png").exists()

@@ -56,6 +56,15 @@ def folder_of_megacpp() -> str:
     return folder
 
 
+def close() -> None:
+    """End the servers of this process."""
+    for server in _SERVERS:
+        server.close()
+
+
+_SERVERS: list["Server"] = []
+
+
 class Server:
     """A server, its folder and its command; it ends with the process that made it.
 
@@ -84,6 +93,7 @@ class Server:
                 env=os.environ | changes | {"PYTHONPATH": path}, start_new_session=True,
             )  # fmt: skip
         self._folder = folder
+        _SERVERS.append(self)
         atexit.register(self.close)
 
     def close(self) -> None:

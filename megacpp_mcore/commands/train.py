@@ -30,6 +30,9 @@ def register(subparsers: Any) -> None:
     add("--resume", action="store_true",
         help="resume from the newest complete checkpoint in DIR (with --gpus: in the recipe's "
         "checkpoint.load), or start if there is none")  # fmt: skip
+    add("--resume-from", type=int, metavar="ITER",
+        help="resume from the complete checkpoint of iteration ITER, not from the newest one; "
+        "newer ones are renamed to superseded-...")  # fmt: skip
     add("--overwrite", action="store_true", help="replace the run that DIR holds")
     parser.set_defaults(run=run)
 
@@ -42,10 +45,14 @@ def run(args: argparse.Namespace) -> int:
 
     if args.steps is not None and args.steps < 1:
         raise MegacppError(f"--steps {args.steps}: at least 1 is needed")
-    if args.resume and args.overwrite:
+    resumes = args.resume or args.resume_from is not None
+    if resumes and args.overwrite:
         raise MegacppError(
-            "--resume continues the run in DIR, --overwrite removes it: give only one of them"
+            "--resume and --resume-from continue the run in DIR, --overwrite removes it: give only "
+            "one of them"
         )
+    if args.resume_from is not None and args.resume_from < 1:
+        raise MegacppError(f"--resume-from {args.resume_from}: an iteration is at least 1")
     if args.gpus is not None:
         from megacpp_mcore.training.gpu import launcher
 
@@ -56,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             )
         return launcher.launch_ranks(
             args.recipe, args.overrides, args.gpus, args.out,
-            yardstick=args.yardstick, resume=args.resume,
+            yardstick=args.yardstick, resume=resumes, resume_from=args.resume_from,
         )  # fmt: skip
     if args.yardstick:
         raise MegacppError("--yardstick needs --gpus N: Megatron's own blocks run on GPUs only")
@@ -66,7 +73,10 @@ def run(args: argparse.Namespace) -> int:
     bridges.before_megatron()
     from megacpp_mcore.training.cpu.train import train
 
-    outcome = train(recipe, out, steps=args.steps, resume=args.resume, overwrite=args.overwrite)
+    outcome = train(
+        recipe, out, steps=args.steps, resume=args.resume, resume_from=args.resume_from,
+        overwrite=args.overwrite,
+    )  # fmt: skip
     _report(outcome.receipt, out)
     return outcome.exit_status
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -38,13 +38,16 @@ from megacpp_mcore.layers.dispatched import (
     DispatchedCoreAttention,
     DispatchedExperts,
     DispatchedNorm,
+    DispatchedRouter,
 )
 from megacpp_mcore.layers.m2rnn import M2RNNMixer, M2RNNMixerSubmodules
 from megacpp_mcore.layers.mamba3 import Mamba3Mixer, Mamba3MixerSubmodules
+from megacpp_mcore.layers.mamba3_layer import Mamba3Layer
 from megacpp_mcore.layers.mla import AbsorbedMLASelfAttention, MLALayer, MLASelfAttention
 from megacpp_mcore.layers.moe import MegacppMoELayer
 from megacpp_mcore.layers.parts import Linears
 
+_RESIDUAL_NORM = partial(DispatchedNorm, has_residual=True)
 _CAUSAL = {"attn_mask_type": AttnMaskType.causal}
 
 
@@ -53,13 +56,15 @@ class StackParts:
     """What every layer of a stack is put together from.
 
     residual: bias-dropout-add. norms_inside: MLA's Q/KV norms are part of Transformer Engine's
-    linears, which no other norm can be.
+    linears, which no other norm can be. residual_norm: the norm whose input is the layer's
+    residual.
     """
 
     linears: Linears
     residual: Callable
     norms_inside: bool
-    norm: type = DispatchedNorm
+    norm: Callable = DispatchedNorm
+    residual_norm: Callable = _RESIDUAL_NORM
 
 
 def mamba3_layer(parts: StackParts) -> ModuleSpec:
@@ -68,8 +73,10 @@ def mamba3_layer(parts: StackParts) -> ModuleSpec:
         submodules=Mamba3MixerSubmodules(in_proj=parts.linears.column, out_proj=parts.linears.row),
     )
     return ModuleSpec(
-        module=MambaLayer,
-        submodules=MambaLayerSubmodules(norm=parts.norm, mixer=mixer, mamba_bda=parts.residual),
+        module=Mamba3Layer,
+        submodules=MambaLayerSubmodules(
+            norm=parts.residual_norm, mixer=mixer, mamba_bda=parts.residual
+        ),
     )
 
 
@@ -80,7 +87,7 @@ def mixer_layer(
     return ModuleSpec(
         module=module,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=parts.norm,
+            input_layernorm=parts.residual_norm,
             self_attention=self_attention,
             self_attn_bda=parts.residual,
             **more,
@@ -179,7 +186,7 @@ def _mla_projections(parts: StackParts) -> dict[str, type]:
 def mlp_layer(parts: StackParts) -> ModuleSpec:
     mlp = MLPSubmodules(linear_fc1=parts.linears.column, linear_fc2=parts.linears.row)
     submodules = TransformerLayerSubmodules(
-        pre_mlp_layernorm=parts.norm,
+        pre_mlp_layernorm=parts.residual_norm,
         mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
         mlp_bda=parts.residual,
         sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
@@ -190,9 +197,11 @@ def mlp_layer(parts: StackParts) -> ModuleSpec:
 def moe_layer(parts: StackParts) -> ModuleSpec:
     # num_experts only has to be a number here; the layer reads the config's.
     upstream = get_moe_module_spec(use_te=parts.linears.is_te, num_experts=1)
-    moe = replace(upstream.keywords["submodules"], experts=DispatchedExperts)
+    moe = replace(
+        upstream.keywords["submodules"], router=DispatchedRouter, experts=DispatchedExperts
+    )
     submodules = TransformerLayerSubmodules(
-        pre_mlp_layernorm=parts.norm,
+        pre_mlp_layernorm=parts.residual_norm,
         mlp=partial(MegacppMoELayer, submodules=moe),
         mlp_bda=parts.residual,
     )

@@ -8,9 +8,11 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megacpp_mcore import dispatch
 from megacpp_mcore.layers.core_attention import CoreAttentionByLayout, window_of
 from megacpp_mcore.layers.recompute import recomputed
+from megacpp_mcore.layers.router import GatedRouter
 from megacpp_mcore.layers.settings import plugin_settings
-from megacpp_mcore.surfaces import core_attention, moe_experts
+from megacpp_mcore.surfaces import core_attention, moe_experts, router_gating
 from megacpp_mcore.surfaces import norm as norm_surface
+from megacpp_mcore.surfaces.backend import REFERENCE
 from megacpp_mcore.surfaces.workload import current_device
 
 
@@ -47,12 +49,36 @@ class DispatchedCoreAttention:
 
 
 class DispatchedNorm:
-    """Builds the norm that dispatch chooses for the layer's config."""
+    """Builds the norm that dispatch chooses for the layer's config.
 
-    def __new__(cls, config, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:
+    has_residual: the norm's input is also the layer's residual. A norm that `fuses_residual` then
+    returns (normalised, residual), the others the normalised alone.
+    """
+
+    def __new__(
+        cls, config, hidden_size: int, eps: float = 1e-5, has_residual: bool = False
+    ) -> torch.nn.Module:
         workload = norm_surface.workload(current_device(), config)
         norm = dispatch.decide("norm", workload, plugin_settings(config).backends).load()()
-        return norm(config=config, hidden_size=hidden_size, eps=eps)
+        more = {"has_residual": True} if has_residual and _fuses_residual(norm) else {}
+        return norm(config=config, hidden_size=hidden_size, eps=eps, **more)
+
+
+def _fuses_residual(norm: type) -> bool:
+    return getattr(norm, "fuses_residual", False)
+
+
+class DispatchedRouter:
+    """Builds the router whose gating product dispatch chooses for the layer's config."""
+
+    def __new__(cls, config, **kwargs) -> torch.nn.Module:
+        workload = router_gating.workload(current_device(), config)
+        requests = plugin_settings(config).backends
+        decision = dispatch.decide("router_gating", workload, requests)
+        loaded = decision.load()
+        if decision.observed == REFERENCE:
+            return loaded(config=config, **kwargs)  # Megatron's class
+        return GatedRouter(config=config, product=loaded, **kwargs)
 
 
 class DispatchedExperts:
@@ -64,5 +90,7 @@ class DispatchedExperts:
         build = dispatch.decide("moe_experts", workload, plugin.backends).load()()
         experts = build(num_local_experts, config, pg_collection=pg_collection, name=name)
         if "experts" in plugin.recompute.moe:
-            experts.forward = partial(recomputed, config, pg_collection.tp, experts.forward)
+            for name in {"forward", "routed"} & set(dir(experts)):
+                call = partial(recomputed, config, pg_collection.tp, getattr(experts, name))
+                setattr(experts, name, call)
         return experts

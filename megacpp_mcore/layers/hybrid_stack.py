@@ -27,7 +27,7 @@ from megacpp_mcore.layers import loss
 from megacpp_mcore.layers.blocks import StackParts, mlp_layer
 from megacpp_mcore.layers.settings import environment_recipe, plugin_settings
 from megacpp_mcore.patching import applied
-from megacpp_mcore.stack import bridges, optimizer_bridges
+from megacpp_mcore.stack import bridges, optimizer_bridges, unpickling
 from megacpp_mcore.surfaces import linear
 from megacpp_mcore.surfaces.support import TE
 from megacpp_mcore.surfaces.workload import current_device, stack_part
@@ -47,6 +47,7 @@ class MegacppStack(HybridStack):
     def __init__(self, config, submodules, final_norm=None, post_layer_norm=True, **kwargs) -> None:
         bridges.install()
         optimizer_bridges.install()
+        unpickling.install()
         if config.expert_model_parallel_size > 1:
             bridges.uncompiled_swiglu_for_few_rows()
         # Fail here, with the reason, rather than in one of the layers.

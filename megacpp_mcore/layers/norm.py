@@ -53,6 +53,33 @@ class LigerNorm:
         return _mark_sequence_parallel(norm, config)
 
 
+class FusedRMSNorm:
+    """Builds the RMSNorm of `kernels.norm.triton`.
+
+    has_residual: its input is also the layer's residual. It then returns (normalised, residual),
+    which Megatron's transformer layers take from a norm, and both gradients are added in one
+    kernel.
+    """
+
+    fuses_residual = True
+
+    def __new__(
+        cls, config, hidden_size: int, eps: float = 1e-5, has_residual: bool = False
+    ) -> torch.nn.Module:
+        return _mark_sequence_parallel(_FusedRMSNorm(hidden_size, eps, has_residual), config)
+
+
+class _FusedRMSNorm(torch.nn.RMSNorm):
+    def __init__(self, hidden_size: int, eps: float, has_residual: bool) -> None:
+        from megacpp_mcore.kernels.norm.triton import rms_norm, rms_norm_with_residual
+
+        super().__init__(hidden_size, eps=eps)
+        self.norm = rms_norm_with_residual if has_residual else rms_norm
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return self.norm(x, self.weight, self.eps)
+
+
 def _mark_sequence_parallel(norm: torch.nn.Module, config) -> torch.nn.Module:
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel

@@ -36,6 +36,13 @@ def megatron_linears() -> Linears:
     return Linears(ColumnParallelLinear, RowParallelLinear, ColumnParallelLinear, is_te=False)
 
 
+def triton_norm() -> type:
+    """Our RMSNorm, which adds the residual's gradient in its backward kernel."""
+    from megacpp_mcore.layers.norm import FusedRMSNorm
+
+    return FusedRMSNorm
+
+
 def te_norm() -> type:
     """Transformer Engine's RMSNorm or LayerNorm, as the config says."""
     from megatron.core.extensions.transformer_engine import TENorm
@@ -79,6 +86,13 @@ def grouped_mm_experts():
     from megacpp_mcore.layers.experts import GroupedMMExperts
 
     return GroupedMMExperts
+
+
+def fused_experts():
+    """Kernels of our own around torch's grouped matrix product."""
+    from megacpp_mcore.layers.experts import FusedExperts
+
+    return FusedExperts
 
 
 def megatron_residual():

@@ -103,9 +103,13 @@ def environment_recipe():
 
 @functools.cache
 def _recipe_named(text: str):
+    from megacpp_mcore import dispatch
     from megacpp_mcore.recipe import recipe_from_environment
 
-    return recipe_from_environment()
+    recipe = recipe_from_environment()
+    if recipe is not None:
+        dispatch.strict(recipe.launch.strict)
+    return recipe
 
 
 def _check_agreement(config, recipe) -> None:

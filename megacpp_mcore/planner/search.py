@@ -19,6 +19,7 @@ from megacpp_mcore.planner.memory import Memory, memory
 from megacpp_mcore.planner.rates import Rates
 from megacpp_mcore.planner.step import Step, step
 from megacpp_mcore.recipe import Recipe, load_recipe
+from megacpp_mcore.recipe.rules import cuda_graphs
 from megacpp_mcore.recipe.schema import SECTIONS
 from megacpp_mcore.recipe.source import RecipeError, read
 
@@ -219,8 +220,10 @@ def _choices(recipe: Recipe) -> Iterator[dict[str, Any]]:
 
 
 def _recomputes(name: str, overrides: Sequence[str], recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Those of RECOMPUTE that the rules admit, for what the model has; with CUDA graphs none."""
-    if recipe.launch.cuda_graph_impl != "none":
+    """Those of RECOMPUTE that the rules admit, for what the model has; none where the recipe asks
+    for CUDA graphs by name."""
+    captured = recipe.launch.cuda_graph_impl != "none"
+    if captured and not cuda_graphs.was_auto(recipe):
         return {"none": {}}
     symbols = {(layer.letter, layer.symbol) for layer in recipe.plan.layers}
     present = {
@@ -235,9 +238,11 @@ def _recomputes(name: str, overrides: Sequence[str], recipe: Recipe) -> dict[str
         if asked.get("recompute.moe") and not _has_own_shared_experts(recipe):
             asked["recompute.moe"] = ("experts",)
         try:
-            load_recipe(name, (*overrides, *words_of(asked)))
+            loaded = load_recipe(name, (*overrides, *words_of(asked)))
         except RecipeError:
             continue
+        if captured and loaded.launch.cuda_graph_impl == "none":
+            asked[cuda_graphs.IMPL] = "none"
         found[step_name] = asked
     return found
 

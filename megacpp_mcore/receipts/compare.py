@@ -54,6 +54,11 @@ def unlike(a: Receipt, b: Receipt) -> list[str]:
 def differing(a: Receipt, b: Receipt) -> list[str]:
     """What two receipts may differ in and still be alike: the thing that is compared."""
     found = list(_differences("code", a["code"], b["code"]))
+    if "patches" in a and "patches" in b:
+        found += _differences("patches", a["patches"], b["patches"])
+    elif "patches" in a or "patches" in b:
+        told = ("recorded" if "patches" in receipt else "not recorded" for receipt in (a, b))
+        found.append(f"patches: {' | '.join(told)}")
     found += _differences("backends", observed(a), observed(b))
     return found + list(_differences("environment", a["environment"], b["environment"]))
 

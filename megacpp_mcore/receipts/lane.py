@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megacpp_mcore import __version__
-from megacpp_mcore.stack import NOT_PINNED, PINS
+from megacpp_mcore.stack import NOT_PINNED, OK, PINS
 
 # Every package whose version can change a loss or a step time; absent ones are recorded as null.
-PACKAGES = (*(pin.name for pin in PINS), *NOT_PINNED)
+PACKAGES = (*(pin.name for pin in PINS if pin.other != OK), *NOT_PINNED)
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -35,6 +35,32 @@ def lane(device: Literal["cpu"] | None = None) -> dict[str, Any]:
         "os": platform.platform(),
         "cpu": {"name": _cpu_name(), "count": _cpu_count(), "threads": found["threads"]},
     }
+
+
+def patches() -> dict[str, dict[str, Any]]:
+    """Of every package that the patch lane knows and that is installed here: its version, and the
+    applied patches, id -> sha256 of the patch file of this plugin.
+
+    Raises PatchError for a package whose patches were switched half way.
+    """
+    from megacpp_mcore.patching import PatchError, manifest, state
+
+    found, lane = {}, manifest.load()
+    for package in lane.packages:
+        here = state.read(lane, package)
+        if here.interrupted:
+            raise PatchError(f"{package}: {here.interrupted}")
+        if here.installed is not None:
+            applied = here.applied(lane)
+            found[package] = {
+                "version": here.installed.version,
+                "applied": {
+                    patch.id: hashlib.sha256(patch.text).hexdigest()
+                    for patch in lane.patches
+                    if patch.package == package and patch.id in applied
+                },
+            }
+    return found
 
 
 def code() -> dict[str, Any]:

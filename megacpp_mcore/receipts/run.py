@@ -113,8 +113,8 @@ class RunReceipt:
                 f"steps {known + 1} to {step} are not in the series: the process that did them "
                 "ended before it wrote its receipt"
             )
-        fields = ("lane", "topology", "backends", "environment", "code")
-        if changed := [name for name in fields if earlier[name] != self._head[name]]:
+        fields = ("lane", "topology", "backends", "environment", "code", "patches")
+        if changed := [name for name in fields if earlier.get(name) != self._head[name]]:
             # what the receipt says of them is true from here on only
             self._cold_steps = list(self._columns["step"])
             self.note(

@@ -57,6 +57,10 @@ def _provenance(receipt: Receipt) -> list[str]:
         f"          Python {lane['python']}, {', '.join(packages)}",
         f"          {lane['os']}, {cpu['count']} CPUs, torch threads {cpu['threads']}",
     ]
+    for package, found in receipt.get("patches", {}).items():  # older receipts: not recorded
+        applied = found["applied"]
+        lines.append(f"patches   {package} {found['version']}: {len(applied) or 'none'} applied")
+        lines += [f"          {name} (sha256 {digest[:16]})" for name, digest in applied.items()]
     if recipe:
         lines.append(f"recipe    {recipe['name']}, sha256 {recipe['sha256'][:16]}")
     ways = ", ".join(f"{name} {topology[name]}" for name in ("dp", "tp", "pp", "cp", "ep"))
@@ -67,7 +71,8 @@ def _provenance(receipt: Receipt) -> list[str]:
     if receipt["backends"]:
         rows = [["backends", "surface", "requested", "observed", "reason"]]
         for b in receipt["backends"]:
-            rows.append(["", b["surface"], b["requested"], b["observed"] or "none", b["reason"]])
+            reason = b["reason"] + (f" [ranks {b['ranks']}]" if "ranks" in b else "")
+            rows.append(["", b["surface"], b["requested"], b["observed"] or "none", reason])
         lines += ["", *table(rows, align="lllll")]
     return lines
 

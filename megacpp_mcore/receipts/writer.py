@@ -14,7 +14,7 @@ from megacpp_mcore.receipts.checks import (
     validate,
 )
 from megacpp_mcore.receipts.goodput import utc_now
-from megacpp_mcore.receipts.lane import code
+from megacpp_mcore.receipts.lane import code, patches
 
 
 class ReceiptWriteError(ReceiptError):
@@ -140,6 +140,7 @@ def receipt_head(
         "kind": kind,
         "created": utc_now(),
         "code": code(),
+        "patches": patches(),
         "lane": lane,
         "recipe": recipe,
         "topology": topology,

@@ -313,6 +313,8 @@ class Checkpoint:
     save: str | None = to_flag(None)
     save_interval: int | None = to_flag(None)
     save_retain_interval: int | None = to_flag(None)
+    keep_latest: int | None = to(Target.PLUGIN, None)  # how many complete ones stay; None: all
+    verify_checksums: bool = to(Target.PLUGIN, True)  # as a checkpoint is loaded
     load: str | None = to_flag(None)
     finetune: bool = to_flag(False)
     exit_on_missing_checkpoint: bool = to_flag(False)
@@ -334,14 +336,17 @@ class Launch:
     """The machine: device, processes, environment, CUDA graphs."""
 
     device: Literal["cuda", "cpu"] = to(Target.PLUGIN, "cuda")
+    # `auto` does not fall past a backend whose package is installed but broken
+    strict: bool = to(Target.PLUGIN, False)
     nnodes: int = to(Target.ENVIRONMENT, 1)
     nproc_per_node: int = to(Target.ENVIRONMENT, 1)
     environment: dict[str, str] = to(Target.ENVIRONMENT, {})
     distributed_backend: Literal["nccl", "gloo"] = to_flag("nccl")
     distributed_timeout_minutes: int = to_flag(10)
     use_cpu_initialization: bool | None = to_flag(None)
-    cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = to_flag(
-        "none"
+    # "auto" is ours: rules.cuda_graphs puts full_iteration or none in its place
+    cuda_graph_impl: Literal["auto", "none", "local", "transformer_engine", "full_iteration"] = (
+        to_flag("none")
     )
     cuda_graph_modules: tuple[_GraphModule, ...] | None = to_flag(None)
     cuda_graph_warmup_steps: int = to_flag(3, FROM_ZERO)

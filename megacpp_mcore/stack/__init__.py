@@ -34,18 +34,20 @@ class Pin:
 
 
 _BUILD = "pip install --no-build-isolation"  # against the torch that is installed; needs nvcc
+_TE_GET = f"{_BUILD} 'transformer-engine[pytorch]==2.17.1'"
 
 PINS = (
     Pin("torch", "2.11.0", other=FAIL, why="kernels and seams are written for this version"),
     Pin("triton", "3.6.0", missing=WARN, why="the version that torch 2.11 is built for"),
     Pin("megatron-core", "0.19.2", other=FAIL, why="specs and patches are for this version only"),
     Pin("numpy", "2.2.6", why="the version that the tests run with"),
+    Pin("psutil", "7.2.2", other=OK, why="Megatron's writer of checkpoints asks it in every save"),
     Pin(
         "transformer-engine",
         "2.17.1",
         cuda=True,
         why="GPU recipes ask for its router and permute fusion; it lends linears, norms, experts",
-        get=f"{_BUILD} 'transformer-engine[pytorch]==2.17.1'",
+        get=_TE_GET,
     ),
     Pin(
         "mamba-ssm",
@@ -65,6 +67,41 @@ PINS = (
         get=f"{_BUILD} causal-conv1d==1.7.0",
     ),
     Pin("liger-kernel", "0.8.5", cuda=True, missing=WARN, why="fused loss and norm kernels"),
+)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A module that doctor imports. package: its distribution. get: what reinstalls it.
+
+    optional: only where that is installed. cuda: only where there is NVIDIA's driver.
+    """
+
+    module: str
+    package: str
+    get: str
+    optional: bool = False
+    cuda: bool = False
+
+
+def _again(package: str) -> str:
+    return f"pip install --force-reinstall --no-deps '{package}'"
+
+
+# In the order of their import; the first ones are imported by those behind them.
+PROBES = (
+    Probe("psutil", "psutil", _again("psutil>=6")),
+    Probe("numpy", "numpy", _again("numpy==2.2.6")),
+    Probe("pyarrow.parquet", "pyarrow", _again("pyarrow>=18")),
+    Probe("jsonschema", "jsonschema", "pip install --force-reinstall 'jsonschema>=4.23'"),
+    Probe("tomlkit", "tomlkit", _again("tomlkit>=0.13")),
+    Probe("tqdm", "tqdm", _again("tqdm>=4.67")),
+    Probe("matplotlib.figure", "matplotlib", "pip install --force-reinstall 'matplotlib>=3.10'"),
+    Probe("torch", "torch", _again("torch==2.11.0")),
+    Probe("triton", "triton", _again("triton==3.6.0"), optional=True),
+    Probe("megatron.core", "megatron-core", _again("megatron-core==0.19.2")),
+    Probe("megatron.core.datasets.helpers_cpp", "megatron-core", _again("megatron-core==0.19.2")),
+    Probe("transformer_engine.pytorch", "transformer-engine", _TE_GET, optional=True, cuda=True),
 )
 # Optional, in any version; receipts record which one was used.
 NOT_PINNED = ("cut-cross-entropy", "deep-ep", "flash-attn", "flash-attn-3", "flash-attn-4")
@@ -96,7 +133,8 @@ class Gpu:
 class Facts:
     """What a machine has; the only input of every check.
 
-    versions: distribution -> version of those installed. gpu: None without NVIDIA's driver. cudnn:
+    versions: distribution -> version of those installed. imports: module -> "" or why a fresh
+    process cannot import it. gpu: None without NVIDIA's driver. cudnn:
     the libcudnn files in Transformer Engine's search order. cudnn_of_torch: the folder of torch's
     own cuDNN. modules: the importable ones among those that checks ask about. programs: name ->
     path of those found. deep_ep_nvshmem: whether DeepEP was built with NVSHMEM; None if absent.
@@ -105,6 +143,7 @@ class Facts:
 
     python: tuple[int, int, int]
     versions: dict[str, str]
+    imports: dict[str, str] = field(default_factory=dict)
     gpu: Gpu | None = None
     cudnn: tuple[Library, ...] = ()
     cudnn_of_torch: str = ""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.stack import FAIL, NOT_APPLICABLE, OK, WARN, Check, Facts, release
+from megacpp_mcore.stack import FAIL, NOT_APPLICABLE, OK, PROBES, WARN, Check, Facts, release
 
 _TE = "transformer-engine"
 _NO_GPU = "no GPU here"
@@ -16,6 +16,16 @@ _DEEP_EP_GET = (
     "never from PyPI: build tag v1.2.1 of DeepEP, with NVSHMEM (headers: libibverbs-dev; CUDA's "
     "cccl include folder on CPATH) and TORCH_CUDA_ARCH_LIST=9.0"
 )
+
+
+def imports(facts: Facts) -> Iterator[Check]:
+    """Whether the packages can be imported: one check for those that can, one for each other."""
+    get = {probe.module: probe.get for probe in PROBES}
+    for module, error in facts.imports.items():
+        if error:
+            yield Check(f"import {module}", FAIL, error, get[module])
+    if good := [module for module, error in facts.imports.items() if not error]:
+        yield Check("imports", OK, ", ".join(good))
 
 
 def gpu(facts: Facts) -> Check:

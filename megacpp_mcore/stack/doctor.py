@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 
 from megacpp_mcore.stack import FAIL, NOT_APPLICABLE, OK, PINS, PYTHON, Check, Facts, Pin
-from megacpp_mcore.stack.checks import TRAPS, patch_lane, patches_of_recipe
+from megacpp_mcore.stack.checks import TRAPS, imports, patch_lane, patches_of_recipe
 
 
 def examine(facts: Facts, needs: Mapping[str, str] | None = None) -> list[Check]:
-    """Every check on `facts`: versions against the pins, then the known traps.
+    """Every check on `facts`: versions against the pins, imports, then the known traps.
 
     needs: `patch_needs.needed` of the recipe to run; None without a recipe.
     """
-    checks = [_python(facts), *(_pin(facts, pin) for pin in PINS)]
+    checks = [_python(facts), *(_pin(facts, pin) for pin in PINS), *imports(facts)]
     checks += [trap(facts) for trap in TRAPS]
     return [*checks, *patch_lane(facts), patches_of_recipe(facts, needs)]
 

@@ -1,6 +1,5 @@
-"""Gather the facts about this machine for `stack.doctor`. Imports torch only if there is a GPU."""
+"""Gather the facts about this machine for `stack.doctor`; other processes import the packages."""
 
-import ctypes
 import glob
 import importlib.util
 import os
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.stack import PINS, Facts, Gpu, Library
+from megacpp_mcore.stack import PINS, Facts, Library, imports
 
 _CUDNN = "nvidia-cudnn-cu13"
 _ALSO = (
@@ -34,10 +33,12 @@ def gather() -> Facts:
     """The facts about this machine. Absent things are left out; nothing raises."""
     own = Path(sysconfig.get_path("purelib")) / "nvidia" / "cudnn"
     lane, lane_error = _lane()
+    imported, gpu = imports.probe()
     return Facts(
         python=tuple(sys.version_info[:3]),
         versions=_versions([*(pin.name for pin in PINS), *_ALSO]),
-        gpu=_gpu(),
+        imports=imported,
+        gpu=gpu,
         cudnn=tuple(cudnn_in_order(os.environ, own)),
         cudnn_of_torch=str(own),
         modules=frozenset(name for name in _MODULES if _spec(name)),
@@ -86,25 +87,6 @@ def _versions(names: list[str]) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _gpu() -> Gpu | None:
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    try:
-        import torch
-
-        if not torch.cuda.is_available():
-            return Gpu(error=f"torch {torch.__version__} finds no usable GPU")
-        return Gpu(
-            devices=tuple(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))),
-            cudnn=torch.backends.cudnn.version(),
-            nccl=".".join(map(str, torch.cuda.nccl.version())),
-        )
-    except Exception as error:  # any exception of a broken CUDA stack is the finding
-        return Gpu(error=f"{type(error).__name__}: {error}")
 
 
 def _programs() -> dict[str, str]:

@@ -17,6 +17,7 @@ from megacpp_mcore.surfaces.support import (
     TE_GRAPH,
     cuda_only,
     import_reason,
+    joined,
     transformer_engine,
 )
 from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
@@ -218,7 +219,7 @@ def _package(
         return reason
     reasons = [import_reason(module) for module in modules]
     if None not in reasons:
-        return "; ".join(filter(None, reasons))
+        return joined(reasons)
     import torch
 
     if not torch.cuda.is_available():

@@ -1,9 +1,10 @@
 """Surface `norm`: RMSNorm or LayerNorm of [..., h] over h, before the mixers and at the end."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megacpp_mcore.surfaces.backend import REFERENCE, Backend, NotCarried, Surface, reference
+from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
 from megacpp_mcore.surfaces.support import (
     KERNEL_TESTS,
     STACK_TESTS,
@@ -12,6 +13,7 @@ from megacpp_mcore.surfaces.support import (
     cuda_only,
     import_reason,
     transformer_engine,
+    triton,
 )
 from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 
@@ -19,14 +21,20 @@ if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
 
 
+_MAX_HIDDEN_SIZE = 16384
+
+
 def workload(device: str, config) -> Workload:
     """normalization: "RMSNorm" or "LayerNorm"."""
+    selective = config.recompute_granularity == "selective"
     return Workload.of(
         device,
         dtype_of(config),
+        hidden_size=config.hidden_size,
         normalization=config.normalization,
         zero_centered_gamma=config.layernorm_zero_centered_gamma,
         fp32_residual=config.fp32_residual_connection,
+        recomputed=selective and "layernorm" in (config.recompute_modules or ()),
     )
 
 
@@ -40,6 +48,26 @@ def _torch(workload: Workload) -> str | None:
     kind = workload.size("normalization", "RMSNorm")
     known = ("RMSNorm", "LayerNorm")
     return None if kind in known else f"normalization {kind}: torch has {' and '.join(known)}"
+
+
+def _triton_kind(workload: Workload) -> str | None:
+    """Why the fused RMSNorm is not the norm that is asked for."""
+    if (kind := workload.size("normalization")) != "RMSNorm":
+        return f"normalization {kind}: the kernel is an RMSNorm"
+    if workload.size("fp32_residual"):
+        return "fp32_residual_connection: the kernel's input, output and weight have one dtype"
+    if workload.size("recomputed"):
+        return (
+            "recompute.layernorm: Megatron frees what a recomputed norm returns, and this one also "
+            "returns the residual"
+        )
+    if (hidden := workload.size("hidden_size", 0)) > _MAX_HIDDEN_SIZE:
+        return f"hidden_size {hidden}: a program holds a row of at most {_MAX_HIDDEN_SIZE}"
+    return _torch(workload)
+
+
+def _triton(workload: Workload) -> str | None:
+    return triton(workload) or _triton_kind(workload)
 
 
 def _liger_kind(workload: Workload) -> str | None:
@@ -56,10 +84,17 @@ def _liger(workload: Workload) -> str | None:
     return reason or import_reason("liger_kernel.transformers.rms_norm")
 
 
-def _liger_ruled_out(recipe: "Recipe", workload: Workload) -> str | None:
-    if "D" in recipe.plan.megatron_pattern:
-        return "DSA's indexer has a LayerNorm, Liger's is an RMSNorm"
-    return _liger_kind(workload)
+def _rms_norm_only(
+    kind: Callable[[Workload], str | None],
+) -> Callable[["Recipe", Workload], str | None]:
+    """The `ruled_out` of a backend that is an RMSNorm. kind: why it is not the norm asked for."""
+
+    def ruled_out(recipe: "Recipe", workload: Workload) -> str | None:
+        if "D" in recipe.plan.megatron_pattern:
+            return "DSA's indexer has a LayerNorm, this is an RMSNorm"
+        return kind(workload)
+
+    return ruled_out
 
 
 _TESTS = ("tests/kernels/test_norm.py", *KERNEL_TESTS)
@@ -69,18 +104,26 @@ SURFACE = Surface(
     "norm",
     (
         _backend(
-            TE, "megacpp_mcore.layers.parts:te_norm", transformer_engine,
+            "triton", "megacpp_mcore.layers.parts:triton_norm", _triton,
+            ruled_out=_rms_norm_only(_triton_kind),
             role="chosen", keep="keep",
+            removes="the addition of the residual's gradient, which the backward kernel reads with "
+            "the norm's own, and a second reading of x and dy for the weight's gradient",
+            dtypes="bf16, fp16, fp32; computed in fp32, rounded once", fallback=TE,
+            exit_when="Transformer Engine's fused residual norm is as fast over a whole step",
+        ),
+        _backend(
+            TE, "megacpp_mcore.layers.parts:te_norm", transformer_engine,
             removes="a read and a write of the activations between the square sum and the scaling",
             dtypes="bf16, fp16, fp32; sums in fp32", fallback="liger",
-            exit_when="torch's RMSNorm is within the noise of it over a whole step",
+            exit_when="no LayerNorm and no zero-centred weight is asked for",
             skips={
                 **TE_GRAPH, "zero_size": "TE 2.17.1 asserts that a norm's output holds data",
             },
         ),
         _backend(
             "liger", "megacpp_mcore.layers.parts:liger_norm", _liger,
-            ruled_out=_liger_ruled_out,
+            ruled_out=_rms_norm_only(_liger_kind),
             removes="the same round trip as te, without te; RMSNorm only",
             dtypes="bf16, fp16, fp32; computed in fp32", fallback=REFERENCE,
             exit_when="te or torch is as fast in the bench of the surface",
@@ -95,15 +138,4 @@ SURFACE = Surface(
     of_recipe,
     blocks="AEMR",
     case="megacpp_mcore.kernels.norm.case:NormCase",
-    not_carried=(
-        NotCarried(
-            name="own_triton", role="deferred",
-            removes="the same round trip that te and Liger remove already",
-            fallback=TE,
-            why="TE, Liger and torch each have one that a far larger user base tests; one of our "
-            "own removes no memory traffic that theirs do not",
-            exit_when="a norm fused with a neighbour that no package offers saves step time in a "
-            "run",
-        ),
-    ),
 )  # fmt: skip

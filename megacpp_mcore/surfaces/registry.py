@@ -13,11 +13,12 @@ from megacpp_mcore.surfaces import (
     norm,
     residual,
     rope_qk,
+    router_gating,
 )
 from megacpp_mcore.surfaces.backend import Surface
 
 _MODULES = (
-    linear, norm, moe_experts, core_attention, mla_rope, rope_qk, mamba3_scan, mamba3_prep, m2rnn,
-    m2rnn_prep, linear_cross_entropy, residual,
+    linear, norm, router_gating, moe_experts, core_attention, mla_rope, rope_qk, mamba3_scan,
+    mamba3_prep, m2rnn, m2rnn_prep, linear_cross_entropy, residual,
 )  # fmt: skip
 REGISTRY: dict[str, Surface] = {module.SURFACE.name: module.SURFACE for module in _MODULES}

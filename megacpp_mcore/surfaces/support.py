@@ -5,7 +5,7 @@ No torch at import; an optional package is imported when a backend that needs it
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from megacpp_mcore.surfaces.workload import Workload
@@ -23,19 +23,39 @@ STACK_TESTS = (*DISPATCH_TESTS, "tests/layers/test_stack.py")
 SCAN_TESTS = ("tests/kernels/test_scan_admission.py",)
 
 
+class Broken(str):
+    """The reason of a backend whose package is installed, but does not work here.
+
+    `auto` passes it over as it does any other, unless the recipe says launch.strict.
+    """
+
+    __slots__ = ()
+
+
 @functools.cache
 def import_reason(module: str) -> str | None:
     """None when `module` imports here, else a sentence with the failure; tried once per process.
 
-    Any failure counts: an optional CUDA package may fail with ImportError (absent), OSError (no
-    driver), AssertionError (a version check), AttributeError (two versions that do not fit), or
-    exit.
+    Broken unless it is simply absent. Any failure counts: an optional CUDA package may fail with
+    ImportError, OSError (no driver), AssertionError (a version check), AttributeError (two versions
+    that do not fit), or exit.
     """
     try:
         importlib.import_module(module)
     except (Exception, SystemExit) as error:
-        return f"cannot import {module}: {type(error).__name__}: {error}"
+        reason = f"cannot import {module}: {type(error).__name__}: {error}"
+        absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(
+            f"{error.name}."
+        )
+        return reason if absent else Broken(reason)
     return None
+
+
+def joined(reasons: Iterable[str | None]) -> str:
+    """Several reasons as one, which is Broken when one of them is."""
+    found = [reason for reason in reasons if reason]
+    kind = Broken if any(isinstance(reason, Broken) for reason in found) else str
+    return kind("; ".join(found))
 
 
 def always(workload: Workload) -> str | None:

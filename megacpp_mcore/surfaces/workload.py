@@ -77,6 +77,8 @@ def config_of(recipe: "Recipe") -> SimpleNamespace:
         gated_linear_unit=model.swiglu,
         activation_func=SimpleNamespace(__name__="silu" if model.swiglu else "another"),
         add_bias_linear=model.add_bias_linear,
+        num_moe_experts=recipe.moe.num_experts or 0,
+        moe_router_dtype=recipe.moe.moe_router_dtype,
         moe_apply_probs_on_input=recipe.moe.moe_apply_probs_on_input,
         moe_ffn_hidden_size=recipe.moe.moe_ffn_hidden_size or 0,
         expert_tensor_parallel_size=recipe.parallel.expert_tensor_parallel_size

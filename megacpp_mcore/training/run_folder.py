@@ -2,10 +2,13 @@
 
 import fcntl
 import shutil
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.training.checkpoints import folder
 
 
 class RunFolderError(MegacppError):
@@ -23,11 +26,15 @@ class RunFolder:
         self.cache = path / "cache"
         self._lock: IO[str] | None = None
 
-    def claim(self, *, resume: bool, overwrite: bool) -> Path | None:
+    def claim(
+        self, *, resume: bool, overwrite: bool, resume_from: int | None = None
+    ) -> Path | None:  # fmt: skip
         """Lock the folder. Returns the checkpoint to resume from, or None to start at step 0.
 
-        Raises RunFolderError when another process trains in it, or when it holds a run and both
-        resume and overwrite are false.
+        resume_from: the iteration of that checkpoint; None: the newest. Newer ones then lose their
+        names. Raises RunFolderError when another process trains in it, when it has no complete
+        checkpoint of that iteration, or when it holds a run and both resume and overwrite are
+        false.
         """
         # Imported here because it imports Megatron, which GPU runs must check and bridge first.
         from megacpp_mcore.training.cpu import checkpoint
@@ -43,8 +50,12 @@ class RunFolder:
             raise RunFolderError(
                 f"another process is training in {self.path}; wait for it, or choose another --out"
             ) from None
+        _say(checkpoint.recover(self.checkpoints))
+        if resume_from is not None:
+            return self._from(resume_from)
         latest = checkpoint.latest(self.checkpoints)
         if resume:
+            self._name_incomplete(latest)
             return latest
         if overwrite:
             shutil.rmtree(self.checkpoints, ignore_errors=True)
@@ -57,7 +68,30 @@ class RunFolder:
             )
         return None
 
+    def _from(self, iteration: int) -> Path:
+        if iteration not in (found := folder.complete(self.checkpoints)):
+            raise RunFolderError(
+                f"--resume-from {iteration}: {self.checkpoints} has complete checkpoints of "
+                f"iterations {', '.join(map(str, found)) or 'none'}"
+            )
+        _say(folder.supersede(self.checkpoints, iteration))
+        return folder.path_of(self.checkpoints, iteration)
+
+    def _name_incomplete(self, latest: Path | None) -> None:
+        partial = folder.incomplete(self.checkpoints, folder.iteration_of(latest) if latest else 0)
+        if partial and latest is None:
+            raise RunFolderError(
+                f"{partial[-1]} is not complete, and there is no other checkpoint to resume from: "
+                "move it away to start at step 1"
+            )
+        _say(f"{path} is not complete: resuming from the older {latest}" for path in partial)
+
     def release(self) -> None:
         """Release the lock."""
         if self._lock is not None:
             self._lock.close()
+
+
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(f"megacpp: {line}", file=sys.stderr, flush=True)

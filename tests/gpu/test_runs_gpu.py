@@ -18,6 +18,7 @@ import torch
 from parallel_layouts import RECIPE
 
 from megacpp_mcore import receipts
+from megacpp_mcore.training.checkpoints import checksums, folder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -139,6 +140,31 @@ def test_a_killed_run_goes_on_to_the_losses_of_an_unbroken_one(corpus, tmp_path)
     for name in ("loss", "grad_norm"):
         assert series(out, name) == series(tmp_path / "unbroken", name)
     assert list(series(out, "loss")) == [*range(1, 16)]
+
+
+def test_asynchronous_saves_have_checksums_and_lose_one_interval_at_most(corpus, tmp_path):
+    """Killed when a second save has begun; the first one is complete by then."""
+    out = tmp_path / "run"
+    more = ["checkpoint.async_save=true", "checkpoint.use_persistent_ckpt_worker=true",
+            "checkpoint.keep_latest=2", "schedule.train_iters=22"]  # fmt: skip
+    words = [*small_run(tmp_path / "small.toml", corpus, out),
+             *(word for text in more for word in ("--set", text))]  # fmt: skip
+    run = subprocess.Popen(words)
+    deadline = time.monotonic() + 300
+    while not (out / "saved" / "iter_0000010").exists():
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    (rank,) = ranks_of(run)
+    workers = rank.children(recursive=True)
+    rank.kill()
+    run.wait(timeout=90)
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert workers and not alive
+    assert folder.complete(out / "saved")[-1] in (5, 10)
+    subprocess.run([*words, "--resume"], check=True)
+    assert folder.complete(out / "saved") == [20, 22]
+    assert all(checksums.verify(folder.path_of(out / "saved", n)) for n in (20, 22))
+    assert list(series(out, "loss")) == [*range(1, 23)]
 
 
 def test_tensorboard_has_the_losses(corpus, tmp_path):

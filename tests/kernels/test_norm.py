@@ -14,7 +14,7 @@ from megacpp_mcore.kernels.norm import layer_norm, rms_norm
 from megacpp_mcore.layers.norm import LigerNorm, TorchNorm
 from megacpp_mcore.surfaces.norm import workload
 
-test_admission = admission.suite("norm")
+test_admission = admission.suite("norm", beyond_dispatch=("triton",))
 
 
 def config(**changes):

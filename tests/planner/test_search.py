@@ -169,9 +169,10 @@ def test_links_between_hosts_are_slower_and_each_hop_costs():
 
 def test_a_captured_step_does_not_wait_for_the_host():
     words = layout(1, schedule__micro_batch_size=1)
-    graph = ("launch.cuda_graph_impl=full_iteration",
-             "schedule.check_for_nan_in_loss_and_grad=false")  # fmt: skip
-    eager, captured = (step(load_recipe("nam56r", w), RATES) for w in (words, (*words, *graph)))
+    eager, captured = (
+        step(load_recipe("nam56r", (*words, f"launch.cuda_graph_impl={impl}")), RATES)
+        for impl in ("none", "auto")
+    )
     assert eager.host > 0
     assert captured.host == 0
     assert captured.total == pytest.approx(eager.total - eager.host)
@@ -188,6 +189,7 @@ def test_what_is_not_fused_is_still_added():
     unfused = seconds("false", "grouped_mm")
     assert seconds("false", "te") == unfused
     assert 0 == seconds("true", "te") < seconds("true", "grouped_mm") < unfused
+    assert seconds("true", "fused_moe") == 0
 
 
 def test_a_backend_of_attention_and_experts_has_its_own_rate():

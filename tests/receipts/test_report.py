@@ -140,6 +140,25 @@ def test_compare_gives_the_verdict_and_its_reasons(cli, base, tmp_path, name):
     assert "rule: margin 1.0 %. drop: the loss is worse, or a step slower." in out
 
 
+def test_patches_are_shown_and_their_differences_said(cli, base, tmp_path):
+    applied = {"a-patch": "1" * 64, "b-patch": "2" * 64}
+    for name, patches in (("none", {}), ("two", applied), ("old", None)):
+        document = json.loads(base.read_text())
+        del document["patches"]
+        if patches is not None:
+            document["patches"] = {"megatron-core": {"version": "0.19.2", "applied": patches}}
+        (tmp_path / name).write_text(json.dumps(document))
+    none, two, old = (tmp_path / name for name in ("none", "two", "old"))
+    shown = cli("report", "show", two)[1]
+    assert "patches   megatron-core 0.19.2: 2 applied" in shown
+    assert f"          a-patch (sha256 {'1' * 16})" in shown
+    assert "patches   megatron-core 0.19.2: none applied" in cli("report", "show", none)[1]
+    said = cli("report", "compare", none, two)[1]
+    assert f"differs  patches.megatron-core.applied.a-patch: none | {'1' * 64}" in said
+    assert "differs  patches: not recorded | recorded" in cli("report", "compare", old, two)[1]
+    assert "differs  patches" not in cli("report", "compare", two, two)[1]
+
+
 def test_compare_of_a_run_whose_loss_became_nan_says_drop(cli, base, tmp_path):
     run = samples.start(tmp_path / "b.json")
     for step in range(1, 41):

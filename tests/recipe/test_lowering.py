@@ -122,11 +122,13 @@ def test_plugin_keys_reach_the_layers_through_the_environment(monkeypatch):
                 continue  # the other device is another recipe
             case None:
                 value = 8
+            case bool():
+                value = not before
             case float():
                 value = before / 2
             case int():
                 value = before * 2
-        recipe = load_recipe("nam56r-tiny", [f"{key.dotted}={value}"])
+        recipe = load_recipe("nam56r-tiny", [f"{key.dotted}={str(value).lower()}"])
         monkeypatch.setenv("MEGACPP_RECIPE", lower(recipe).environment["MEGACPP_RECIPE"])
         assert recipe_from_environment().get(key.dotted) == value != before
 

@@ -29,8 +29,7 @@ GRAPHS = ["launch.cuda_graph_impl=local"]
 NO_SHARED = ["moe.moe_shared_expert_intermediate_size=null"]
 CAPACITY = ["moe.moe_expert_capacity_factor=1"]
 PADS = ["moe.moe_pad_expert_input_to_capacity=true"]
-WHOLE = ["launch.cuda_graph_impl=full_iteration", "parallel.expert_model_parallel_size=1"]
-BASE = ["parallel.expert_model_parallel_size=8", "schedule.check_for_nan_in_loss_and_grad=true"]
+BASE = ["parallel.expert_model_parallel_size=8"]
 
 # overrides of nam56r -> words of Megatron's refusal
 REFUSED = [
@@ -111,9 +110,6 @@ REFUSED = [
     ([*GRAPHS, "launch.cuda_graph_modules=moe"], "only supported with drop-padding MoE"),
     ([*GRAPHS, *PADS, *CAPACITY, 'launch.cuda_graph_modules=["moe", "moe_router"]'],
      "must not contain both moe and moe_router"),
-    (WHOLE, "--no-check-for-nan-in-loss-and-grad should be set"),
-    ([*WHOLE, "schedule.check_for_nan_in_loss_and_grad=false", "launch.cuda_graph_modules=attn"],
-     "--cuda-graph-modules must be empty"),
     ([*GRAPHS, *UNIFORM, "parallel.recompute_num_layers=1"],
      "full recompute is only supported with full iteration CUDA graph"),
 ]  # fmt: skip

@@ -104,7 +104,7 @@ def test_args_that_carry_the_recipe_to_our_own_module(capsys):
 
 @pytest.mark.parametrize(
     "override",
-    ["m2rnn.tanh=exact", "backends.m2rnn=reference", "recompute.mamba3=core"],
+    ["m2rnn.tanh=exact", "backends.m2rnn=reference", "m2rnn.grad_clamp=2.0"],
 )
 def test_words_that_leave_out_what_was_set_are_not_printed(capsys, override):
     """Our own module would take them for the shipped recipe, and train without it."""

@@ -176,10 +176,14 @@ REFUSED = [
      "parallel.pipeline_model_parallel_size", "untested"),
     ([*WHOLE, "data.dataloader_inter_document_masking=true", "schedule.micro_batch_size=1"],
      "data.dataloader_inter_document_masking", "the host reads them"),
-    ([*WHOLE, "backends.moe_experts=te"], "backends.moe_experts", 'must be "grouped_mm"'),
+    ([*WHOLE, "backends.moe_experts=te"], "backends.moe_experts",
+     'must be "fused_moe", "grouped_mm" or left out'),
     ([*WHOLE, "precision.fp8=hybrid"], "precision.fp8", "must be left out"),
     ([*WHOLE, "moe.moe_token_dispatcher_type=allgather"], "moe.moe_token_dispatcher_type",
      'must be "alltoall"'),
+    ([*WHOLE, "schedule.check_for_nan_in_loss_and_grad=true"],
+     "schedule.check_for_nan_in_loss_and_grad", "must be false"),
+    ([*WHOLE, "launch.cuda_graph_modules=attn"], "launch.cuda_graph_modules", "must be left out"),
     ([*WHOLE, "launch.cuda_graph_warmup_steps=0"], "launch.cuda_graph_warmup_steps", "at least 1"),
     (["backends.m2rnn_prep=inductor", "launch.cuda_graph_impl=local"], "backends.m2rnn_prep",
      "captured graph"),
@@ -218,6 +222,9 @@ REFUSED = [
     (["data.tokenizer_type=HuggingFaceTokenizer"], "data.tokenizer_model", "is needed"),
     (["data.null_tokenizer_eod_id=65536"], "data.null_tokenizer_eod_id", "vocab_size"),
     (["checkpoint.save_interval=null"], "checkpoint.save_interval", "is needed"),
+    (["checkpoint.keep_latest=0"], "checkpoint.keep_latest", "greater than 0"),
+    (["checkpoint.keep_latest=2", "checkpoint.save_retain_interval=2000"],
+     "checkpoint.keep_latest", "cannot both be set"),
     (["checkpoint.save_retain_interval=1500"], "checkpoint.save_retain_interval", "= 1000"),
     (["checkpoint.async_save=true"], "checkpoint.async_save", "persistent"),
     (["checkpoint.override_opt_param_scheduler=true",
@@ -342,3 +349,30 @@ def test_numbers_out_of_range(override, allowed):
 def test_a_parallel_size_of_zero(size):
     with pytest.raises(RecipeError, match=r"recipe nam56r: "):
         load_recipe("nam56r", [f"parallel.{size}_model_parallel_size=0"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ([], None),
+        (["parallel.tensor_model_parallel_size=1", "launch.nproc_per_node=2"], None),
+        (["parallel.expert_model_parallel_size=2"], "parallel.expert_model_parallel_size = 2 must"),
+        (["parallel.pipeline_model_parallel_size=2"], "parallel.pipeline_model_parallel_size = 2"),
+        (["data.dataloader_inter_document_masking=true"], "bounds of packed documents"),
+        (["precision.fp8=hybrid"], "experts read their counts on the host"),
+        (["backends.moe_experts=te"], "read the tokens of each expert on the host"),
+        (["schedule.check_for_nan_in_loss_and_grad=true"], "our entry checks loss and gradient"),
+        (["recompute.mamba3=core"], "a captured graph"),
+    ],
+)
+def test_a_step_is_captured_where_no_rule_is_against_it(overrides, reason):
+    recipe = load_recipe("nam56r", overrides)
+    origin = recipe.origins["launch.cuda_graph_impl"]
+    assert recipe.launch.cuda_graph_impl == ("none" if reason else "full_iteration")
+    assert reason in origin if reason else origin == "auto"
+
+
+def test_what_is_asked_for_by_name_is_refused_and_not_replaced():
+    named = ["launch.cuda_graph_impl=full_iteration", "parallel.pipeline_model_parallel_size=2"]
+    with pytest.raises(RecipeError, match="pipeline_model_parallel_size = 2"):
+        load_recipe("nam56r", named)

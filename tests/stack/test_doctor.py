@@ -1,6 +1,8 @@
 """Every check of the doctor against stacks that are not on this machine."""
 
 import json
+import os
+import subprocess
 import sys
 import tomllib
 from dataclasses import replace
@@ -11,12 +13,26 @@ import torch
 
 from megacpp_mcore import cli, stack
 from megacpp_mcore.patching import manifest
-from megacpp_mcore.stack import FAIL, NOT_APPLICABLE, OK, PINS, WARN, Facts, Gpu, Library, doctor
+from megacpp_mcore.stack import (
+    FAIL,
+    NOT_APPLICABLE,
+    OK,
+    PINS,
+    WARN,
+    Facts,
+    Gpu,
+    Library,
+    doctor,
+    imports,
+)
 from megacpp_mcore.stack import facts as stack_facts
 from megacpp_mcore.stack.checks import MAMBA_PATCH, TE_DRIVER_PATCH
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = {"torch": "2.11.0", "triton": "3.6.0", "megatron-core": "0.19.2", "numpy": "2.2.6"}
+CORE = {
+    "torch": "2.11.0", "triton": "3.6.0", "megatron-core": "0.19.2", "numpy": "2.2.6",
+    "psutil": "7.2.2",
+}  # fmt: skip
 EXTRA = {
     "transformer-engine": "2.17.1",
     "transformer-engine-cu13": "2.17.1",
@@ -319,6 +335,99 @@ class TestPatchLane:
         assert (found.status, found.found) == (FAIL, "manifest.toml: no")
 
 
+@pytest.fixture
+def no_imports(monkeypatch):
+    """Without the seconds that the probe's imports take."""
+    monkeypatch.setattr(imports, "probe", lambda: ({}, None))
+
+
+class TestImports:
+    """What is installed and broken, or takes for ever, in the process that the doctor starts."""
+
+    @pytest.fixture
+    def shadowed(self, tmp_path, monkeypatch):
+        """shadowed(module, text): what the fresh process finds in a module's place."""
+
+        def put(module: str, text: str) -> None:
+            path = tmp_path / f"{module}.py"
+            path.write_text(text)
+            before = os.environ.get("PYTHONPATH", "")
+            monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{before}")
+
+        return put
+
+    @pytest.mark.parametrize(
+        ("module", "text", "found"),
+        [
+            ("psutil", "raise ImportError('libpsutil.so')", "ImportError: libpsutil.so"),
+            ("pyarrow", "raise OSError('libarrow.so.26: cannot open')", "OSError: libarrow.so.26"),
+            ("jsonschema", "import nothing_of_that_name", "ModuleNotFoundError: No module named"),
+            ("tomlkit", "raise SystemExit(3)", "SystemExit: 3"),
+            ("tqdm", "import os; os._exit(7)", "ended the process with status 7"),
+            ("numpy", "import os; os.kill(os.getpid(), 11)", "ended the process with status -11"),
+            ("jsonschema", "import time; time.sleep(60)", "did not end within 0.5 s"),
+        ],
+    )
+    def test_a_broken_module_is_named_and_the_others_are_judged(
+        self, shadowed, module, text, found
+    ):
+        shadowed(module, text)
+        quick = ("psutil", "tomlkit", "tqdm", "jsonschema", "numpy", "pyarrow.parquet")
+        probes = [probe for probe in stack.PROBES if probe.module in quick]
+        limit = 0.5 if "sleep" in text else 30.0
+        results, _ = imports.probe(probes, limit)
+        assert set(results) == set(quick)
+        broken = {name: error for name, error in results.items() if name.startswith(module)}
+        (error,) = broken.values()
+        assert found in error
+        if module != "numpy":  # which others import
+            assert not any(error for name, error in results.items() if name not in broken)
+        checks = doctor.examine(replace(CPU, imports=results))
+        (failed,) = [c for c in checks if c.name == f"import {next(iter(broken))}"]
+        assert failed.status == FAIL and "install --force-reinstall" in failed.remedy
+
+    @pytest.mark.slow
+    def test_torch_and_megatrons_helper_are_judged(self, shadowed):
+        shadowed("torch", "raise OSError('libcudart.so.13: cannot open shared object file')")
+        asked = ("psutil", "torch", "megatron.core.datasets.helpers_cpp")
+        results, _ = imports.probe([p for p in stack.PROBES if p.module in asked])
+        assert results["torch"].startswith("OSError: libcudart.so.13")
+        assert results["megatron.core.datasets.helpers_cpp"] and not results["psutil"]
+
+    def test_an_unloadable_transformer_engine(self, shadowed, tmp_path, monkeypatch):
+        """As on a machine with a driver and the package."""
+        shadowed("unused", "")  # which puts the folder on the path
+        (tmp_path / "transformer_engine").mkdir()
+        (tmp_path / "transformer_engine" / "__init__.py").write_text(
+            "raise OSError('undefined symbol: cublasLtGroupedMatrixLayoutInit_internal')"
+        )
+        folder = tmp_path / "transformer_engine-2.17.1.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("Name: transformer-engine\nVersion: 2.17.1\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(imports, "has_driver", lambda: True)
+        of_te = [probe for probe in stack.PROBES if probe.cuda]
+        results, _ = imports.probe(of_te)
+        error = results["transformer_engine.pytorch"]
+        assert "cublasLtGroupedMatrixLayoutInit_internal" in error
+
+    def test_the_doctor_itself_needs_no_package(self, tmp_path):
+        script = (
+            "import sys\n"
+            "names = ('torch', 'numpy', 'psutil', 'pyarrow', 'jsonschema', 'tomlkit', 'tqdm',\n"
+            "         'matplotlib', 'unidiff', 'packaging', 'megatron', 'triton', 'yaml')\n"
+            "sys.modules.update(dict.fromkeys(names))\n"
+            "from megacpp_mcore.stack import imports\n"
+            "imports.probe = lambda: ({'torch': 'ImportError: broken'}, None)\n"
+            "from megacpp_mcore.cli import main\n"
+            "sys.exit(main(['doctor']))\n"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert done.returncode == 1 and done.stderr == ""
+        assert "fail  import torch" in done.stdout
+
+
+@pytest.mark.usefixtures("no_imports")
 class TestFacts:
     def test_cudnn_in_the_order_that_transformer_engine_looks(self, tmp_path):
         def put(name):
@@ -350,19 +459,17 @@ class TestFacts:
         assert first.of_torch
 
     def test_a_gpu_that_torch_cannot_use(self, monkeypatch):
-        monkeypatch.setattr("ctypes.CDLL", lambda name: None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        assert "finds no usable GPU" in stack_facts.gather().gpu.error
+        assert "finds no usable GPU" in imports.gpu().error
 
     def test_a_cuda_stack_that_raises(self, monkeypatch):
         def incompatible():
             raise RuntimeError("cuDNN version incompatibility")
 
-        monkeypatch.setattr("ctypes.CDLL", lambda name: None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
         monkeypatch.setattr(torch.backends.cudnn, "version", incompatible)
-        assert stack_facts.gather().gpu.error == "RuntimeError: cuDNN version incompatibility"
+        assert imports.gpu().error == "RuntimeError: cuDNN version incompatibility"
 
     def test_deep_ep_built_without_nvshmem(self, tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(tmp_path)

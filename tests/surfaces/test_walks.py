@@ -43,7 +43,7 @@ OTHER_WORDS = {
     },
     "inductor": {"training/gpu/rank_setup.py": "the folder of its cache"},
     "mamba_ssm": {
-        "training/gpu/packages.py": "the package",
+        "training/packages.py": "the package",
         "training/gpu/train.py": "the package",
     },
     "cce": {"kernels/linear_cross_entropy/cce.py": "an argument of the package"},

@@ -4,22 +4,26 @@ import functools
 import json
 import math
 import os
+import pickle
 import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
 import warm
+from left_behind import Marked, wait_until
 
 from megacpp_mcore import receipts
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.recipe.check import MegatronRefusal
+from megacpp_mcore.training.checkpoints import checksums
 from megacpp_mcore.training.cpu import checkpoint
 from megacpp_mcore.training.cpu.step import TrainingError
 from megacpp_mcore.training.cpu.support import CpuLaneError
@@ -96,6 +100,20 @@ def test_a_run_learns_and_leaves_a_whole_receipt(small, tmp_path):
     assert (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text() == "8\n"
 
 
+def test_a_receipt_has_its_own_decisions_and_the_applied_patches(small_recipe, tmp_path):
+    """Of this run: not those of one before it in the process."""
+    from megacpp_mcore import dispatch
+    from megacpp_mcore.receipts.lane import patches
+
+    dispatch.record(dispatch.Decision("norm", "auto", "another", "of an earlier run", "a:b"))
+    strict = load_recipe(str(small_recipe), ["launch.strict=true", "backends.m2rnn=reference"])
+    train(strict, tmp_path / "run", steps=1)
+    receipt = receipts.read(tmp_path / "run" / "receipt.json")
+    assert not [row for row in receipt["backends"] if row["observed"] == "another"]
+    assert receipt["patches"] == patches()
+    assert receipt["patches"]["megatron-core"]["version"] == "0.19.2"
+
+
 def test_a_stopped_run_resumes_to_the_losses_of_an_unbroken_one(small, unbroken, tmp_path):
     out = tmp_path / "run"
     train(small, out, steps=5)  # saves at 3 and at 5
@@ -154,8 +172,8 @@ def test_a_run_that_dies_as_it_has_saved_lost_no_step(step, small, unbroken, tmp
     class Killed(BaseException):
         pass
 
-    def save_and_die(folder, trainer, progress):
-        save(folder, trainer, progress)
+    def save_and_die(folder, trainer, progress, keep):
+        save(folder, trainer, progress, keep)
         if progress.iteration == step:
             raise Killed
 
@@ -168,25 +186,37 @@ def test_a_run_that_dies_as_it_has_saved_lost_no_step(step, small, unbroken, tmp
     assert losses(tmp_path / "run") == losses(unbroken)
 
 
-def test_sigint_finishes_the_step_saves_and_exits_130(small_recipe, tmp_path):
-    out = tmp_path / "run"
+@pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_a_run_that_is_stopped_saves_where_it_can_and_leaves_nothing_behind(
+    way, small_recipe, tmp_path
+):
+    out, number, marked = tmp_path / "run", getattr(signal, way), Marked()
+    err = tmp_path / "err"  # a pipe would not end while a process that is left holds it
     process = subprocess.Popen(
         [sys.executable, *words(
-            small_recipe, out, "--set", "schedule.train_iters=100000",
-            "--set", "schedule.lr_decay_iters=1000", "--set", "schedule.log_interval=1")],
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
+            small_recipe, out, "--set", "schedule.train_iters=100000", "--set",
+            "schedule.lr_decay_iters=1000", "--set", "schedule.log_interval=1")],
+        stderr=err.open("w"), start_new_session=True, env=os.environ | marked.environment,
     )  # fmt: skip
-    for line in process.stderr:
-        if line.startswith("step 2/"):
-            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole group
-            break
-    rest = process.stderr.read()
-    assert process.wait(timeout=120) == 130
+    wait_until(lambda: "\nstep 4/" in err.read_text())  # it has saved once
+    marked.note_shared_memory()
+    assert process.pid in marked.pids()
+    if way == "SIGINT":
+        os.killpg(process.pid, number)  # as a terminal does: the whole group
+    else:
+        process.send_signal(number)
+    status = process.wait(timeout=120)
+    assert marked.left() == []
+    if way == "SIGKILL":
+        assert status == -signal.SIGKILL
+        assert checkpoint.latest(out / "checkpoints").name == "iter_0000003"
+        return
+    assert status == 128 + number
     receipt = receipts.read(out / "receipt.json")
     last = receipt["series"]["step"][-1]
     assert receipt["result"]["status"] == "interrupted"
     assert checkpoint.latest(out / "checkpoints").name == f"iter_{last:07d}"
-    assert f"SIGINT: stopped after step {last}, which is saved" in rest
+    assert f"{way}: stopped after step {last}, which is saved" in err.read_text()
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(small_recipe, tmp_path):
@@ -211,20 +241,148 @@ def test_a_checkpoint_trained_on_other_data_is_refused(small, one_step):
     progress = checkpoint.latest(one_step / "checkpoints") / "progress.json"
     content = json.loads(progress.read_text())
     progress.write_text(json.dumps(content | {"data_digest": "0" * 64}))
+    checksums.add(progress.parent, progress.name)
     with pytest.raises(checkpoint.CheckpointError, match="on other data"):
         train(small, one_step, resume=True)
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove"])
-def test_a_damaged_checkpoint_is_refused(small, one_step, damage):
-    shard = next(checkpoint.latest(one_step / "checkpoints").glob("*.distcp"))
-    if damage == "truncate":
-        with open(shard, "r+b") as file:
-            file.truncate(shard.stat().st_size // 2)
-    else:
-        shard.unlink()
-    with pytest.raises(checkpoint.CheckpointError, match="cannot be loaded"):
+@pytest.fixture
+def two_checkpoints(runs, tmp_path) -> Path:
+    """A run that was stopped after five steps, with the checkpoints of 3 and 5."""
+    return shutil.copytree(runs(5), tmp_path / "run", symlinks=True)
+
+
+def flip(path: Path) -> None:
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_is_named_and_an_older_one_goes_on(
+    small_recipe, two_checkpoints, unbroken
+):
+    out = two_checkpoints
+    shard = next((out / "checkpoints" / "iter_0000005").glob("*.distcp"))
+    flip(shard)
+    small = load_recipe(str(small_recipe))
+    offer = r"is damaged.*older .*iter_0000003 is whole: resume from it with --resume-from 3"
+    with pytest.raises(checkpoint.CheckpointError, match=f"{shard} {offer}"):
+        train(small, out, resume=True)
+    with pytest.raises(RunFolderError, match=r"--resume-from 4: .* of iterations 3, 5"):
+        train(small, out, resume_from=4)
+    train(small, out, steps=6, resume_from=3)  # and saves at 6, not at 5
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == [
+        "iter_0000003", "iter_0000006", "latest_checkpointed_iteration.txt",
+        "superseded-iter_0000005",
+    ]  # fmt: skip
+    train(small, out, resume=True)
+    assert losses(out) == losses(unbroken)
+
+
+def test_a_checkpoint_is_verified_unless_the_recipe_says_not(small_recipe, two_checkpoints):
+    listed = two_checkpoints / "checkpoints" / "iter_0000005" / checksums.NAME
+    table = json.loads(listed.read_text())
+    assert set(table) == {p.name for p in listed.parent.iterdir()} - {checksums.NAME}
+    table["metadata.json"]["crc32"] = "00000000"
+    listed.write_text(json.dumps(table))
+    with pytest.raises(checkpoint.CheckpointError, match=r"metadata\.json is damaged"):
+        train(load_recipe(str(small_recipe)), two_checkpoints, resume=True)
+    unverified = load_recipe(str(small_recipe), ["checkpoint.verify_checksums=false"])
+    with pytest.raises(checkpoint.CheckpointError, match="another recipe"):  # it went on to that
+        train(unverified, two_checkpoints, resume=True)
+
+
+def test_the_newest_checkpoints_are_kept(small_recipe, tmp_path):
+    keep = ["checkpoint.keep_latest=2", "checkpoint.save_interval=1"]
+    train(load_recipe(str(small_recipe), keep), tmp_path / "run", steps=4)
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        "iter_0000003", "iter_0000004", "latest_checkpointed_iteration.txt",
+    ]  # fmt: skip
+
+
+def test_a_checkpoint_under_another_iterations_name_is_refused(small, one_step):
+    checkpoints = one_step / "checkpoints"
+    (checkpoints / "iter_0000001").rename(checkpoints / "iter_0000006")
+    with pytest.raises(checkpoint.CheckpointError, match=r"iter_0000006 is of iteration 1, by its"):
         train(small, one_step, resume=True)
+
+
+@pytest.mark.parametrize("content", [
+    {"iteration": "1"}, {"iteration": 1.0}, {"iteration": True}, {"consumed_samples": None},
+    {"recipe": []}, {"data_digest": 7}, {"more": 1},
+], ids=str)  # fmt: skip
+def test_a_checkpoint_whose_progress_is_not_one_is_refused(one_step, content):
+    saved = checkpoint.latest(one_step / "checkpoints")
+    progress = saved / "progress.json"
+    progress.write_text(json.dumps(json.loads(progress.read_text()) | content))
+    with pytest.raises(checkpoint.CheckpointError, match=r"progress\.json cannot be read"):
+        checkpoint.load(saved, None, None, verify=False)
+
+
+def test_a_checkpoint_that_a_kill_left_without_its_name_goes_on(small, one_step, capfd):
+    checkpoints = one_step / "checkpoints"
+    (checkpoints / "iter_0000001").rename(checkpoints / ".tmp-iter_0000001")
+    with pytest.raises(RunFolderError, match="already holds a run"):
+        train(small, one_step)
+    (checkpoints / "iter_0000001").rename(checkpoints / ".tmp-iter_0000001")
+    capfd.readouterr()
+    train(small, one_step, steps=2, resume=True)
+    assert "iter_0000001 was complete, but a kill left it as .tmp-" in capfd.readouterr().err
+    assert "resumed from the checkpoint of step 1" in receipts.read(one_step / "receipt.json")[
+        "notes"]  # fmt: skip
+
+
+def test_checksums_take_less_than_a_fiftieth_of_a_save(tmp_path):
+    """Of its processor time, so that no slow disk hides them: ours are instead of torch's own."""
+    import torch
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from megacpp_mcore.training.checkpoints import writer
+    from megacpp_mcore.training.cpu.megatron_setup import quiet, single_process
+
+    class Nowhere:
+        def write(self, data):
+            return len(data)
+
+        def flush(self):
+            pass
+
+    def takes(call) -> float:
+        times = []
+        for _ in range(5):
+            started = time.process_time()
+            call()
+            times.append(time.process_time() - started)
+        return min(times)
+
+    data = torch.randn(1 << 24)
+    torch.serialization.set_crc32_options(True)
+    by_torch = takes(lambda: torch.save(data, Nowhere()))
+    writer.install()
+    writer.keep_no_process(asynchronous=False)
+    by_us = takes(lambda: zlib.crc32(data.numpy()))
+    extra = by_us + takes(lambda: torch.save(data, Nowhere())) - by_torch
+    state = {"w": ShardedTensor.from_rank_offsets("w", data)}
+    (tmp_path / "saved").mkdir()
+    with quiet(), single_process(1):
+        whole = takes(lambda: dist_checkpointing.save(dict(state), str(tmp_path / "saved")))
+    assert checksums.verify(tmp_path / "saved")
+    assert extra < whole / 50, f"{extra:.4f} of {whole:.4f} s"
+
+
+def test_a_checkpoint_with_code_in_its_index_is_refused_before_it_runs(small, one_step, tmp_path):
+    class Planted:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "code ran"),)
+
+    index = checkpoint.latest(one_step / "checkpoints") / ".metadata"
+    index.write_bytes(pickle.dumps(Planted()))
+    checksums.add(index.parent, index.name)
+    with pytest.raises(checkpoint.CheckpointError, match=r"names posix\.mkdir, which no index"):
+        train(small, one_step, resume=True)
+    assert not (tmp_path / "code ran").exists()
 
 
 def test_a_half_written_checkpoint_is_never_loaded(one_step):
@@ -232,6 +390,22 @@ def test_a_half_written_checkpoint_is_never_loaded(one_step):
     (checkpoints / ".tmp-iter_0000002").mkdir()
     (checkpoints / "iter_0000003").mkdir()  # no metadata: not one of ours
     assert checkpoint.latest(checkpoints).name == "iter_0000001"
+
+
+def test_a_half_deleted_checkpoint_is_not_passed_over_for_a_start_at_step_1(small, one_step):
+    shard = next(checkpoint.latest(one_step / "checkpoints").glob("*.distcp"))
+    shard.unlink()
+    with pytest.raises(RunFolderError, match=r"iter_0000001 is not complete.*move it away"):
+        train(small, one_step, resume=True)
+
+
+def test_an_older_checkpoint_than_a_half_deleted_one_goes_on(
+    small, two_checkpoints, unbroken, capfd
+):
+    next((two_checkpoints / "checkpoints" / "iter_0000005").glob("*.distcp")).unlink()
+    train(small, two_checkpoints, resume=True)
+    assert "iter_0000005 is not complete: resuming from the older" in capfd.readouterr().err
+    assert losses(two_checkpoints) == losses(unbroken)
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_before_writing(small, one_step, monkeypatch):

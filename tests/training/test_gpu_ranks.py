@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
+from left_behind import Marked
 
 from megacpp_mcore.training.gpu.torchrun import RanksOutcome, run_ranks
 
@@ -21,31 +21,42 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-dist.init_process_group("gloo")
-how = sys.argv[1]
-for step in range(1000):
-    try:
-        dist.all_reduce(torch.ones(1))
-    except RuntimeError as error:  # the peer is gone
-        get_error_handler().record_exception(error)
-        raise
-    if step == 3 and dist.get_rank() == 1:
-        if how == "killed":
-            open(sys.argv[2], "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "hangs":
-            open(sys.argv[2], "w").write(str(os.getpid()))
-            time.sleep(300)
-        if how == "raises":
-            try:
-                raise RuntimeError("loss is NaN")
-            except RuntimeError as error:
-                get_error_handler().record_exception(error)
-                raise
-    if how == "ends" and step == 3:
-        break
-dist.barrier()
-dist.destroy_process_group()
+def children():
+    # what a rank starts: the process of asynchronous saves' results, and workers of its data
+    from megacpp_mcore.training.checkpoints import writer
+
+    writer.keep_no_process(asynchronous=True)
+    data = torch.utils.data.DataLoader(range(8), num_workers=2, persistent_workers=True)
+    workers = iter(data)
+    return next(workers), workers
+
+if __name__ == "__main__":  # not in the processes that are spawned
+    dist.init_process_group("gloo")
+    how = sys.argv[1]
+    kept = children() if how in ("killed", "hangs") and dist.get_rank() == 1 else None
+    for step in range(1000):
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError as error:  # the peer is gone
+            get_error_handler().record_exception(error)
+            raise
+        if step == 3 and dist.get_rank() == 1:
+            if how == "killed":
+                open(sys.argv[2], "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "hangs":
+                open(sys.argv[2], "w").write(str(os.getpid()))
+                time.sleep(300)
+            if how == "raises":
+                try:
+                    raise RuntimeError("loss is NaN")
+                except RuntimeError as error:
+                    get_error_handler().record_exception(error)
+                    raise
+        if how == "ends" and step == 3:
+            break
+    dist.barrier()
+    dist.destroy_process_group()
 """
 
 
@@ -62,12 +73,22 @@ def test_ranks_that_end_well(module):
     assert run_ranks(module, ["ends"], 2) == RanksOutcome(0)
 
 
-def test_a_killed_rank_ends_the_others_within_a_minute(module, tmp_path):
+@pytest.fixture
+def marked(monkeypatch) -> Marked:
+    """The processes of the test's ranks."""
+    found = Marked()
+    for name, value in found.environment.items():
+        monkeypatch.setenv(name, value)
+    return found
+
+
+def test_a_killed_rank_ends_the_others_within_a_minute_and_leaves_nothing(module, marked, tmp_path):
     note = tmp_path / "killed"
     ended = run_ranks(module, ["killed", str(note)], 2)
     assert time.time() - note.stat().st_mtime < 60
     assert ended.status == 128 + signal.SIGKILL
     assert ended.reason.startswith("rank 1 of 2 was killed by SIGKILL")
+    assert marked.left() == []
 
 
 def test_a_rank_that_raises_is_named_with_its_error(module):
@@ -76,7 +97,7 @@ def test_a_rank_that_raises_is_named_with_its_error(module):
 
 
 @pytest.fixture
-def launcher(module, tmp_path):
+def launcher(module, marked, tmp_path):
     """A launcher whose rank 1 hangs, and that rank's process id."""
     note = tmp_path / "pid"
     code = (
@@ -85,14 +106,16 @@ def launcher(module, tmp_path):
         "sys.exit(e.status)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 60
     while not (note.exists() and note.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
+    marked.note_shared_memory()
+    assert len(marked.pids()) >= 6  # launcher, ranks, the manager, workers
     yield process, int(note.read_text())
     process.kill()
 
 
-def test_the_launcher_takes_its_ranks_with_it(launcher):
+def test_the_launcher_takes_its_ranks_with_it(launcher, marked):
     """SIGTERM, as a cluster sends it: no rank is left behind."""
     process, rank = launcher
     process.send_signal(signal.SIGTERM)
@@ -100,17 +123,14 @@ def test_the_launcher_takes_its_ranks_with_it(launcher):
     assert process.returncode == 128 + signal.SIGTERM and "SIGTERM ended" in said
     with pytest.raises(ProcessLookupError):
         os.kill(rank, 0)
+    assert marked.left() == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for it")
-def test_a_launcher_that_is_killed_takes_its_ranks_with_it(launcher):
-    process, rank = launcher
+def test_a_launcher_that_is_killed_takes_all_of_its_processes_with_it(launcher, marked):
+    process, _ = launcher
     process.kill()
-    process.communicate(timeout=100)  # its output ends with the last rank that holds it
-    deadline = time.monotonic() + 60
-    while psutil.pid_exists(rank) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not psutil.pid_exists(rank)
+    assert marked.left() == []
 
 
 def test_a_rank_whose_launcher_is_gone_does_not_begin(module):
@@ -123,4 +143,4 @@ def test_a_rank_whose_launcher_is_gone_does_not_begin(module):
         module,
         "ends",
     ]
-    assert subprocess.run(command).returncode == 128 + signal.SIGTERM
+    assert subprocess.run(command).returncode == 128 + signal.SIGKILL

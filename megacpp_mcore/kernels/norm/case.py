@@ -1,4 +1,4 @@
-"""The norm surface's case: RMSNorm of the residual stream."""
+"""The norm surface's case: RMSNorm of the residual stream, which goes on as it is."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -15,7 +15,8 @@ from megacpp_mcore.surfaces.workload import Workload
 
 @dataclass(frozen=True)
 class NormCase(Case):
-    """x (s, b, h), weight (h,) -> y (s, b, h)."""
+    """x (s, b, h), weight (h,) -> y (s, b, h), and x as the residual: a block's input, whose
+    gradient is the norm's and the residual's."""
 
     batch: int
     seq: int
@@ -54,13 +55,24 @@ class NormCase(Case):
         return {"x": x, "weight": 1 + self.normal(generator, self.hidden_size) / 4}
 
     def reference(self, x: Tensor, weight: Tensor) -> Tensors:
-        return {"y": rms_norm(x, weight, self.eps)}
+        return {"y": rms_norm(x, weight, self.eps), "residual": x.view_as(x)}
 
     def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
         config = self._config(device, dtype)
-        module = implementation()(config=config, hidden_size=self.hidden_size, eps=self.eps)
-        module = module.to(device, dtype)
-        return BoundBackend(lambda x, weight: {"y": module(x)}, {"weight": [module.weight]})
+        builder = implementation()
+        fused = getattr(builder, "fuses_residual", False)
+        module = builder(
+            config=config,
+            hidden_size=self.hidden_size,
+            eps=self.eps,
+            **({"has_residual": True} if fused else {}),
+        ).to(device, dtype)
+
+        def call(x: Tensor, weight: Tensor) -> Tensors:
+            y, residual = module(x) if fused else (module(x), x.view_as(x))
+            return {"y": y, "residual": residual}
+
+        return BoundBackend(call, {"weight": [module.weight]})
 
     def _config(self, device: str, dtype: torch.dtype) -> Any:
         from megatron.core.transformer import TransformerConfig
@@ -76,10 +88,13 @@ class NormCase(Case):
 
     def roundings(self, name: str) -> float:
         """The normalised x, its product with the weight and y; and on the way back the gradient
-        of the normalised x, its projection and its scale as well."""
-        return 3 if name == "y" else 6
+        of the normalised x, its projection and its scale as well, and the sum with the residual's
+        gradient."""
+        return {"y": 3, "residual": 0}.get(name, 7)
 
     def terms(self, name: str) -> int:
+        if name == "residual":
+            return 1
         return self.seq * self.batch if name == "dweight" else self.hidden_size
 
     def flops(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megacpp_mcore.recipe.fields import optional
-from megacpp_mcore.recipe.refusal import Refusal, Rules
+from megacpp_mcore.recipe.refusal import Refusal, Rules, shown
 from megacpp_mcore.recipe.rules import (
     attention,
     backends,
@@ -40,6 +40,24 @@ def refusals(recipe: "Recipe") -> Sequence[Refusal]:
     for topic in _TOPICS:
         topic.check(rules)
     return rules.found
+
+
+def without_auto(recipe: "Recipe") -> "Recipe":
+    """The recipe with what it leaves to us decided: `launch.cuda_graph_impl = "auto"`.
+
+    The whole step is captured where no rule is against it. The key's origin then begins with
+    "auto", and names the rule that was.
+    """
+    if recipe.get(cuda_graphs.IMPL) != cuda_graphs.AUTO:
+        return recipe
+    eager, captured = (cuda_graphs.replaced(recipe, impl) for impl in ("none", "full_iteration"))
+    anyway = {refusal.key: refusal.reason for refusal in refusals(eager)}
+    against = [r for r in refusals(captured) if anyway.get(r.key) != r.reason]
+    if not against:
+        return captured
+    first = against[0]
+    why = f"auto, but {first.key} = {shown(recipe.get(first.key))} {first.reason}"
+    return cuda_graphs.replaced(recipe, "none", why)
 
 
 def _ranges(r: Rules) -> None:

@@ -124,6 +124,11 @@ def _checkpoint(r: Rules) -> None:
         f"must be a multiple of {r.told(every)}",
     )
     r.refuse(
+        r["checkpoint.keep_latest"] is not None and r[keep] is not None,
+        "checkpoint.keep_latest",
+        f"and {keep} cannot both be set",
+    )
+    r.refuse(
         r["checkpoint.async_save"] and not r["checkpoint.use_persistent_ckpt_worker"],
         "checkpoint.async_save",
         "needs checkpoint.use_persistent_ckpt_worker",

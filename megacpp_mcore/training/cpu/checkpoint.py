@@ -1,12 +1,12 @@
 """Checkpoints of the CPU lane, written atomically through megatron.core.dist_checkpointing.
 
 DIR/iter_0000100/ is one checkpoint, named as Megatron names it. It is written as DIR/.tmp-... and
-renamed once it is synced to disk, so an incomplete one never has a checkpoint's name.
-DIR/latest_checkpointed_iteration.txt names the newest complete one.
+renamed once it is synced to disk, so an incomplete one never has a checkpoint's name: see
+`megacpp_mcore.training.checkpoints.folder`. DIR/latest_checkpointed_iteration.txt names the newest
+complete one.
 """
 
 import json
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -23,10 +23,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.files import sync, write_atomically
+from megacpp_mcore.stack import unpickling
+from megacpp_mcore.training.checkpoints import checksums, folder, writer
 from megacpp_mcore.training.cpu.megatron_setup import quiet
 from megacpp_mcore.training.cpu.step import Trainer
 
-TRACKER = "latest_checkpointed_iteration.txt"
 PROGRESS = "progress.json"
 # A damaged file or a full disk raises one of many types (OSError, pickle's, zip's, Megatron's own);
 # torch's CheckpointException is a BaseException.
@@ -56,27 +57,31 @@ class Progress:
     recipe: Mapping[str, Any]
 
 
-def save(directory: Path, trainer: Trainer, progress: Progress) -> Path:
-    """Write the checkpoint of `progress.iteration`; older ones stay. Returns its folder.
+def save(directory: Path, trainer: Trainer, progress: Progress, keep: int | None = None) -> Path:
+    """Write the checkpoint of `progress.iteration`. Returns its folder.
 
-    Raises CheckpointWriteError when it cannot be written; what was there before is untouched.
+    keep: how many of the newest checkpoints stay; None: all. One of the same iteration is replaced
+    atomically. Raises CheckpointWriteError when it cannot be written; what was there before is
+    then untouched.
     """
-    final = directory / f"iter_{progress.iteration:07d}"
-    partial = directory / f".tmp-{final.name}"
+    final = folder.path_of(directory, progress.iteration)
+    partial = folder.being_written(final)
+    writer.install()
+    writer.keep_no_process(asynchronous=False)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for leftover in directory.glob(".tmp-*"):
-            shutil.rmtree(leftover)
+        folder.sweep(directory)
         _check_space(directory, trainer)
         partial.mkdir()
         with quiet():
             dist_checkpointing.save(_sharded_state(trainer), str(partial))
         (partial / PROGRESS).write_text(json.dumps(asdict(progress)))
+        checksums.add(partial, PROGRESS)
         _sync(partial)
-        if final.exists():  # saved at the same iteration before the run was resumed
-            shutil.rmtree(final)
-        partial.rename(final)
-        write_atomically(directory / TRACKER, f"{progress.iteration}\n")
+        folder.replace(partial, final)
+        write_atomically(directory / folder.TRACKER, f"{progress.iteration}\n")
+        if keep is not None:
+            folder.prune(directory, keep)
     except _ANY_FAILURE as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointWriteError(
@@ -86,33 +91,41 @@ def save(directory: Path, trainer: Trainer, progress: Progress) -> Path:
     return final
 
 
+def recover(directory: Path) -> list[str]:
+    """As `folder.recover`, for checkpoints of this lane."""
+    return folder.recover(directory, needs=(PROGRESS,))
+
+
 def latest(directory: Path) -> Path | None:
     """The newest complete checkpoint in `directory`, or None.
 
     Found by looking at the folders. The tracker file is for Megatron's tools only: a run may be
     killed between the rename and the update of the tracker.
     """
-    if not directory.is_dir():
-        return None
-    complete = [
-        path
-        for path in directory.iterdir()
-        if re.fullmatch(r"iter_\d{7}", path.name) and (path / "metadata.json").is_file()
-    ]
-    return max(complete, default=None)
+    found = folder.complete(directory)
+    return folder.path_of(directory, found[-1]) if found else None
 
 
-def load(checkpoint: Path, trainer: Trainer, current: Progress) -> Progress:
+def load(
+    checkpoint: Path, trainer: Trainer, current: Progress, *, verify: bool = True
+) -> Progress:  # fmt: skip
     """Load `checkpoint` into the trainer. Returns the progress saved with it.
 
-    current: of the run that is resumed. Raises CheckpointError when the checkpoint cannot be read,
-    or was made with another recipe (the differing keys are named) or other data; the trainer must
-    then not be used.
+    current: of the run that is resumed. verify: compare its files with their checksums first.
+    Raises CheckpointError when the checkpoint cannot be read, or was made with another recipe (the
+    differing keys are named) or other data; the trainer must then not be used.
     """
-    try:
-        progress = Progress(**json.loads((checkpoint / PROGRESS).read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint} cannot be read: {error}") from error
+    if verify:
+        try:
+            checksums.verify(checkpoint)
+        except checksums.DamagedError as error:
+            raise CheckpointError(f"{error}; {folder.advice(checkpoint)}") from error
+    progress = _read_progress(checkpoint)
+    if progress.iteration != folder.iteration_of(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint} is of iteration {progress.iteration}, by its {PROGRESS}: somebody "
+            f"renamed it; {folder.advice(checkpoint)}"
+        )
     if changed := _differences(progress.recipe, current.recipe):
         raise CheckpointError(
             f"{checkpoint} was trained with another recipe: {'; '.join(changed)}. Use the same "
@@ -123,12 +136,31 @@ def load(checkpoint: Path, trainer: Trainer, current: Progress) -> Progress:
             f"{checkpoint} was trained on other data than {current.recipe['data']['data_path']} "
             "holds now: the order of samples differs. Restore the data, or use another --out"
         )
+    unpickling.install()
     try:
+        unpickling.read_index(checkpoint)
         with quiet():
             state = dist_checkpointing.load(_sharded_state(trainer), str(checkpoint))
         _restore(trainer, state)
     except _ANY_FAILURE as error:
-        raise CheckpointError(f"{checkpoint} cannot be loaded: {_cause(error)}") from error
+        raise CheckpointError(
+            f"{checkpoint} cannot be loaded: {_cause(error)}; {folder.advice(checkpoint)}"
+        ) from error
+    return progress
+
+
+def _read_progress(checkpoint: Path) -> Progress:
+    """The progress saved with a checkpoint. Raises CheckpointError for what `save` never writes."""
+    path = checkpoint / PROGRESS
+    try:
+        progress = Progress(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    for name, kind in (("iteration", int), ("consumed_samples", int), ("data_digest", str)):
+        if type(value := getattr(progress, name)) is not kind:
+            raise CheckpointError(f"{path} cannot be read: {name} is {value!r}")
+    if not isinstance(progress.recipe, dict):
+        raise CheckpointError(f"{path} cannot be read: recipe is {progress.recipe!r}")
     return progress
 
 

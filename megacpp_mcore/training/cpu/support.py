@@ -34,8 +34,8 @@ _SERVED: dict[str, set[str]] = {
         "reset_position_ids", "eod_mask_loss", "dataloader_type",
         "create_attention_mask_in_dataloader", "num_workers",
     },
-    "checkpoint": {"save_interval"},
-    "launch": {"device", "environment", "distributed_backend", "use_cpu_initialization"},
+    "checkpoint": {"save_interval", "keep_latest", "verify_checksums"},
+    "launch": {"device", "strict", "environment", "distributed_backend", "use_cpu_initialization"},
 }  # fmt: skip
 # key -> the supported values, for keys where these are not just the default
 _ONLY: dict[tuple[str, str], tuple[Any, ...]] = {

@@ -31,6 +31,7 @@ from megacpp_mcore.training.cpu.step import Batch, Trainer, TrainingError
 from megacpp_mcore.training.data.datasets import TokenDataset, batches, build_datasets, order_digest
 from megacpp_mcore.training.data.entropy import corpus_entropy
 from megacpp_mcore.training.environment import apply_environment
+from megacpp_mcore.training.packages import check_packages
 from megacpp_mcore.training.run_folder import RunFolder
 
 
@@ -44,24 +45,26 @@ class Outcome:
 
 def train(
     recipe: Recipe, out: Path, *, steps: int | None = None, resume: bool = False,
-    overwrite: bool = False,
+    resume_from: int | None = None, overwrite: bool = False,
 ) -> Outcome:  # fmt: skip
     """Train `recipe` on the CPU into the folder `out`.
 
     steps: stop after this many steps in all (the schedule stays the recipe's); None: train_iters.
-    resume: resume from the newest complete checkpoint in `out`, or start if there is none. On
-    SIGINT and SIGTERM the current step is finished and saved before the function returns.
+    resume: resume from the newest complete checkpoint in `out`, or start if there is none.
+    resume_from: resume from that of this iteration. On SIGINT and SIGTERM the current step is
+    finished and saved before the function returns.
 
-    Raises CpuLaneError for a recipe that the lane cannot run as written, MissingPatchError for one
-    that needs a patch that is not applied, RunFolderError, DataError, CheckpointError, and
-    TrainingError when the loss or a gradient is not finite; the receipt then says so, and the last
-    good checkpoint is kept.
+    Raises CpuLaneError for a recipe that the lane cannot run as written, MissingPackageError and
+    MissingPatchError for one that needs a package or a patch that is not there, RunFolderError,
+    DataError, CheckpointError, and TrainingError when the loss or a gradient is not finite; the
+    receipt then says so, and the last good checkpoint is kept.
     """
     support.check(recipe, steps)
+    check_packages(recipe)
     patch_needs.check(recipe)
     goodput = Goodput()
     folder = RunFolder(out)
-    latest = folder.claim(resume=resume, overwrite=overwrite)
+    latest = folder.claim(resume=resume, overwrite=overwrite, resume_from=resume_from)
     environment = apply_environment(recipe.launch.environment)
     try:
         args = megatron_args(lower(recipe).argv)
@@ -85,6 +88,8 @@ class _Run:
         with goodput.span("data"):
             self.train_data, self.valid_data = _datasets(recipe, folder.cache)
             self.data_digest = order_digest(self.train_data)
+        dispatch.begin()
+        dispatch.strict(recipe.launch.strict)
         model = build_model(args, recipe)
         optimizer = build_optimizer(model, args)
         self.trainer = Trainer(model, optimizer, build_scheduler(optimizer, args), args)
@@ -109,7 +114,8 @@ class _Run:
     def resume(self, latest: Path) -> None:
         """Load a checkpoint, which must be of this recipe and this data."""
         with self.goodput.span("checkpoint"):
-            progress = checkpoint.load(latest, self.trainer, self._progress())
+            verify = self.recipe.checkpoint.verify_checksums
+            progress = checkpoint.load(latest, self.trainer, self._progress(), verify=verify)
         self.iteration = progress.iteration
         if self.folder.receipt.exists():
             tokens = self.iteration * self.tokens_per_step
@@ -191,7 +197,8 @@ class _Run:
         # restore missing steps before the checkpoint.
         self.receipt.write("running")
         with self.goodput.span("checkpoint"):
-            checkpoint.save(self.folder.checkpoints, self.trainer, self._progress())
+            keep = self.recipe.checkpoint.keep_latest
+            checkpoint.save(self.folder.checkpoints, self.trainer, self._progress(), keep)
 
     def _progress(self) -> checkpoint.Progress:
         return checkpoint.Progress(

@@ -8,23 +8,25 @@ from megacpp_mcore import receipts
 from megacpp_mcore.hybrid import letters
 from megacpp_mcore.recipe import Recipe, load_recipe, patch_needs
 from megacpp_mcore.recipe.lowering import lower
-from megacpp_mcore.training.gpu.packages import check_packages
+from megacpp_mcore.recipe.rules import cuda_graphs
 from megacpp_mcore.training.gpu.rank_setup import OUT, YARDSTICK, LaunchError, recipe_argv
-from megacpp_mcore.training.gpu.resume import TRACKER, newest
+from megacpp_mcore.training.gpu.resume import TRACKER, go_back, newest
 from megacpp_mcore.training.gpu.torchrun import run_ranks
+from megacpp_mcore.training.packages import check_packages
 
 _REFUSED = 2  # exit status of a rank that has printed why it refuses to start
 
 
 def launch_ranks(
     name_or_path: str, overrides: Sequence[str], gpus: int, out: str | None, *,
-    yardstick: bool = False, resume: bool = False,
+    yardstick: bool = False, resume: bool = False, resume_from: int | None = None,
 ) -> int:  # fmt: skip
     """Train a recipe on `gpus` GPUs of this machine. Returns the first failed rank's exit status.
 
     yardstick: train Megatron's own blocks instead of ours, with the same sizes, data, arguments and
     loop; Mamba-2 replaces M and R, which Megatron does not have. resume: resume from the last
-    complete checkpoint in checkpoint.load, or start if there is none.
+    complete checkpoint in checkpoint.load, or start if there is none. resume_from: resume from the
+    one of this iteration.
 
     Raises LaunchError when the machine has fewer GPUs, the recipe is for several machines, or the
     folder it loads from holds a checkpoint and `resume` is false; RecipeError as `load_recipe`;
@@ -36,11 +38,14 @@ def launch_ranks(
     overrides = [*overrides, f"launch.nproc_per_node={gpus}"]
     recipe = load_recipe(name_or_path, overrides)
     if yardstick:
-        recipe = load_recipe(name_or_path, [*overrides, *_on_megatrons_letters(recipe)])
+        recipe = load_recipe(name_or_path, [*overrides, *_for_the_yardstick(recipe)])
     folder = Path(out or f"runs/{recipe.name}{'-yardstick' * yardstick}")
-    _check(recipe, gpus, resume)
+    _check(recipe, gpus, resume or resume_from is not None)
     check_packages(recipe, yardstick=yardstick)
     patch_needs.check(recipe)
+    if resume_from is not None:
+        for line in go_back(recipe.checkpoint.load, resume_from):
+            print(f"megacpp: {line}", file=sys.stderr)
     own = [*recipe_argv(recipe), OUT, str(folder), *([YARDSTICK] if yardstick else [])]
     outcome = run_ranks("megacpp_mcore.pretrain", own + lower(recipe).argv, gpus)
     if outcome.reason is not None and outcome.status != _REFUSED:
@@ -49,11 +54,15 @@ def launch_ranks(
     return outcome.status
 
 
-def _on_megatrons_letters(recipe: Recipe) -> list[str]:
-    """The overrides that put M in the place of every letter of which Megatron has no block."""
+def _for_the_yardstick(recipe: Recipe) -> list[str]:
+    """Overrides: M in the place of every letter of which Megatron has no block, and no captured
+    step if the recipe leaves that to us, as Megatron's experts read their counts on the host."""
+    eager = [f"{cuda_graphs.IMPL}=none"] if cuda_graphs.was_auto(recipe) else []
     table = str.maketrans(dict.fromkeys(letters.without_megatrons_block(), "M"))
     patterns = {"model.pattern": recipe.model.pattern, "mtp.pattern": recipe.mtp.pattern}
-    return [f"{key}={pattern.upper().translate(table)}" for key, pattern in patterns.items()]
+    return eager + [
+        f"{key}={pattern.upper().translate(table)}" for key, pattern in patterns.items()
+    ]
 
 
 def _mark_failed(path: Path, reason: str) -> None:

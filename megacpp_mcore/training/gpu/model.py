@@ -106,6 +106,24 @@ class MegacppModelConfig(HybridModelConfig):
     builder: ClassVar[str] = "megacpp_mcore.training.gpu.model.MegacppModelBuilder"
 
 
+class YardstickBuilder(HybridModelBuilder):
+    """Megatron's own builder and model; Transformer Engine fuses gradient accumulation without
+    apex, as in ours."""
+
+    def build_model(self, *args: Any, **kwargs: Any) -> HybridModel:
+        with bridges.fused_accumulation_without_apex():
+            model = super().build_model(*args, **kwargs)
+        bridges.unfused_where_apex_is_needed(model)
+        return model
+
+
+@dataclass(kw_only=True)
+class YardstickModelConfig(HybridModelConfig):
+    """Megatron's HybridModelConfig with the yardstick's builder."""
+
+    builder: ClassVar[str] = "megacpp_mcore.training.gpu.model.YardstickBuilder"
+
+
 def model_config(
     args: Namespace, recipe: Recipe, config_class: type[HybridModelConfig] = MegacppModelConfig
 ) -> HybridModelConfig:

@@ -2,31 +2,32 @@
 
 Megatron writes DIR/iter_N, and then the tracker DIR/latest_checkpointed_iteration.txt, not
 atomically. A run killed in between leaves a folder that the tracker does not name, or an empty
-tracker, with which Megatron exits with status 0. A checkpoint is complete when it has the two files
-that are written last: `.metadata` (of the shards) and `metadata.json`.
+tracker, with which Megatron exits with status 0. `megacpp_mcore.training.checkpoints.folder` says
+which checkpoints are complete.
 """
 
 import re
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.files import write_atomically
-
-TRACKER = "latest_checkpointed_iteration.txt"
+from megacpp_mcore.training.checkpoints import checksums
+from megacpp_mcore.training.checkpoints.folder import (
+    TRACKER,
+    advice,
+    complete,
+    incomplete,
+    iteration_of,
+    path_of,
+    recover,
+    supersede,
+)
 
 
 class ResumeError(MegacppError):
-    """A folder of checkpoints without a complete one to resume from."""
-
-
-def complete(folder: Path) -> list[int]:
-    """Iterations of the complete checkpoints in `folder` (ckpt_format torch_dist), in order."""
-    found = []
-    for path in folder.glob("iter_*"):
-        number = re.fullmatch(r"iter_(\d{7,})", path.name)
-        if number and all((path / name).is_file() for name in (".metadata", "metadata.json")):
-            found.append(int(number[1]))
-    return sorted(found)
+    """A folder of checkpoints without a complete and whole one to resume from."""
 
 
 def newest(folder: str | None) -> Path | None:
@@ -37,7 +38,46 @@ def newest(folder: str | None) -> Path | None:
     found = complete(Path(folder))
     if not found:
         return None
-    return Path(folder) / f"iter_{named if named in found else found[-1]:07d}"
+    return path_of(Path(folder), named if named in found else found[-1])
+
+
+def go_back(folder: str, iteration: int) -> list[str]:
+    """Let the next run resume from `iteration`: newer checkpoints lose their names, and the tracker
+    names it. Returns what was done. Raises ResumeError when it is not complete."""
+    _say(recover(Path(folder)))
+    if iteration not in (found := complete(Path(folder))):
+        raise ResumeError(
+            f"--resume-from {iteration}: {folder} has complete checkpoints of iterations "
+            f"{', '.join(map(str, found)) or 'none'}"
+        )
+    said = supersede(Path(folder), iteration)
+    write_atomically(Path(folder) / TRACKER, str(iteration))
+    return said
+
+
+def check(checkpoint: Path, *, verify: bool = True) -> None:
+    """Refuse a checkpoint that is damaged, or whose index is not plain data.
+
+    verify: compare its files with their checksums. Raises ResumeError, which names the file and the
+    newest older checkpoint that is whole. Reads every file: call it on one rank.
+    """
+    from megacpp_mcore.stack import unpickling  # imports torch
+
+    try:
+        if verify and not checksums.verify(checkpoint):
+            _say([f"{checkpoint} was saved without checksums: it is not verified"])
+        unpickling.read_index(checkpoint)
+    except (checksums.DamagedError, ValueError, OSError) as error:
+        raise ResumeError(f"{error}; {advice(checkpoint)}") from error
+
+
+def check_iteration(checkpoint: Path, iteration: int) -> None:
+    """Raises ResumeError when what a checkpoint holds is of another `iteration` than its name."""
+    if iteration != iteration_of(checkpoint):
+        raise ResumeError(
+            f"{checkpoint} is of iteration {iteration}, by what it holds: somebody renamed it; "
+            f"{advice(checkpoint)}"
+        )
 
 
 def repair_tracker(folder: str) -> str | None:
@@ -47,7 +87,12 @@ def repair_tracker(folder: str) -> str | None:
     have set it back. Raises ResumeError if there is a tracker, but no complete checkpoint.
     """
     tracker = Path(folder) / TRACKER
+    _say(recover(Path(folder)))
     found = complete(Path(folder))
+    _say(
+        f"{path} is not complete: no run resumes from it"
+        for path in incomplete(Path(folder), found[-1] if found else 0)
+    )
     named = _tracked(tracker) if tracker.is_file() else None
     if named == "release" or named in found or (not found and not tracker.is_file()):
         return None
@@ -72,3 +117,8 @@ def _tracked(tracker: Path) -> int | str | None:
     if text == "release":
         return text
     return int(text) if re.fullmatch(r"\d+", text) else None
+
+
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(f"megacpp: {line}", file=sys.stderr, flush=True)

@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.receipts.goodput import Goodput
-from megacpp_mcore.recipe import patch_needs
+from megacpp_mcore.recipe import Recipe, patch_needs
 from megacpp_mcore.recipe.check import megatrons_refusals
-from megacpp_mcore.stack import bridges
+from megacpp_mcore.recipe.rules import cuda_graphs
+from megacpp_mcore.stack import bridges, unpickling
 from megacpp_mcore.training.gpu import memory, resume
-from megacpp_mcore.training.gpu.packages import check_backends, check_logging, check_packages
 from megacpp_mcore.training.gpu.rank_setup import Launch, LaunchError, check_agreement
+from megacpp_mcore.training.packages import check_backends, check_logging, check_packages
 from megacpp_mcore.training.run_folder import RunFolderError
 
 # Megatron arguments without a recipe key that this entry point does not implement.
@@ -52,6 +54,8 @@ def _train(launch: Launch) -> None:
             f"torch sees no CUDA device, but recipe {launch.recipe.name} is for GPUs; on this "
             "machine run `megacpp train nam56r-tiny`"
         )
+    dispatch.begin()
+    dispatch.strict(launch.recipe.launch.strict)
     bridges.import_ops_only("mamba_ssm")
     check_packages(launch.recipe, yardstick=launch.yardstick)
     patch_needs.check(launch.recipe)
@@ -101,11 +105,14 @@ def config_container(launch: Launch, args: Any) -> Any:
     args: of `megatron_args`. The layers' settings are in the model's config.
     """
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
-    from megatron.training.models.hybrid import HybridModelConfig
 
-    from megacpp_mcore.training.gpu.model import MegacppModelConfig, model_config
+    from megacpp_mcore.training.gpu.model import (
+        MegacppModelConfig,
+        YardstickModelConfig,
+        model_config,
+    )
 
-    config_class = HybridModelConfig if launch.yardstick else MegacppModelConfig
+    config_class = YardstickModelConfig if launch.yardstick else MegacppModelConfig
     return pretrain_cfg_container_from_args(args, model_config(args, launch.recipe, config_class))
 
 
@@ -115,6 +122,8 @@ def _check_folder(launch: Launch, args: Any) -> None:
     if can_repair and (said := resume.repair_tracker(args.load)):
         print(f"megacpp: {said}", file=sys.stderr, flush=True)
     receipt = launch.out / "receipt.json"
+    if can_repair and (checkpoint := resume.newest(args.load)):
+        resume.check(checkpoint, verify=launch.recipe.checkpoint.verify_checksums)
     resumes = bool(args.load) and (Path(args.load) / resume.TRACKER).is_file()
     if receipt.exists() and not resumes:
         raise RunFolderError(
@@ -127,11 +136,17 @@ def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
 
+    from megacpp_mcore.training.checkpoints import writer
     from megacpp_mcore.training.gpu import batch, yardstick
     from megacpp_mcore.training.gpu.compilations import captured_steps_released
     from megacpp_mcore.training.gpu.data import datasets_provider
     from megacpp_mcore.training.gpu.watch import Watch
 
+    if cuda_graphs.was_auto(launch.recipe):
+        _record_capture(launch.recipe)
+    unpickling.install()
+    writer.install()
+    writer.keep_no_process(args.async_save)
     step = yardstick.forward_step if launch.yardstick else batch.forward_step
     watch = Watch(launch, goodput)
     with captured_steps_released():
@@ -150,6 +165,18 @@ def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
     if watch.receipt is not None:
         print(f"receipt {watch.path}", flush=True)
     torch.distributed.destroy_process_group()
+
+
+def _record_capture(recipe: Recipe) -> None:
+    """Put what the recipe's `auto` came to among the decisions of the run and its receipt."""
+    impl, origin = recipe.launch.cuda_graph_impl, recipe.origins[cuda_graphs.IMPL]
+    reason = "no rule is against it" if impl != "none" else origin.removeprefix("auto, but ")
+    dispatch.record(
+        dispatch.Decision(
+            surface="cuda_graph", requested=cuda_graphs.AUTO, observed=impl, reason=reason,
+            implementation="megatron.core.full_cuda_graph:FullCudaGraphWrapper",
+        )
+    )  # fmt: skip
 
 
 def _record_end(watch: Any, error: BaseException) -> None:

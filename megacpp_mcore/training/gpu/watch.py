@@ -12,25 +12,25 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from typing import Any
 
 import torch
 from megatron.core import mpu
 from megatron.training import get_args, training
 
-from megacpp_mcore import dispatch, receipts
+from megacpp_mcore import receipts
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.hybrid import flops
 from megacpp_mcore.layers.loss import keep_log_group
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.receipts.run import RunReceipt, Work
-from megacpp_mcore.training.gpu import memory
+from megacpp_mcore.training.gpu import decisions, memory
 from megacpp_mcore.training.gpu.compilations import anywhere, captured_bytes, compilations
 from megacpp_mcore.training.gpu.gather_check import GatherCheck
 from megacpp_mcore.training.gpu.process_start import start_times
 from megacpp_mcore.training.gpu.rank_setup import Launch
+from megacpp_mcore.training.gpu.saves import Saves, check_what_was_loaded
 
 _LOSS = "lm loss"
 
@@ -55,6 +55,7 @@ class Watch:
         self.receipt: RunReceipt | None = None
         self.iteration = 0
         self._warm = False
+        self._saves = Saves(launch.recipe.checkpoint.keep_latest)
         self._gathers: GatherCheck | None = None
         self._evaluated: dict[str, Any] | None = None
         self._results: dict[str, float | int] = {}
@@ -68,6 +69,7 @@ class Watch:
             "build_train_valid_test_data_iterators": (self._data, ()),
             "train_step": (self._step, ("optimizer", "iteration")),
             "save_checkpoint_and_time": (self._save, ("iteration",)),
+            "maybe_finalize_async_save": (self._finalize, ("blocking", "terminate")),
             "evaluate_and_print_results": (self._evaluation, ("prefix", "iteration")),
             "evaluate": (self._losses, ()),
         }
@@ -96,17 +98,19 @@ class Watch:
     def _setup(self, call: Callable, given: dict[str, Any]) -> Any:
         built = call()
         self.iteration = get_args().iteration
+        check_what_was_loaded()
         if get_args().overlap_param_gather and not self.launch.yardstick:
             self._gathers = GatherCheck(built[0])
         self._memory = memory.MemoryWatch(built[0], built[1])
+        backends = decisions.gather()  # and refuses ranks that differ
         if _keeps_the_receipt():
-            self.receipt = self._new_receipt()
+            self.receipt = self._new_receipt(backends)
             parameters = sum(p.numel() for chunk in built[0] for p in chunk.parameters())
             self._results["rank_parameters"] = parameters
             self._results["triton_cache_entries_at_start"] = self.launch.triton_cache_entries
         return built
 
-    def _new_receipt(self) -> RunReceipt:
+    def _new_receipt(self, backends: list[dict[str, Any]]) -> RunReceipt:
         args, recipe = get_args(), self.launch.recipe
         plan, lane_here = recipe.plan.to_dict(), lane()
         cost = flops.training_flops(recipe, mamba2=self.launch.yardstick)
@@ -126,7 +130,7 @@ class Watch:
                 "megatron_pattern": plan["megatron_pattern"],
                 "counts": plan["counts"]["source"],
             },
-            backends=[asdict(decision) for decision in dispatch.decisions()],
+            backends=backends,
             environment=self.launch.environment,
             lane=lane_here,
             goodput=self.goodput,
@@ -137,7 +141,7 @@ class Watch:
             receipt.resume(receipts.read(self.path), self.iteration, tokens)
         if args.dataloader_inter_document_masking:
             receipt.note("FLOPs leave out the core of attention: its pairs depend on the documents")
-        if args.gradient_accumulation_fusion and not self.launch.yardstick:
+        if args.gradient_accumulation_fusion:
             receipt.note(
                 "gradient_accumulation_fusion is of Transformer Engine's modules; all other weight "
                 "gradients are added to the main gradient after their products"
@@ -221,7 +225,12 @@ class Watch:
     def _save(self, call: Callable, given: dict[str, Any]) -> Any:
         self.write("running")  # before the checkpoint, so that the receipt has every step up to it
         with self.goodput.span("checkpoint"):
-            return call()
+            return self._saves.save(call, given["iteration"])
+
+    def _finalize(self, call: Callable, given: dict[str, Any]) -> Any:
+        done = call()
+        self._saves.tidy()
+        return done
 
     def _evaluation(self, call: Callable, given: dict[str, Any]) -> Any:
         self._evaluated = None

@@ -8,7 +8,7 @@ import pytest
 
 from megacpp_mcore.dispatch import DispatchError
 from megacpp_mcore.recipe import load_recipe
-from megacpp_mcore.training.gpu.packages import (
+from megacpp_mcore.training.packages import (
     MissingPackageError,
     check_backends,
     check_logging,
@@ -42,12 +42,27 @@ def test_every_missing_package_is_named_with_what_asks_for_it(installed):
 
 def test_a_whole_stack_is_no_error_and_the_yardstick_needs_more(installed):
     recipe = load_recipe("nam56r", ["model.pattern=AEMEAEMEAEMM"])
-    installed("transformer_engine")
+    installed("psutil", "transformer_engine")
     check_packages(recipe)
     with pytest.raises(MissingPackageError, match=r"mamba-ssm \(Megatron's Mamba-2\); causal-conv"):
         check_packages(recipe, yardstick=True)
-    installed("transformer_engine", "mamba_ssm", "causal_conv1d")
+    installed("psutil", "transformer_engine", "mamba_ssm", "causal_conv1d")
     check_packages(recipe, yardstick=True)
+
+
+def test_what_megatrons_writer_of_checkpoints_imports_is_asked_for_before_the_run(
+    installed, small, tmp_path
+):
+    from megacpp_mcore.training.cpu.train import train
+
+    installed("transformer_engine")
+    saves = load_recipe("nam56r")
+    with pytest.raises(MissingPackageError, match=r"psutil \(Megatron's writer of checkpoints\)"):
+        check_packages(saves)
+    check_packages(load_recipe("nam56r", ["checkpoint.save=null", "checkpoint.save_interval=null"]))
+    with pytest.raises(MissingPackageError, match="psutil"):
+        train(small, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

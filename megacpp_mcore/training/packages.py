@@ -1,7 +1,7 @@
 """Refuse a run whose packages are not installed, before anything is built.
 
-Megatron imports most of them late: when it builds the model or the optimizer, or at the first
-batch. Nothing is imported here; packages are only looked up.
+Megatron imports most of them late: when it builds the model or the optimizer, at the first batch,
+or as it saves. Nothing is imported here; packages are only looked up.
 """
 
 import importlib.util
@@ -39,6 +39,8 @@ def _letter(symbol: str) -> Callable[[Recipe], bool]:
 
 _TE = ("transformer_engine", "transformer-engine[pytorch]")
 _NEEDS = (
+    _Need("psutil", "psutil", "Megatron's writer of checkpoints",
+          lambda r: r.launch.device == "cpu" or r.checkpoint.save is not None),
     _Need(*_TE, 'model.transformer_impl = "transformer_engine"',
           lambda r: r.model.transformer_impl == "transformer_engine"),
     _Need(*_TE, "moe.moe_permute_fusion", lambda r: r.moe.moe_permute_fusion),
@@ -63,12 +65,6 @@ _NEEDS = (
     _Need("tiktoken", "tiktoken", "data.tokenizer_type", _tokenizer("TikTokenizer")),
 )  # fmt: skip
 _YARDSTICK = (
-    _Need(
-        "fused_weight_gradient_mlp_cuda",
-        "apex (built with its CUDA extensions)",
-        "precision.gradient_accumulation_fusion in Megatron's own output layer",
-        lambda r: r.precision.gradient_accumulation_fusion,
-    ),
     _Need(*_TE, "Megatron's own blocks", lambda r: True),
     _Need("mamba_ssm", "mamba-ssm", "Megatron's Mamba-2", _letter("M")),
     _Need("causal_conv1d", "causal-conv1d", "Megatron's Mamba-2", _letter("M")),

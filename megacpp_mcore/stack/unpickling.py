@@ -1,0 +1,116 @@
+"""Restricted unpicklers for what a resume reads: data becomes data, and never runs code.
+
+torch and Transformer Engine unpickle three parts of a checkpoint with everything importable: its
+index `.metadata`, the objects in its shards (random states, the rerun state), and the extra state
+of Transformer Engine's modules. `install` restricts all three to known classes. Megatron itself
+restricts the rest: common state, `common.pt` and the index caches of datasets.
+
+Compiled kernels in a run's OUT/cache are code, as in any cache of Triton or Inductor.
+"""
+
+import io
+import pickle
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_DTYPES = {("torch", name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
+# (module, name), as they stand in an index written by torch or Megatron
+_OF_AN_INDEX = _DTYPES | {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
+    *(
+        (f"{_CHECKPOINT}.metadata", name)
+        for name in (
+            "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata",
+            "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+}  # fmt: skip
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _OF_AN_INDEX:
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which no index of a checkpoint needs: somebody else "
+                "wrote it, and reading it would run their code"
+            )
+        return super().find_class(module, name)
+
+
+def read_index(checkpoint: Path) -> Metadata:
+    """The index of a checkpoint's shards, its file `.metadata`.
+
+    Raises OSError, and ValueError when it is damaged, holds anything but an index, or names a file
+    outside the checkpoint's folder.
+    """
+    try:
+        with open(checkpoint / ".metadata", "rb") as file:
+            index = _load_index(file)
+        names = {entry.relative_path for entry in index.storage_data.values()}
+    except OSError:
+        raise
+    except Exception as error:  # a damaged pickle raises one of many types
+        raise ValueError(f"{checkpoint / '.metadata'} cannot be read: {error}") from error
+    for name in names:
+        if name in (".", "..") or "/" in name:
+            raise ValueError(f"{checkpoint / '.metadata'} names {name!r}, not a file beside it")
+    return index
+
+
+def _load_index(file: IO[bytes]) -> Metadata:
+    index = _IndexUnpickler(file).load()
+    if not isinstance(index, Metadata):
+        raise pickle.UnpicklingError(f"it holds {type(index).__name__}, not an index of shards")
+    return index
+
+
+def install() -> None:
+    """Restrict what torch and Transformer Engine unpickle in this process as they load."""
+    from torch.distributed.checkpoint import default_planner, filesystem
+
+    filesystem.pickle = SimpleNamespace(dump=pickle.dump, load=_load_index)
+    default_planner.DefaultLoadPlanner.load_bytes = _load_bytes
+    _restrict_transformer_engine()
+
+
+def _load_bytes(self: Any, read_item: Any, value: IO[bytes]) -> None:
+    """As DefaultLoadPlanner's, with the classes that torch and Megatron have registered as safe."""
+    from torch.distributed.checkpoint._nested_dict import set_element
+
+    name = read_item.dest_index.fqn
+    try:
+        loaded = torch.load(value, weights_only=True)
+    except pickle.UnpicklingError as error:
+        why = re.search(r"Unsupported .*|Trying to .*", str(error))
+        raise pickle.UnpicklingError(
+            f"{name} in the shards is not plain data: {why[0] if why else error}"
+        ) from None  # torch's own message advises to run the code
+    if self.flatten_state_dict:
+        set_element(self.original_state_dict, self.mappings[name], loaded)
+    else:
+        self.state_dict[name] = loaded
+
+
+def _restrict_transformer_engine() -> None:
+    """Let its modules' extra state be read by Megatron's unpickler for just that."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformer_engine.") and getattr(module, "pickle", None) is pickle:
+            module.pickle = SimpleNamespace(dumps=pickle.dumps, loads=_load_extra_state)
+
+
+def _load_extra_state(data: bytes) -> Any:
+    from megatron.core.safe_globals import SafeUnpickler
+
+    return SafeUnpickler(io.BytesIO(data)).load()

@@ -1,0 +1,100 @@
+"""Bridges for Megatron's writer of checkpoints: checksums as it writes, and no process left behind.
+
+The writer opens every shard with `open`, writes it front to back, and syncs it. `install` counts
+the CRC-32 of what passes; it is kept in a file `.sum-NAME` beside the shard until rank 0, which
+writes `metadata.json` last of all, gathers them in `checksums.json`. torch counts a CRC-32 of every
+tensor, too, and never looks at it: that one is turned off, so a save takes no longer than before.
+"""
+
+import json
+import multiprocessing
+import os
+import queue
+import tempfile
+import zlib
+from multiprocessing.managers import SyncManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+from megacpp_mcore.training.checkpoints import checksums
+from megacpp_mcore.training.processes import end_with_parent
+
+_SIDECAR = ".sum-"
+_save_config = serialization.save_config
+_async_loop = PersistentAsyncCaller.async_loop
+
+
+class _SummedFile:
+    """A file open for writing, with the CRC-32 of what was written."""
+
+    def __init__(self, path: str, mode: str) -> None:
+        self._path = Path(path)
+        self._file = open(path, mode)  # noqa: SIM115 (closed by __exit__)
+        self._crc, self._bytes = 0, 0
+
+    def write(self, data: Any) -> int:
+        self._crc = zlib.crc32(data, self._crc)
+        self._bytes += len(data)
+        return self._file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> "_SummedFile":
+        return self
+
+    def __exit__(self, kind: Any, *error: object) -> None:
+        self._file.close()
+        if kind is None:
+            entry = {"bytes": self._bytes, "crc32": f"{self._crc:08x}"}
+            sidecar = self._path.with_name(_SIDECAR + self._path.name)
+            sidecar.write_text(json.dumps(entry))
+
+
+def install() -> None:
+    """Let this process, and the workers of its asynchronous saves, write checksums."""
+    torch.serialization.set_crc32_options(False)
+    filesystem_async.open = _SummedFile
+    serialization.save_config = _gather_and_save_config
+    PersistentAsyncCaller.async_loop = staticmethod(_async_loop_of_a_worker)
+
+
+def keep_no_process(asynchronous: bool) -> None:
+    """Give the writer its queue of results, for which it would spawn a process that outlives us.
+
+    asynchronous: saves happen in a worker, so the queue needs a process; it ends with this one.
+    """
+    if not asynchronous:
+        filesystem_async._results_queue = queue.Queue()
+    elif filesystem_async._results_queue is None:
+        manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
+        manager.start(initializer=end_with_parent, initargs=(os.getpid(),))
+        filesystem_async._results_queue = manager.Queue()
+
+
+def _async_loop_of_a_worker(*arguments: Any) -> None:
+    end_with_parent(multiprocessing.parent_process().pid)
+    install()
+    _async_loop(*arguments)
+
+
+def _gather_and_save_config(config: Any, checkpoint_dir: str) -> None:
+    """On rank 0, when every other file is written: the checksums, then `metadata.json`."""
+    folder = Path(checkpoint_dir)
+    if not folder.is_dir():  # an object store's
+        _save_config(config, checkpoint_dir)
+        return
+    sidecars = list(folder.glob(f"{_SIDECAR}*"))
+    known = {p.name.removeprefix(_SIDECAR): json.loads(p.read_text()) for p in sidecars}
+    with tempfile.TemporaryDirectory() as apart:
+        _save_config(config, apart)
+        known |= {path.name: checksums.of_file(path) for path in Path(apart).iterdir()}
+    checksums.write(folder, known)
+    for path in sidecars:
+        path.unlink()
+    _save_config(config, checkpoint_dir)

@@ -1,0 +1,162 @@
+"""A folder of checkpoints through kills, damage and removal, without a model."""
+
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megacpp_mcore.training.checkpoints import checksums, folder
+
+
+def saved(path: Path, content: bytes = b"shard", **files: bytes) -> Path:
+    """A complete checkpoint with checksums, at `path`."""
+    path.mkdir(parents=True)
+    for name, data in {"__0_0.distcp": content, ".metadata": b"i", **files}.items():
+        (path / name).write_bytes(data)
+    (path / "metadata.json").write_text("{}")
+    checksums.write(path, {})
+    return path
+
+
+def shard(path: Path) -> bytes:
+    return (path / "__0_0.distcp").read_bytes()
+
+
+def test_a_half_deleted_checkpoint_is_not_complete(tmp_path):
+    for iteration in (1, 2, 3):
+        saved(folder.path_of(tmp_path, iteration))
+    (tmp_path / "iter_0000003" / "__0_0.distcp").unlink()  # rm -r takes files in any order
+    (tmp_path / "iter_0000002" / "metadata.json").unlink()
+    assert folder.complete(tmp_path) == [1]
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture
+def dies_at(monkeypatch):
+    """dies_at(n, call): run `call`, and end it before its n-th rename or removal of a file."""
+
+    def run(last: int, call) -> bool:
+        with monkeypatch.context() as patch:
+            counter = iter(range(last + 1))
+            for name in ("rename", "unlink", "rmdir"):
+                real = getattr(os, name)
+
+                def counted(*args, real=real, **kwargs):
+                    if next(counter) == last:
+                        raise Killed
+                    return real(*args, **kwargs)
+
+                patch.setattr(os, name, counted)
+            try:
+                call()
+            except Killed:
+                return True
+        return False
+
+    return run
+
+
+def test_a_kill_at_any_moment_of_a_replacement_loses_no_checkpoint(tmp_path, dies_at):
+    contents = set()
+    for moment in range(100):
+        place = tmp_path / str(moment)
+        saved(folder.path_of(place, 2), b"2")
+        old, new = saved(folder.path_of(place, 4), b"old"), saved(place / ".tmp-iter_0000004", b"n")
+        died = dies_at(moment, lambda new=new, old=old: folder.replace(new, old))
+        folder.recover(place)
+        assert folder.complete(place) == [2, 4]
+        contents.add(shard(old))
+        assert shard(old) == b"n" or died
+        folder.sweep(place)
+        assert sorted(os.listdir(place)) == ["iter_0000002", "iter_0000004"]
+        if not died:
+            break
+    assert moment >= 5 and contents == {b"old", b"n"}
+
+
+def test_a_kill_at_any_moment_of_a_pruning_leaves_the_newest(tmp_path, dies_at):
+    for moment in range(100):
+        place = tmp_path / str(moment)
+        for iteration in (1, 2, 3, 4):
+            saved(folder.path_of(place, iteration))
+        died = dies_at(moment, lambda place=place: folder.prune(place, 2))
+        assert folder.complete(place)[-2:] == [3, 4]
+        if not died:
+            break
+    assert moment >= 8 and folder.complete(place) == [3, 4]
+    assert sorted(os.listdir(place)) == ["iter_0000003", "iter_0000004"]
+
+
+def test_what_was_being_written_comes_back_only_if_it_is_whole(tmp_path):
+    whole, partial = tmp_path / ".tmp-iter_0000004", tmp_path / ".tmp-iter_0000005"
+    saved(whole, **{"progress.json": b"{}"})
+    saved(partial, **{"progress.json": b"{}"})
+    saved(tmp_path / ".tmp-iter_0000006")  # its last file was not written yet
+    (partial / "__0_0.distcp").write_bytes(b"SHARD")  # never synced to the disk
+    (said,) = folder.recover(tmp_path, needs=("progress.json",))
+    assert "iter_0000004 was complete" in said and ".tmp-iter_0000004" in said
+    assert folder.complete(tmp_path) == [4]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "metadata.json"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
+def test_every_damaged_file_is_named(tmp_path, name, damage):
+    path = saved(folder.path_of(tmp_path, 7)) / name
+    assert checksums.verify(path.parent)
+    if damage == "flipped":
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    elif damage == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        path.unlink()
+    with pytest.raises(checksums.DamagedError, match=f"{path} is (damaged|missing)"):
+        checksums.verify(path.parent)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', '{"../x": {"bytes": 1, "crc32": ""}}',
+                                  '{"a": {"bytes": "1", "crc32": ""}}', "[" * 100_000])  # fmt: skip
+def test_a_damaged_list_is_named(tmp_path, text):
+    path = saved(folder.path_of(tmp_path, 7))
+    (path / checksums.NAME).write_text(text)
+    with pytest.raises(checksums.DamagedError, match=r"checksums\.json is damaged"):
+        checksums.verify(path)
+
+
+def test_the_older_good_checkpoint_is_offered(tmp_path):
+    for iteration in (1, 2, 3, 4):
+        saved(folder.path_of(tmp_path, iteration))
+    for iteration in (3, 4):
+        (folder.path_of(tmp_path, iteration) / "__0_0.distcp").write_bytes(b"SHARD")
+    newest = folder.path_of(tmp_path, 4)
+    assert "iter_0000002 is whole: resume from it with --resume-from 2" in folder.advice(newest)
+    assert "no older whole checkpoint" in folder.advice(folder.path_of(tmp_path, 1))
+
+
+def test_a_run_that_goes_back_keeps_what_was_newer_under_another_name(tmp_path):
+    for _ in range(2):
+        saved(folder.path_of(tmp_path, 4))
+        folder.supersede(tmp_path, 3)
+    assert sorted(os.listdir(tmp_path)) == ["superseded-iter_0000004", "superseded-iter_0000004.1"]
+
+
+def test_the_writer_sums_what_it_writes(tmp_path):
+    from megacpp_mcore.training.checkpoints import writer
+
+    path = tmp_path / "__0_0.distcp"
+    parts = [b"head", os.urandom(3 << 20), memoryview(os.urandom(1 << 20)), b"tail"]
+    with writer._SummedFile(str(path), "wb") as file:
+        for part in parts:
+            assert file.write(part) == len(part)
+        assert file.tell() == sum(map(len, parts))
+        os.fsync(file.fileno())
+    assert path.read_bytes() == b"".join(parts)
+    assert json.loads((tmp_path / ".sum-__0_0.distcp").read_text()) == checksums.of_file(path)
+    with pytest.raises(io.UnsupportedOperation), writer._SummedFile(str(path), "wb") as file:
+        file.read()

@@ -1,0 +1,139 @@
+"""Saves of Megatron's loop: what they replace, what they leave, and when."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megacpp_mcore.stack import bridges
+from megacpp_mcore.training.checkpoints import checksums, folder
+from megacpp_mcore.training.gpu import saves as module
+from megacpp_mcore.training.gpu.resume import ResumeError
+from megacpp_mcore.training.gpu.saves import Saves
+
+
+def written(path: Path, content: str) -> None:
+    path.mkdir(parents=True)
+    for name in ("__0_0.distcp", ".metadata", "metadata.json"):
+        (path / name).write_text(content)
+    checksums.write(path, {})
+
+
+@pytest.fixture
+def loop(tmp_path, monkeypatch):
+    """Megatron as `Saves` sees it; `loop.pending` is the asynchronous save under way."""
+    args = SimpleNamespace(save=str(tmp_path), ckpt_format="torch_dist", async_save=False,
+                           load=str(tmp_path), finetune=False, iteration=0)  # fmt: skip
+    found = SimpleNamespace(args=args, pending=None, said=[])
+
+    def finalize(blocking=False, terminate=False):
+        if found.pending and blocking:
+            found.pending()
+            found.pending = None
+
+    monkeypatch.setattr(module, "get_args", lambda: args)
+    monkeypatch.setattr(module, "is_empty_async_queue", lambda: found.pending is None)
+    monkeypatch.setattr(module.training, "maybe_finalize_async_save", finalize)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    found.finalize = finalize
+    return found
+
+
+def test_a_checkpoint_of_the_same_iteration_makes_way_only_for_a_complete_one(loop, tmp_path):
+    written(folder.path_of(tmp_path, 4), "old")
+
+    def killed():
+        folder.path_of(tmp_path, 4).mkdir()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Saves(None).save(killed, 4)
+    assert folder.complete(tmp_path) == []
+    folder.recover(tmp_path)
+    assert (folder.path_of(tmp_path, 4) / ".metadata").read_text() == "old"
+    Saves(None).save(lambda: written(folder.path_of(tmp_path, 4), "new"), 4)
+    assert os.listdir(tmp_path) == ["iter_0000004"]
+    assert (folder.path_of(tmp_path, 4) / ".metadata").read_text() == "new"
+
+
+def test_the_newest_checkpoints_are_kept(loop, tmp_path):
+    saves = Saves(2)
+    for iteration in (1, 2, 3, 4):
+        saves.save(lambda i=iteration: written(folder.path_of(tmp_path, i), "x"), iteration)
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000003", "iter_0000004"]
+
+
+def test_an_asynchronous_save_ends_before_the_next_begins_and_deletes_nothing_before(
+    loop, tmp_path
+):
+    loop.args.async_save = True
+    saves, order = Saves(1), []
+
+    def begin(iteration):
+        def end():
+            order.append(f"{iteration} ends")
+            written(folder.path_of(tmp_path, iteration), "x")
+
+        order.append(f"{iteration} begins")
+        loop.pending = end
+
+    saves.save(lambda: begin(1), 1)
+    loop.finalize()
+    saves.tidy()
+    assert folder.complete(tmp_path) == []  # it is under way
+    saves.save(lambda: begin(2), 2)
+    assert order == ["1 begins", "1 ends", "2 begins"]
+    saves.tidy()
+    assert folder.complete(tmp_path) == [1]  # kept while 2 is under way
+    loop.finalize(blocking=True)
+    saves.tidy()
+    assert folder.complete(tmp_path) == [2]
+
+
+@pytest.mark.parametrize(("named", "held", "good"), [(6, 6, True), (6, 4, False), (-1, 0, True),
+                                                     (None, 0, True), (0, 0, True)])  # fmt: skip
+def test_what_was_loaded_is_of_the_iteration_of_its_name(loop, monkeypatch, named, held, good):
+    monkeypatch.setattr(module.checkpointing, "get_loaded_iteration", lambda: named)
+    loop.args.iteration = held
+    if good:
+        module.check_what_was_loaded()
+    else:
+        with pytest.raises(ResumeError, match="iter_0000006 is of iteration 4"):
+            module.check_what_was_loaded()
+
+
+@pytest.mark.slow
+def test_an_asynchronous_save_has_checksums_and_its_process_ends(tmp_path):
+    """Megatron's own queue of calls, the write in another process."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
+
+    from megacpp_mcore.training.checkpoints import writer
+    from megacpp_mcore.training.cpu.megatron_setup import quiet, single_process
+
+    path = folder.path_of(tmp_path, 3)
+    path.mkdir()
+    bridges.install()
+    writer.install()
+    filesystem_async._results_queue = None
+    writer.keep_no_process(asynchronous=True)
+    manager = filesystem_async._results_queue._manager
+    try:
+        with quiet(), single_process(1):
+            state = {"w": ShardedTensor.from_rank_offsets("w", torch.randn(100_000))}
+            request = dist_checkpointing.save(
+                state, str(path), async_sharded_save=True, async_strategy="mcore"
+            )
+            queue = async_utils.AsyncCallsQueue()
+            queue.schedule_async_request(request)
+            assert not folder.is_complete(path)
+            queue.maybe_finalize_async_calls(blocking=True)
+    finally:
+        manager.shutdown()
+        writer.keep_no_process(asynchronous=False)
+    assert folder.is_complete(path) and checksums.verify(path)
+    assert "__0_0.distcp" in checksums.read(path) and not list(path.glob(".sum-*"))
