@@ -606,3 +606,63 @@ def test_speed_in_operations_is_per_device_and_against_a_stated_peak(tmp_path):
     result = unknown.write("complete")["result"]
     assert result["tflops_per_s_per_device"] == 3
     assert result["mfu"] is None and result["mfu_peak_tflops"] is None
+
+
+def test_the_tree_is_what_git_calls_the_packages_folder(tmp_path):
+    root = Path(run_receipt.__file__).parents[2]
+    environment = os.environ | {"GIT_INDEX_FILE": str(tmp_path / "index")}
+
+    def git(*words):
+        done = subprocess.run(
+            ["git", "-C", str(root), *words], env=environment, capture_output=True, text=True
+        )
+        if done.returncode:
+            pytest.skip(f"no git checkout: {done.stderr}")
+        return done.stdout.strip()
+
+    git("add", "megacpp_mcore")
+    assert code()["tree"] == git("write-tree", "--prefix=megacpp_mcore/")
+
+
+def test_a_receipt_without_the_codes_digest_is_history_or_none(tmp_path):
+    document = samples.train(tmp_path / "run.json")
+    for change, valid in (
+        ({"sha256": None}, False),
+        ({"tree": None, "commit": None}, False),
+        ({"tree": None, "commit": "0" * 40}, True),
+        ({"commit": None}, True),
+        ({"sha256": None, "tree": None, "history": True}, True),
+    ):
+        own = {**document["code"], **change}
+        nullable = ("commit", "dirty")
+        own = {k: v for k, v in own.items() if v is not None or k in nullable}
+        if valid:
+            validate(document | {"code": own})
+        else:
+            with pytest.raises(ReceiptError, match="code"):
+                validate(document | {"code": own})
+
+
+@pytest.mark.parametrize(
+    ("own", "traceable"),
+    [
+        ({"commit": "a", "dirty": False}, False),
+        ({"sha256": "b", "commit": "a", "dirty": False}, True),
+        ({"sha256": "b", "commit": "a", "dirty": True}, False),
+        ({"sha256": "b", "commit": None, "dirty": None}, False),
+        ({"sha256": "b", "tree": "c", "commit": "a", "dirty": True}, True),
+    ],
+)
+def test_code_that_can_be_found_again(own, traceable, monkeypatch):
+    from megacpp_mcore.bench import BenchError
+    from megacpp_mcore.commands.bench import _check_origin
+    from megacpp_mcore.receipts import lane as lanes
+
+    assert lanes.is_traceable(own) is traceable
+    monkeypatch.setattr(lanes, "code", lambda: own)
+    _check_origin(Path("elsewhere/norm.json"))
+    if traceable:
+        _check_origin(Path("examples/receipts/h200/norm.json"))
+    else:
+        with pytest.raises(BenchError, match="clean checkout"):
+            _check_origin(Path("examples/receipts/h200/norm.json"))
