@@ -102,7 +102,7 @@ SURFACE = Surface(
             role="chosen", keep="keep",
             ruled_out=whatever_the_machine(_grouped),
             removes="where every expert is local: the permuted copies that are kept for the "
-            "backward pass (0.55 GiB a layer of NAM56R), the sums of the routed and the shared "
+            "backward pass, the sums of the routed and the shared "
             "expert's outputs and of the tokens' gradients, and on Hopper the pass that adds "
             "weight gradients to main_grad",
             layout="tokens [t, h] and the router's map where every expert is local; else as "

@@ -15,6 +15,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+import torch
 import warm
 from left_behind import Marked, wait_until
 
@@ -119,6 +120,29 @@ def test_a_stopped_run_resumes_to_the_losses_of_an_unbroken_one(small, unbroken,
     assert len(losses(out)) == 5
     train(small, out, resume=True)
     assert losses(out) == losses(unbroken)
+
+
+def test_a_resumed_run_goes_on_with_the_generators_state(small, tmp_path, monkeypatch):
+    saved, load = [], checkpoint.load
+
+    def save(*arguments, save=checkpoint.save):
+        torch.rand(3)  # as a model with dropout draws
+        saved.append(torch.get_rng_state())
+        save(*arguments)
+
+    def load_and_look(*arguments):
+        torch.manual_seed(99)
+        found = load(*arguments)
+        assert torch.equal(torch.get_rng_state(), saved[-1])
+        saved.clear()
+        return found
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    train(small, tmp_path / "run", steps=2)
+    monkeypatch.setattr(checkpoint, "load", load_and_look)
+    monkeypatch.setattr(checkpoint, "save", lambda *arguments: None)
+    train(small, tmp_path / "run", steps=3, resume=True)
+    assert not saved
 
 
 def test_resume_before_any_checkpoint_begins_anew(small, unbroken, tmp_path):

@@ -112,7 +112,7 @@ class _Run:
             environment=environment,
             lane=lane("cpu"),
             goodput=goodput,
-            work=Work(flops.training_flops(recipe)),
+            work=Work(flops.training_flops(recipe), formula=flops.FORMULA),
         )
 
     def resume(self, latest: Path) -> None:
