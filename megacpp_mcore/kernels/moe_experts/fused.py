@@ -81,7 +81,7 @@ class _Routed(torch.autograd.Function):
         )  # fmt: skip
         ctx.dtype, ctx.weights = probs.dtype, weights
         if readers is not None:
-            readers.routing = routing
+            readers.sorted.routing = routing
         return out
 
     @staticmethod
