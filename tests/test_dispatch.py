@@ -57,6 +57,17 @@ def toy(monkeypatch):
 
 
 class TestChoice:
+    def test_auto_passes_an_opt_in_backend_over_and_its_name_takes_it(self, monkeypatch):
+        backends = (
+            Backend("bold", "json:loads", always, opt_in=True),
+            Backend(REFERENCE, "json:dump", always),
+        )
+        monkeypatch.setitem(REGISTRY, "toy", Surface("toy", backends, lambda recipe, device: CPU))
+        decision = dispatch.choose("toy", CPU)
+        assert decision.observed == REFERENCE
+        assert decision.reason == "bold: serves only where it is named"
+        assert dispatch.choose("toy", CPU, {"toy": "bold"}).observed == "bold"
+
     def test_auto_takes_the_first_that_can_and_says_why_not_the_ones_before(self, toy):
         decision = dispatch.decide(toy, CPU)
         assert (decision.requested, decision.observed) == ("auto", "slow")

@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
@@ -531,6 +532,29 @@ def test_the_receipt_is_gathered_inside_the_loop(watched, tmp_path):
     assert result["parameter_bytes"] == 4 * (2 * 3 + 3)
     seconds = receipt["goodput"]["seconds"]
     assert all(seconds[part] > 0 for part in ("compile", "step", "data", "checkpoint"))
+
+
+def test_the_clock_of_a_step_stops_when_the_device_is_done(watched, monkeypatch):
+    """Work on a GPU goes on after train_step has returned."""
+    watch, loop = watched
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(0.05))
+    with watch.installed():
+        loop.run()
+    receipt = watch.write("complete")
+    assert min(receipt["series"]["ms"]) >= 50
+    assert receipt["goodput"]["seconds"]["step"] >= 0.1  # of the two warm ones
+
+
+def test_a_step_in_which_another_rank_compiled_is_booked_as_compile(watched, monkeypatch):
+    from megacpp_mcore.training.gpu import watch as module
+
+    watch, loop = watched
+    asked = []
+    monkeypatch.setattr(module, "anywhere", lambda here: asked.append(here) or len(asked) == 2)
+    with watch.installed():
+        loop.run()
+    assert asked == [True, False, False]
+    assert watch.write("complete")["series_info"]["cold_steps"] == [1, 2]
 
 
 def test_a_step_that_compiles_is_booked_as_compile(watched, tmp_path, monkeypatch):

@@ -61,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     from megacpp_mcore.receipts.show import show
 
     _check_options(args)
+    if args.receipt:
+        _check_origin(args.receipt)
     receipt, wrong = _bench(args, _recipe(args))
     if args.receipt:
         receipts.write(args.receipt, receipt)
@@ -68,6 +70,19 @@ def run(args: argparse.Namespace) -> int:
     for reason in wrong:
         print(f"megacpp: {args.surface}: {reason}", file=sys.stderr)
     return 1 if wrong else 0
+
+
+def _check_origin(path: Path) -> None:
+    """A receipt that is to be committed names code that can be found again."""
+    from megacpp_mcore.bench import BenchError
+    from megacpp_mcore.receipts.lane import code, is_traceable
+
+    if "examples" in path.resolve().parts and not is_traceable(code()):
+        raise BenchError(
+            f"--receipt {path}: a receipt in examples/ must name the code that it is of, and this "
+            "code has no digest, or neither a commit without changes nor a tree; run it from a "
+            "clean checkout, or from an installed wheel, or write the receipt elsewhere"
+        )
 
 
 def _bench(args: argparse.Namespace, recipe: Any) -> tuple[dict[str, Any], list[str]]:

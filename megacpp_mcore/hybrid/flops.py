@@ -33,6 +33,11 @@ from megacpp_mcore.hybrid.letters.letter import Cost, CostOf, norm_parameters
 from megacpp_mcore.hybrid.plan import Layer
 from megacpp_mcore.recipe import Recipe
 
+FORMULA = (
+    "megacpp_mcore.hybrid.flops: products of every layer and head, 3 times the forward pass, "
+    "causal attention over (S + 1) / 2 keys; nothing elementwise, nothing that is recomputed"
+)
+
 # NVIDIA's figures for dense bf16 products, operations a second (data sheets of the SXM cards).
 PEAKS = {
     "NVIDIA H200": 989.4e12,

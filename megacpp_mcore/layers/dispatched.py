@@ -90,5 +90,7 @@ class DispatchedExperts:
         build = dispatch.decide("moe_experts", workload, plugin.backends).load()()
         experts = build(num_local_experts, config, pg_collection=pg_collection, name=name)
         if "experts" in plugin.recompute.moe:
-            experts.forward = partial(recomputed, config, pg_collection.tp, experts.forward)
+            for name in {"forward", "routed"} & set(dir(experts)):
+                call = partial(recomputed, config, pg_collection.tp, getattr(experts, name))
+                setattr(experts, name, call)
         return experts

@@ -21,8 +21,21 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor
 
+from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.kernels.moe_experts import experts_grouped_mm, weighted_swiglu
+from megacpp_mcore.kernels.moe_experts import (
+    experts_grouped_mm,
+    hopper_products,
+    torch_products,
+    weighted_swiglu,
+)
+from megacpp_mcore.kernels.moe_experts.fused import (
+    Experts,
+    experts_routed,
+    experts_sorted,
+)
+from megacpp_mcore.kernels.moe_experts.readers import Readers, readers
+from megacpp_mcore.kernels.moe_experts.routing import allocated
 from megacpp_mcore.layers.param_gather import wait_for_param_gather
 
 # Fields of Megatron's config without a recipe key -> the one value that this backend supports.
@@ -69,10 +82,8 @@ class GroupedMMExperts(MegatronModule):
     ) -> tuple[Tensor, None]:
         """tokens [t, h] sorted by expert, counts [local experts], probs [t] -> [t, h], no bias."""
         output = experts_grouped_mm(
-            permuted_local_hidden_states, tokens_per_expert,
-            wait_for_param_gather(self.linear_fc1).weight,
-            wait_for_param_gather(self.linear_fc2).weight,
-            permuted_probs, activation=self._activation,
+            permuted_local_hidden_states, tokens_per_expert, *self._weights(), permuted_probs,
+            activation=self._activation,
         )  # fmt: skip
         return output, None
 
@@ -81,6 +92,12 @@ class GroupedMMExperts(MegatronModule):
             return weighted_swiglu(h, probs)
         store = self.config.activation_func_fp8_input_store
         return weighted_bias_swiglu_impl(h, None, probs.unsqueeze(-1), store)
+
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        """fc1's and fc2's, as the last update left them."""
+        linears = self.linear_fc1, self.linear_fc2
+        w1, w2 = (wait_for_param_gather(linear).weight for linear in linears)
+        return w1, w2
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict:
         """Megatron's keys. Raises ExpertsError for metadata with singleton_local_shards."""
@@ -108,6 +125,62 @@ class GroupedMMExperts(MegatronModule):
                     (0, self.tp_group.rank(), data_rank),
                 )
         return sharded
+
+
+class FusedExperts(GroupedMMExperts):
+    """GroupedMMExperts with kernels of our own around the products, and on Hopper for them.
+
+    Where every expert is local, a MoE layer calls `routed` with tokens as they are; `forward` takes
+    what a dispatcher delivers. Weight gradients are added to main_grad with or after each product
+    where the config has gradient_accumulation_fusion.
+    """
+
+    products = torch_products
+
+    def take_tokens(self) -> None:
+        """Told by a MoE layer that it will call `routed`: choose and record the products."""
+        why_not = hopper_products.reason(self.config.params_dtype, self.num_local_experts)
+        self.products = torch_products if why_not else hopper_products
+        dispatch.record(dispatch.Decision(
+            surface="moe_products",
+            requested=dispatch.AUTO,
+            observed=self.products.NAME,
+            reason=f"{hopper_products.NAME}: {why_not}" if why_not else "first in order",
+            implementation=f"{self.products.__name__}:forward",
+        ))  # fmt: skip
+
+    def readers(self, hidden_states: Tensor) -> Readers:
+        """Of a MoE layer's tokens [s, b, h]."""
+        tokens, topk = hidden_states.shape[:-1].numel(), self.config.moe_router_topk
+        size = allocated(tokens, topk, self.num_local_experts, self.products.ALIGN)
+        return readers(hidden_states, size)
+
+    def routed(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor, addend: Tensor | None,
+        rows: Tensor, found: Readers,
+    ) -> Tensor:  # fmt: skip
+        """tokens [t, h], map and probs [t, experts] -> [t, h], the experts' sum plus addend.
+
+        found: the tokens' readers; rows: found.rows, an argument so that recomputation sees it.
+        """
+        topk = self.config.moe_router_topk
+        return experts_routed(
+            hidden_states, routing_map, probs, self._experts(), topk, addend, rows, found
+        )
+
+    def forward(
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
+    ) -> tuple[Tensor, None]:
+        """As of GroupedMMExperts."""
+        rows = permuted_local_hidden_states, tokens_per_expert, permuted_probs
+        return experts_sorted(*rows, self._experts()), None
+
+    def _experts(self) -> Experts:
+        fused = self.config.gradient_accumulation_fusion
+        return Experts(*self._weights(), fused, self.products)
 
 
 def _check(config) -> None:

@@ -7,6 +7,8 @@ H200 the sort took 0.9 ms in a layer of 16,384 tokens. The wait leaves the GPU i
 has caught up, and prevents capturing the layer in a CUDA graph.
 """
 
+from dataclasses import replace
+
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.kernels.moe_experts.readers import Readers
 
 
 class MoELayerError(MegacppError):
@@ -57,6 +60,18 @@ class LocalTokenDispatcher(MoEAlltoAllTokenDispatcher):
         return super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
 
 
+class UnmovedTokenDispatcher(LocalTokenDispatcher):
+    """Moves nothing: for experts that take tokens in their order, with the router's map."""
+
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """hidden_states [s, b, h] -> [s * b, h], and probs as they are."""
+        self.hidden_shape = hidden_states.shape
+        self.routing_map = routing_map
+        return hidden_states.view(-1, self.hidden_shape[-1]), probs
+
+
 # What a run and its receipt say where Megatron's dispatcher, which the recipe names, is replaced.
 _LOCAL = dispatch.Decision(
     surface="moe_dispatch",
@@ -65,6 +80,12 @@ _LOCAL = dispatch.Decision(
     reason="every expert is on this rank: the same tokens in the same order, without the sort of "
     "chunks from other ranks",
     implementation=f"{__name__}:LocalTokenDispatcher",
+)
+_UNMOVED = replace(
+    _LOCAL,
+    observed="unmoved",
+    reason="every expert is on this rank, and the experts read the router's map themselves",
+    implementation=f"{__name__}:UnmovedTokenDispatcher",
 )
 
 
@@ -81,9 +102,16 @@ class MegacppMoELayer(MoELayer):
         local = _is_local(self)
         if config.cuda_graph_impl == "full_iteration" and not (local and counts_on_device):
             raise MoELayerError(_not_capturable(self, local))
+        self.routed_inside = (
+            local and hasattr(self.experts, "routed") and not self.shared_expert_overlap
+        )
+        self._readers: Readers | None = None
+        if self.routed_inside:
+            self.experts.take_tokens()
         if local:
-            dispatch.record(_LOCAL)
-            self.token_dispatcher = LocalTokenDispatcher(
+            dispatch.record(_UNMOVED if self.routed_inside else _LOCAL)
+            dispatcher = UnmovedTokenDispatcher if self.routed_inside else LocalTokenDispatcher
+            self.token_dispatcher = dispatcher(
                 self.num_local_experts,
                 self.local_expert_indices,
                 config=config,
@@ -92,6 +120,50 @@ class MegacppMoELayer(MoELayer):
             )
             if self.use_shared_expert and self.shared_expert_overlap:
                 self.token_dispatcher.set_shared_experts(self.shared_experts)
+
+    def shared_experts_compute(self, hidden_states: Tensor) -> Tensor | None:
+        """The first of the steps of a forward pass."""
+        if self.routed_inside:
+            self._readers = self.experts.readers(hidden_states)
+            hidden_states = self._readers.shared
+        return super().shared_experts_compute(hidden_states)
+
+    def route(
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if self.routed_inside:
+            hidden_states = self._readers.router
+        return super().route(hidden_states, padding_mask)
+
+    def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        if self.routed_inside:
+            return hidden_states, probs
+        return super().dispatch(hidden_states, probs)
+
+    def routed_experts_compute(
+        self, hidden_states: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The experts' output, or where they take the shared expert's, too, what they need."""
+        if self.routed_inside:
+            self.token_dispatcher.probs = probs
+            return hidden_states, None
+        return super().routed_experts_compute(hidden_states, probs)
+
+    def combine(self, output: Tensor) -> Tensor:
+        return output if self.routed_inside else super().combine(output)
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        """The sum of the experts and the shared expert, [s, b, h]."""
+        if not self.routed_inside:
+            return super().postprocess(output, shared_expert_output)
+        dispatcher, found = self.token_dispatcher, self._readers
+        if shared_expert_output is not None:
+            shared_expert_output = shared_expert_output.view_as(output)
+        routing = dispatcher.routing_map, dispatcher.probs
+        # Nothing of this forward pass outlives its graph.
+        dispatcher.routing_map = dispatcher.probs = self._readers = None
+        output = self.experts.routed(output, *routing, shared_expert_output, found.rows, found)
+        return output.view(dispatcher.hidden_shape)
 
 
 def _is_local(layer: MoELayer) -> bool:

@@ -88,6 +88,13 @@ def grouped_mm_experts():
     return GroupedMMExperts
 
 
+def fused_experts():
+    """Kernels of our own around torch's grouped matrix product."""
+    from megacpp_mcore.layers.experts import FusedExperts
+
+    return FusedExperts
+
+
 def megatron_residual():
     """Megatron's bias-dropout-add, one compiled kernel if the config has bias_dropout_fusion."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add

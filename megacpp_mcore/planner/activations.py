@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from megacpp_mcore.hybrid.block_settings import RecomputeSettings
 from megacpp_mcore.hybrid.plan import Layer
 from megacpp_mcore.planner import PlanError
+from megacpp_mcore.planner.backends import gathers_tokens
 from megacpp_mcore.recipe import Recipe
 
 _BF16, _FP32 = 2, 4
@@ -117,6 +118,8 @@ def routed_rows(recipe: Recipe, sizes: Sizes, parts: set[str]) -> float:
     rows = moe.moe_router_topk * sizes.etp / sizes.cut
     width = _BF16 * (moe.moe_ffn_hidden_size or 0) / sizes.etp
     one = _BF16 * recipe.model.hidden_size + _FP32  # a permuted token and its weight
+    if gathers_tokens(recipe):
+        return rows * (3 * _FP32 + (0 if "experts" in parts else 2 * width))
     if "experts" not in parts:
         one += (2 if recipe.model.swiglu else 1) * width
         one += 0 if "act" in parts else width

@@ -1,6 +1,7 @@
 """Which backend the planner reckons with: the one that is named, or that an H200 would have."""
 
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.surfaces.moe_experts import FUSED
 from megacpp_mcore.surfaces.registry import REGISTRY
 
 
@@ -17,4 +18,19 @@ def serving(recipe: Recipe, surface: str) -> str:
         backend.name
         for backend in in_order
         if workload is None or not (backend.ruled_out and backend.ruled_out(recipe, workload))
+    )
+
+
+def gathers_tokens(recipe: Recipe) -> bool:
+    """Whether the experts take tokens where they are: no permuted copy is kept, and a weight
+    gradient is added to the main gradient by its product. As `layers.moe` decides it."""
+    p, moe = recipe.parallel, recipe.moe
+    local = p.expert_model_parallel_size == p.tensor_model_parallel_size == 1
+    return (
+        serving(recipe, "moe_experts") == FUSED
+        and local
+        and (p.expert_tensor_parallel_size or 1) == 1
+        and moe.moe_token_dispatcher_type == "alltoall"
+        and moe.moe_expert_capacity_factor is None
+        and not moe.moe_shared_expert_overlap
     )

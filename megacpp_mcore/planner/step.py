@@ -6,11 +6,11 @@ they take longer. A step is its micro batches with the pipeline's bubble, the pa
 data-parallel collectives that is not hidden, and the optimizer.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from megacpp_mcore.hybrid.plan import Layer
 from megacpp_mcore.planner.activations import Sizes, bytes_per_token
-from megacpp_mcore.planner.backends import serving
+from megacpp_mcore.planner.backends import gathers_tokens, serving
 from megacpp_mcore.planner.memory import optimized, parameters, summed_bytes
 from megacpp_mcore.planner.pipeline import (
     costs,
@@ -22,6 +22,7 @@ from megacpp_mcore.planner.pipeline import (
 )
 from megacpp_mcore.planner.rates import Rates
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.surfaces.moe_experts import FUSED, GROUPED_MM
 from megacpp_mcore.surfaces.support import TE
 
 _BF16 = 2
@@ -149,7 +150,8 @@ def adding_gradients(recipe: Recipe, rates: Rates, stage: int) -> float:
     dense, experts = parameters(recipe, stage)
     if recipe.precision.gradient_accumulation_fusion:
         dense = 0.0
-        experts = 0.0 if serving(recipe, "moe_experts") == TE else experts
+        added = serving(recipe, "moe_experts") == TE or gathers_tokens(recipe)
+        experts = 0.0 if added else experts
     return (dense + experts) * (_BF16 + 2 * summed_bytes(recipe)) / rates["bytes"]
 
 
@@ -165,9 +167,12 @@ def layer_seconds(
     tokens, tp = sizes.tokens, sizes.tp
     whole, products = flops[name_of(layer)]
     routed = _routed_flops(recipe) if layer.letter == "E" else 0.0
-    experts = f"experts_{serving(recipe, 'moe_experts')}"
+    found = serving(recipe, "moe_experts")
+    experts = f"experts_{GROUPED_MM if found == FUSED else found}"
     core = f"attention_{serving(recipe, 'core_attention')}"
-    kept = bytes_per_token(recipe, sizes, layer, recompute=False)
+    # Passes were measured over what a layer with permuted copies keeps.
+    copying = replace(recipe, backends={**recipe.backends, "moe_experts": GROUPED_MM})
+    kept = bytes_per_token(copying, sizes, layer, recompute=False)
     passes = _rate(rates, f"passes_{layer.letter}", "passes_M")
     return {
         "products": tokens / tp * ((products - routed) / rates["products"]

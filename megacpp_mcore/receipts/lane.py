@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,8 @@ from megacpp_mcore.stack import NOT_PINNED, OK, PINS
 
 # Every package whose version can change a loss or a step time; absent ones are recorded as null.
 PACKAGES = (*(pin.name for pin in PINS if pin.other != OK), *NOT_PINNED)
+_PACKAGE = Path(__file__).resolve().parents[1]
+_ELSEWHERE = ("specs", "recipes", "patches")  # in a checkout
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -64,8 +67,8 @@ def patches() -> dict[str, dict[str, Any]]:
 
 
 def code() -> dict[str, Any]:
-    """The version of this package, the sha256 of its modules and kernels, and the commit when it
-    runs from a checkout of it.
+    """The version of this package, the sha256 of its modules and kernels, git's id of its folder,
+    and the commit when it runs from a checkout of it.
 
     commit and dirty are null for an installed wheel, and where git is not there to ask.
     """
@@ -75,17 +78,48 @@ def code() -> dict[str, Any]:
         commit = _git(checkout, "rev-parse", "HEAD")
         status = _git(checkout, "status", "--porcelain")
         dirty = None if status is None else bool(status)
-    return {"version": __version__, "sha256": _sha256(), "commit": commit, "dirty": dirty}
+    own = {"version": __version__, "sha256": _sha256(), "tree": _tree(_PACKAGE)}
+    return own | {"commit": commit, "dirty": dirty}
+
+
+def is_traceable(code: Mapping[str, Any]) -> bool:
+    """Whether the code that ran can be found again: a commit has it, or its tree is recorded."""
+    is_committed = bool(code["commit"]) and code["dirty"] is False
+    return "sha256" in code and (is_committed or "tree" in code)
+
+
+@functools.cache
+def _tree(folder: Path) -> str:
+    """The id that git gives to the folder, from its files: a wheel has no git to ask.
+
+    The recipes, specs and patches, which a wheel has in the package's folder, are not counted.
+    """
+    entries = []
+    for path in folder.iterdir():
+        if path.name == "__pycache__" or path.suffix in (".pyc", ".so") or path.name[0] == ".":
+            continue
+        if path.is_dir():
+            if folder != _PACKAGE or path.name not in _ELSEWHERE:
+                entries.append((f"{path.name}/", b"40000", bytes.fromhex(_tree(path))))
+        else:
+            content = path.read_bytes()
+            blob = hashlib.sha1(b"blob %d\0" % len(content) + content).digest()
+            entries.append((path.name, b"100644", blob))
+    body = b"".join(
+        b"%s %s\0%s" % (mode, name.rstrip("/").encode(), digest)
+        for name, mode, digest in sorted(entries)
+    )
+    return hashlib.sha1(b"tree %d\0" % len(body) + body).hexdigest()
 
 
 @functools.cache
 def _sha256() -> str:
     """One for a commit's checkout and its wheel, where the recipes, specs and patches lie in the
     package's folder (receipts have the recipe, and name the spec and the patches)."""
-    folder, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
+    folder, digest = _PACKAGE, hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         place = path.relative_to(folder)
-        elsewhere = place.parts[0] in ("specs", "recipes", "patches")
+        elsewhere = place.parts[0] in _ELSEWHERE
         if path.suffix in (".py", ".cu", ".cuh", ".json") and not elsewhere:
             content = path.read_bytes()
             digest.update(f"{place.as_posix()}\0{len(content)}\0".encode() + content)

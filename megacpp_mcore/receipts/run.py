@@ -18,6 +18,7 @@ from megacpp_mcore.receipts.writer import receipt_head, write
 # validates and writes its receipt in about a second.
 MAX_ROWS = 8192
 FINAL_WINDOW = 20  # kept steps that final_loss is the mean of
+SLOW, MOST_SLOW = 1.25, 32  # a slow step, in medians; how many are listed
 _REQUIRED = ("step", "tokens", "ms", "tokens_per_s", "peak_memory_bytes", "loss")
 _OPTIONAL = ("grad_norm", "lr")
 
@@ -27,11 +28,13 @@ class Work:
     """What a token of training costs: forward and backward, as `hybrid.flops` counts it.
 
     peak_flops: operations a second that one device could do at most, None where that is not known;
-    the model FLOPs utilisation (MFU) is against it.
+    the model FLOPs utilisation (MFU) is against it. formula, peak: what they are, in words.
     """
 
     flops_per_token: float
     peak_flops: float | None = None
+    formula: str = ""
+    peak: str | None = None
 
 
 class RunReceipt:
@@ -242,8 +245,10 @@ class RunReceipt:
         return {"stride": self._stride, "cold_steps": self._cold_steps, "gaps": self._gaps}
 
     def _result(self, status: str, reason: str | None) -> dict[str, Any]:
-        speeds = warm({"series": self._columns, "series_info": self._info()}, "tokens_per_s")
+        series = {"series": self._columns, "series_info": self._info()}
+        speeds, times = warm(series, "tokens_per_s"), warm(series, "ms")
         speed = statistics.median(speeds) if speeds else None
+        wall = self._goodput.record()["wall_s"]
         losses = self._columns["loss"][-FINAL_WINDOW:]
         evaluated = self._evaluations["loss"]
         return {
@@ -254,6 +259,9 @@ class RunReceipt:
             "final_loss": statistics.fmean(losses) if losses and None not in losses else None,
             "final_eval_loss": evaluated[-1] if evaluated else None,
             "tokens_per_s_median": speed,
+            "tokens_per_s_mean": round(statistics.fmean(speeds, times), 4) if speeds else None,
+            "tokens_per_s_wall": round(self._tokens / wall, 4) if wall else None,
+            "slow_steps": _slow(list(zip(warm(series, "step"), times, strict=True))),
             "peak_memory_bytes": self._peak or None,
             **self._speed_in_operations(speed),
         }
@@ -266,10 +274,21 @@ class RunReceipt:
             speed = tokens_per_s * flops / self._head["topology"]["world_size"]
         return {
             "flops_per_token": flops,
+            "flops_formula": self._work.formula,
             "tflops_per_s_per_device": None if speed is None else round(speed / 1e12, 4),
             "mfu": None if speed is None or peak is None else round(speed / peak, 6),
             "mfu_peak_tflops": None if peak is None else peak / 1e12,
+            "mfu_peak": self._work.peak,
         }
+
+
+def _slow(times: Sequence[tuple[int, float]]) -> list[list[float]]:
+    """Those of (step, ms) that took more than SLOW medians, the slowest first."""
+    if not times:
+        return []
+    limit = SLOW * statistics.median(ms for _, ms in times)
+    found = sorted((pair for pair in times if pair[1] > limit), key=lambda pair: -pair[1])
+    return [list(pair) for pair in found[:MOST_SLOW]]
 
 
 def _recipe_text(recipe: dict[str, Any]) -> str:

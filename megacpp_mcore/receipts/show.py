@@ -116,12 +116,18 @@ def _result(run: Receipt) -> list[str]:
     for name, value in result.items():
         if name in _HEADLINE or value is None:
             continue
-        text = f"{gib(value)} GiB" if name.endswith("_bytes") else number(value)
+        text = _value(name, value)
         if name in ("unigram_entropy", "bigram_entropy") and result["final_loss"] is not None:
             below = value - result["final_loss"]
             text += f"  final loss is {abs(below):.3f} {'below' if below >= 0 else 'above'}"
         lines.append(f"{'result' if not lines else '':<9} {name:<24}{text}")
     return lines
+
+
+def _value(name: str, value: Any) -> str:
+    if name == "slow_steps":
+        return ", ".join(f"step {step:.0f} {duration(ms / 1000)}" for step, ms in value) or "none"
+    return f"{gib(value)} GiB" if name.endswith("_bytes") else number(value)
 
 
 def _bench(bench: Receipt) -> list[str]:

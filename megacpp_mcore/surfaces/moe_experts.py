@@ -11,6 +11,7 @@ from megacpp_mcore.surfaces.support import (
     TE_GRAPH,
     in_the_models_dtype,
     transformer_engine,
+    triton,
     whatever_the_machine,
 )
 from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 _MATRIX_OPTIMIZERS = ("muon", "adaptive_muon", "soap")
 
 
-# The backend that reads the tokens of each expert on the device: a captured step can hold it.
-COUNTS_ON_DEVICE = "grouped_mm"
+FUSED, GROUPED_MM = "fused_moe", "grouped_mm"
+# They read the tokens of each expert on the device: a captured step can hold them.
+COUNTS_ON_DEVICE = (FUSED, GROUPED_MM)
 
 
 def workload(device: str, config, optimizer: str) -> Workload:
@@ -83,6 +85,11 @@ def _grouped_mm(workload: Workload) -> str | None:
     return _grouped(workload)
 
 
+def _fused(workload: Workload) -> str | None:
+    """torch's grouped product, and Triton's kernels around it."""
+    return triton(workload) or _grouped_mm(workload)
+
+
 _TESTS = ("tests/kernels/test_moe_experts.py", *KERNEL_TESTS)
 _LAYOUT = "tokens [t, h] sorted by expert, counts [experts] on the host"
 _backend = partial(Backend, tests=_TESTS, receipt="moe_experts.json")
@@ -91,8 +98,27 @@ SURFACE = Surface(
     "moe_experts",
     (
         _backend(
-            COUNTS_ON_DEVICE, "megacpp_mcore.layers.parts:grouped_mm_experts", _grouped_mm,
+            FUSED, "megacpp_mcore.layers.parts:fused_experts", _fused,
             role="chosen", keep="keep",
+            ruled_out=whatever_the_machine(_grouped),
+            removes="where every expert is local: the permuted copies that are kept for the "
+            "backward pass, the sums of the routed and the shared "
+            "expert's outputs and of the tokens' gradients, and on Hopper the pass that adds "
+            "weight gradients to main_grad",
+            layout="tokens [t, h] and the router's map where every expert is local; else as "
+            "grouped_mm's",
+            dtypes="bf16, fp16, fp32; SwiGLU in fp32; our own products bf16 on Hopper, torch's "
+            "elsewhere", fallback=GROUPED_MM,
+            tests=(*_TESTS, "tests/kernels/test_moe_routed.py", "tests/kernels/test_moe_hopper.py",
+                   "tests/layers/test_moe.py", "tests/gpu/test_moe_experts_gpu.py"),
+            receipt=None,
+            no_receipt="what it saves is around the operator: a layer's receipt is wanted, "
+            "`megacpp bench layer E --against moe_experts=grouped_mm moe_experts=fused_moe`",
+            exit_when="a whole run is no faster with it than with grouped_mm",
+        ),
+        _backend(
+            GROUPED_MM, "megacpp_mcore.layers.parts:grouped_mm_experts", _grouped_mm,
+            keep="keep",
             ruled_out=whatever_the_machine(_grouped),
             removes="one GEMM launch an expert, and the wait for the counts on the host. SwiGLU "
             "without bias, not in FP8, and not under Muon, which would leave its weights, one 3-d "
@@ -100,7 +126,8 @@ SURFACE = Surface(
             layout="tokens [t, h] sorted by expert, counts [experts] anywhere; h and f multiples "
             "of 8",
             dtypes="bf16; fp16 and fp32 outside torch.compile", fallback=TE,
-            exit_when="a path that never writes the permuted copies wins a whole run",
+            exit_when="fused_moe serves wherever it does, and is not slower with expert "
+            "parallelism",
         ),
         _backend(
             TE, "megacpp_mcore.layers.parts:te_experts", transformer_engine,

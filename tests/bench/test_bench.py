@@ -528,7 +528,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["norms"], "surface 'norms' has no case; choose norm, moe_experts"),
+            (["norms"], "surface 'norms' has no case; choose norm, router_gating, "),
             (["linear"], "surface 'linear' has no case"),
             (["norm", "--layers", "3"], "--layers and --no-optimizer are for `megacpp bench"),
             (["model", "--against", "te"], "not of the form surface=backend"),

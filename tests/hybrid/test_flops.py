@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megacpp_mcore.bench.layer import weight_flops
-from megacpp_mcore.hybrid.flops import count
+from megacpp_mcore.hybrid.flops import PEAKS, count
 from megacpp_mcore.kernels import parity
 from megacpp_mcore.kernels.core_attention.case import CoreAttentionCase
 from megacpp_mcore.kernels.m2rnn.case import M2RNNCase
@@ -250,3 +250,12 @@ def test_the_yardstick_has_mamba2_for_m():
     assert native.parameters == weights + 5 * (inner + states) + 3 * 56 + inner + 3584
     assert native.forward == 2 * weights + 4 * inner * 64 + 8 * (inner + states)
     assert ours.layers == native.layers == 17
+
+
+def test_a_peak_is_that_of_the_data_sheet():
+    """Dense bf16: half of the H100's and H200's 1,978.9 TFLOP/s with sparsity; the A100's 312."""
+    assert PEAKS == {
+        "NVIDIA H200": 989.4e12,
+        "NVIDIA H100 80GB HBM3": 989.4e12,
+        "NVIDIA A100-SXM4-80GB": 312e12,
+    }

@@ -9,6 +9,7 @@ import pytest
 import warm
 
 from megacpp_mcore import dispatch
+from megacpp_mcore.kernels import nvcc as compiler_of
 from megacpp_mcore.kernels.m2rnn import build, launch
 from megacpp_mcore.surfaces.workload import Workload
 
@@ -135,15 +136,14 @@ exec {compiler} -shared -fPIC -o "$2" {tmp_path}/$$.c"""
     assert (tmp_path / "log").read_text() == "built\n"
 
 
-def test_another_nvcc_or_source_is_another_library(monkeypatch, tmp_path):
+def test_another_nvcc_or_source_is_another_library(tmp_path):
     first = nvcc(tmp_path / "first", "echo 13.0")
     second = nvcc(tmp_path / "second", "echo 13.1")
-    names = {build._fingerprint(f"{home}/bin/nvcc") for home in (first, second)}
     sources = tmp_path / "csrc"
     shutil.copytree(build._SOURCES, sources)
+    names = {compiler_of.fingerprint(f"{home}/bin/nvcc", sources) for home in (first, second)}
     (sources / "common.cuh").write_text("// changed\n")
-    monkeypatch.setattr(build, "_SOURCES", sources)
-    names.add(build._fingerprint(f"{first}/bin/nvcc"))
+    names.add(compiler_of.fingerprint(f"{first}/bin/nvcc", sources))
     assert len(names) == 3
 
 

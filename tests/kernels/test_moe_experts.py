@@ -18,7 +18,7 @@ from megacpp_mcore.surfaces import moe_experts
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 # torch has the grouped product for a CPU too, so that what surrounds it is tested here.
-test_admission = admission.suite("moe_experts", beyond_dispatch=("grouped_mm",))
+test_admission = admission.suite("moe_experts", beyond_dispatch=("grouped_mm", "fused_moe"))
 
 HIDDEN, FFN, EXPERTS = 8, 12, 4
 RECOMPUTED_ACTIVATION = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}

@@ -2,21 +2,30 @@
 
 import contextlib
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.kernels.router_gating.fp32_output import router_gating
-from megacpp_mcore.layers.experts import GroupedMMExperts
-from megacpp_mcore.layers.moe import LocalTokenDispatcher, MegacppMoELayer, MoELayerError
+from megacpp_mcore.layers.experts import FusedExperts, GroupedMMExperts
+from megacpp_mcore.layers.moe import (
+    LocalTokenDispatcher,
+    MegacppMoELayer,
+    MoELayerError,
+    UnmovedTokenDispatcher,
+)
+from megacpp_mcore.layers.recompute import recomputed
 from megacpp_mcore.layers.router import GatedRouter
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 
@@ -89,14 +98,26 @@ def run(built: MoELayer, tokens: int, skew: bool):
     return y, x.grad, {n: p.grad for n, p in built.named_parameters()}
 
 
+SERVED = [
+    pytest.param(GroupedMMExperts, LocalTokenDispatcher, "local", id="grouped_mm"),
+    pytest.param(FusedExperts, UnmovedTokenDispatcher, "unmoved", id="fused"),
+]
+
+
 @pytest.mark.parametrize("skew", [False, True])
 @pytest.mark.parametrize("tokens", [1, 7, 32])
-def test_it_computes_what_megatrons_dispatcher_does(process, tokens, skew):
-    ours, theirs = layer(MegacppMoELayer, "alltoall"), layer(MoELayer, "allgather")
-    assert type(ours.token_dispatcher) is LocalTokenDispatcher
+@pytest.mark.parametrize(("experts", "dispatcher", "name"), SERVED)
+def test_it_computes_what_megatrons_dispatcher_does(
+    process, experts, dispatcher, name, tokens, skew
+):
+    dispatch.forget()
+    shared = {"moe_shared_expert_intermediate_size": 24}
+    ours = layer(MegacppMoELayer, "alltoall", experts, **shared)
+    theirs = layer(MoELayer, "allgather", **shared)
+    assert type(ours.token_dispatcher) is dispatcher
     (said,) = [d for d in dispatch.decisions() if d.surface == "moe_dispatch"]
-    assert (said.requested, said.observed) == ("alltoall", "local")
-    assert said.load() is LocalTokenDispatcher
+    assert (said.requested, said.observed) == ("alltoall", name)
+    assert said.load() is dispatcher
     y, dx, grads = run(ours, tokens, skew)
     expected_y, expected_dx, expected = run(theirs, tokens, skew)
     # float32; a value is a sum of at most ffn 24 x top-3 products, a weight's gradient of 2 t
@@ -108,6 +129,47 @@ def test_it_computes_what_megatrons_dispatcher_does(process, tokens, skew):
     for actual, reference in pairs:
         assert reference.abs().max() > 0
         assert (actual - reference).abs().max() <= bound * reference.abs().max()
+
+
+@pytest.mark.parametrize("what", ["experts", "layer"])
+def test_recomputed_it_computes_the_same(process, monkeypatch, what):
+    """The experts' sum alone, or the whole layer, with the gradients' common sum."""
+    # Megatron's own saves the CUDA device's random state
+    monkeypatch.setattr(
+        tensor_parallel,
+        "checkpoint",
+        lambda function, _, *args: checkpoint(function, *args, use_reentrant=True),
+    )
+    more = {"moe_shared_expert_intermediate_size": 24}
+    if what == "layer":
+        more |= {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    kept = layer(MegacppMoELayer, "alltoall", FusedExperts, moe_shared_expert_intermediate_size=24)
+    again = layer(MegacppMoELayer, "alltoall", FusedExperts, **more)
+    if what == "experts":
+        again.experts.routed = partial(recomputed, again.config, None, again.experts.routed)
+    expected_y, expected_dx, expected = run(kept, 7, skew=False)
+    y, dx, grads = run(again, 7, skew=False)
+    assert torch.equal(y, expected_y) and torch.equal(dx, expected_dx)
+    assert all(torch.equal(grads[name], value) for name, value in expected.items())
+
+
+def test_without_gradients_nothing_is_kept(process):
+    ours = layer(MegacppMoELayer, "alltoall", FusedExperts)
+    x = torch.randn(5, 2, HIDDEN)
+    expected, _ = ours(x)
+    with torch.no_grad():
+        y, _ = ours(x)
+    assert torch.equal(y, expected) and not y.requires_grad
+    assert ours._readers is None and ours.token_dispatcher.probs is None
+
+
+def test_a_shared_expert_that_overlaps_keeps_the_dispatcher(process):
+    """It runs between the dispatcher's steps, of which experts that route inside have none."""
+    overlapped = {
+        "moe_shared_expert_intermediate_size": 24, "moe_shared_expert_overlap": True,
+    }  # fmt: skip
+    ours = layer(MegacppMoELayer, "alltoall", FusedExperts, **overlapped)
+    assert type(ours.token_dispatcher) is LocalTokenDispatcher and not ours.routed_inside
 
 
 class HostCountExperts(GroupedMMExperts):

@@ -189,6 +189,7 @@ def test_what_is_not_fused_is_still_added():
     unfused = seconds("false", "grouped_mm")
     assert seconds("false", "te") == unfused
     assert 0 == seconds("true", "te") < seconds("true", "grouped_mm") < unfused
+    assert seconds("true", "fused_moe") == 0
 
 
 def test_a_backend_of_attention_and_experts_has_its_own_rate():

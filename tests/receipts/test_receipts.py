@@ -546,6 +546,51 @@ def test_the_file_is_json_with_a_line_per_field(tmp_path):
     assert len(text.splitlines()) < 120
 
 
+@pytest.mark.parametrize("off", [0.985, 1.015])
+@pytest.mark.parametrize("part", ["idle", "wall", "segment", "useful"])
+def test_a_goodput_that_is_off_by_more_than_one_percent_is_refused(tmp_path, part, off):
+    document = samples.train(tmp_path / "run.json")
+    goodput = document["goodput"]
+    share = 0.02 * goodput["wall_s"]
+    goodput["seconds"]["idle"] += share
+    goodput["segments"][0]["seconds"]["idle"] += share
+    goodput["wall_s"] += share
+    goodput["segments"][0]["wall_s"] += share
+    goodput["useful"] = goodput["seconds"]["step"] / goodput["wall_s"]
+    validate(document)
+    if part == "idle":
+        goodput["seconds"]["idle"] += (off - 1) * goodput["wall_s"]
+    elif part == "wall":
+        goodput["wall_s"] *= off
+    elif part == "segment":
+        goodput["segments"][0]["wall_s"] *= off
+    else:
+        goodput["useful"] += off - 1
+    with pytest.raises(ReceiptError, match="goodput"):
+        validate(document)
+
+
+def test_an_evaluation_of_the_same_step_replaces_the_one_before(tmp_path):
+    receipt = samples.start(tmp_path / "run.json")
+    receipt.evaluation(0, 3.0)
+    receipt.evaluation(0, 2.0)
+    assert receipt.write()["evaluations"] == {"step": [0], "loss": [2.0]}
+
+
+def test_the_mean_the_wall_and_the_slow_steps_stand_beside_the_median(tmp_path):
+    clock = samples.Clock()
+    receipt = samples.start(tmp_path / "run.json", goodput=Goodput(clock=clock))
+    for step, ms in enumerate([5000, 100, 100, 126, 124, 100, 1000, 100, 100], start=1):
+        clock.sleep(ms / 1000)
+        receipt.step(step, tokens=10, ms=ms, loss=1.0)
+    clock.sleep(3.25)
+    result = receipt.write("complete")["result"]
+    assert result["tokens_per_s_median"] == 100
+    assert result["tokens_per_s_mean"] == pytest.approx(80 / 1.75)
+    assert result["tokens_per_s_wall"] == pytest.approx(90 / 10)
+    assert result["slow_steps"] == [[7, 1000], [4, 126]]
+
+
 def test_speed_in_operations_is_per_device_and_against_a_stated_peak(tmp_path):
     """1,000 tokens a second of 6 GFLOP on two devices: 3 TFLOP/s each."""
     two = {"world_size": 2, "tp": 1, "pp": 1, "ep": 1, "cp": 1, "dp": 2}
@@ -561,3 +606,63 @@ def test_speed_in_operations_is_per_device_and_against_a_stated_peak(tmp_path):
     result = unknown.write("complete")["result"]
     assert result["tflops_per_s_per_device"] == 3
     assert result["mfu"] is None and result["mfu_peak_tflops"] is None
+
+
+def test_the_tree_is_what_git_calls_the_packages_folder(tmp_path):
+    root = Path(run_receipt.__file__).parents[2]
+    environment = os.environ | {"GIT_INDEX_FILE": str(tmp_path / "index")}
+
+    def git(*words):
+        done = subprocess.run(
+            ["git", "-C", str(root), *words], env=environment, capture_output=True, text=True
+        )
+        if done.returncode:
+            pytest.skip(f"no git checkout: {done.stderr}")
+        return done.stdout.strip()
+
+    git("add", "megacpp_mcore")
+    assert code()["tree"] == git("write-tree", "--prefix=megacpp_mcore/")
+
+
+def test_a_receipt_without_the_codes_digest_is_history_or_none(tmp_path):
+    document = samples.train(tmp_path / "run.json")
+    for change, valid in (
+        ({"sha256": None}, False),
+        ({"tree": None, "commit": None}, False),
+        ({"tree": None, "commit": "0" * 40}, True),
+        ({"commit": None}, True),
+        ({"sha256": None, "tree": None, "history": True}, True),
+    ):
+        own = {**document["code"], **change}
+        nullable = ("commit", "dirty")
+        own = {k: v for k, v in own.items() if v is not None or k in nullable}
+        if valid:
+            validate(document | {"code": own})
+        else:
+            with pytest.raises(ReceiptError, match="code"):
+                validate(document | {"code": own})
+
+
+@pytest.mark.parametrize(
+    ("own", "traceable"),
+    [
+        ({"commit": "a", "dirty": False}, False),
+        ({"sha256": "b", "commit": "a", "dirty": False}, True),
+        ({"sha256": "b", "commit": "a", "dirty": True}, False),
+        ({"sha256": "b", "commit": None, "dirty": None}, False),
+        ({"sha256": "b", "tree": "c", "commit": "a", "dirty": True}, True),
+    ],
+)
+def test_code_that_can_be_found_again(own, traceable, monkeypatch):
+    from megacpp_mcore.bench import BenchError
+    from megacpp_mcore.commands.bench import _check_origin
+    from megacpp_mcore.receipts import lane as lanes
+
+    assert lanes.is_traceable(own) is traceable
+    monkeypatch.setattr(lanes, "code", lambda: own)
+    _check_origin(Path("elsewhere/norm.json"))
+    if traceable:
+        _check_origin(Path("examples/receipts/h200/norm.json"))
+    else:
+        with pytest.raises(BenchError, match="clean checkout"):
+            _check_origin(Path("examples/receipts/h200/norm.json"))

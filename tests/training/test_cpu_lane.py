@@ -15,6 +15,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+import torch
 import warm
 from left_behind import Marked, wait_until
 
@@ -119,6 +120,29 @@ def test_a_stopped_run_resumes_to_the_losses_of_an_unbroken_one(small, unbroken,
     assert len(losses(out)) == 5
     train(small, out, resume=True)
     assert losses(out) == losses(unbroken)
+
+
+def test_a_resumed_run_goes_on_with_the_generators_state(small, tmp_path, monkeypatch):
+    saved, load = [], checkpoint.load
+
+    def save(*arguments, save=checkpoint.save):
+        torch.rand(3)  # as a model with dropout draws
+        saved.append(torch.get_rng_state())
+        save(*arguments)
+
+    def load_and_look(*arguments):
+        torch.manual_seed(99)
+        found = load(*arguments)
+        assert torch.equal(torch.get_rng_state(), saved[-1])
+        saved.clear()
+        return found
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    train(small, tmp_path / "run", steps=2)
+    monkeypatch.setattr(checkpoint, "load", load_and_look)
+    monkeypatch.setattr(checkpoint, "save", lambda *arguments: None)
+    train(small, tmp_path / "run", steps=3, resume=True)
+    assert not saved
 
 
 def test_resume_before_any_checkpoint_begins_anew(small, unbroken, tmp_path):
@@ -414,6 +438,38 @@ def test_a_folder_that_holds_a_run_is_not_written_over(small, one_step):
         train(small, one_step, steps=1)
     train(small, one_step, steps=2, overwrite=True)
     assert len(losses(one_step)) == 2
+
+
+def test_nothing_is_deleted_before_the_new_run_can_start(small_recipe, one_step, tmp_path):
+    before = sorted(one_step.rglob("*"))
+    absent = load_recipe(str(small_recipe), [f'data.data_path=["{tmp_path}/nowhere"]'])
+    with pytest.raises(DataError, match="megacpp data build"):
+        train(absent, one_step, overwrite=True)
+    assert set(before) <= set(one_step.rglob("*"))
+    assert losses(one_step)
+
+
+def test_nothing_is_deleted_that_no_run_wrote(small, one_step):
+    checkpoints = one_step / "checkpoints"
+    (checkpoints / "notes.txt").write_text("mine")
+    (checkpoints / "iter_best").mkdir()
+    (one_step / "mine.txt").write_text("mine")
+    train(small, one_step, steps=2, overwrite=True)
+    assert (checkpoints / "notes.txt").read_text() == (one_step / "mine.txt").read_text() == "mine"
+    assert (checkpoints / "iter_best").is_dir()
+    assert not (checkpoints / "iter_0000001").exists() and len(losses(one_step)) == 2
+
+
+@pytest.mark.parametrize("foreign", ["another program's", "a file of somebody's"])
+def test_a_checkpoint_that_no_run_of_this_lane_wrote_is_not_deleted(small, one_step, foreign):
+    folder = one_step / "checkpoints" / "iter_0000001"
+    if foreign == "another program's":
+        (folder / "progress.json").unlink()
+    else:
+        (folder / "notes.txt").write_text("mine")
+    with pytest.raises(RunFolderError, match="iter_0000001 is a checkpoint that no run on the CPU"):
+        train(small, one_step, overwrite=True)
+    assert folder.is_dir() and losses(one_step)
 
 
 def test_two_processes_cannot_train_in_one_folder(small, tmp_path):

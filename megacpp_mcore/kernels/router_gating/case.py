@@ -72,7 +72,7 @@ class RouterGatingCase(Case):
         tokens = self.seq * self.batch
         return {"logits": self.hidden_size, "dweight": tokens}.get(name, self.experts)
 
-    def sums(self, x: Tensor, weight: Tensor) -> dict[str, float]:
+    def sums(self, directions: Tensors, x: Tensor, weight: Tensor) -> dict[str, float]:
         """The terms of a logit may cancel."""
         if not x.numel():
             return {"logits": 0.0}

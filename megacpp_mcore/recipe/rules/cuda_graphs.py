@@ -70,10 +70,10 @@ def _whole_step(r: Rules) -> None:
         )
     experts = "backends.moe_experts"
     r.refuse(
-        r.has("E") and r[experts] not in (None, "auto", COUNTS_ON_DEVICE),
+        r.has("E") and r[experts] not in (None, "auto", *COUNTS_ON_DEVICE),
         experts,
-        f'must be "{COUNTS_ON_DEVICE}" or left out with {r.told(IMPL)}: the others read the '
-        "tokens of each expert on the host",
+        f"must be {', '.join(map(shown, COUNTS_ON_DEVICE))} or left out with {r.told(IMPL)}: the "
+        "others read the tokens of each expert on the host",
     )
     r.refuse(
         not r["launch.cuda_graph_warmup_steps"],

@@ -23,7 +23,7 @@ from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.receipts.run import RunReceipt, Work
 from megacpp_mcore.recipe import Recipe, patch_needs
 from megacpp_mcore.recipe.lowering import lower
-from megacpp_mcore.training.cpu import checkpoint, support
+from megacpp_mcore.training.cpu import checkpoint, memory, support
 from megacpp_mcore.training.cpu.megatron_setup import build_model, megatron_args, single_process
 from megacpp_mcore.training.cpu.optimizer import build_optimizer, build_scheduler
 from megacpp_mcore.training.cpu.progress import ProgressLog
@@ -55,13 +55,15 @@ def train(
     finished and saved before the function returns.
 
     Raises CpuLaneError for a recipe that the lane cannot run as written, MissingPackageError and
-    MissingPatchError for one that needs a package or a patch that is not there, RunFolderError,
+    MissingPatchError for one that needs a package or a patch that is not there, OutOfMemoryError
+    for one that this machine's memory does not hold, RunFolderError,
     DataError, CheckpointError, and TrainingError when the loss or a gradient is not finite; the
     receipt then says so, and the last good checkpoint is kept.
     """
     support.check(recipe, steps)
     check_packages(recipe)
     patch_needs.check(recipe)
+    memory.check(recipe)
     goodput = Goodput()
     folder = RunFolder(out)
     latest = folder.claim(resume=resume, overwrite=overwrite, resume_from=resume_from)
@@ -70,6 +72,8 @@ def train(
         args = megatron_args(lower(recipe).argv)
         with single_process(recipe.schedule.seed), _StopSignals() as stop:
             run = _Run(recipe, args, folder, goodput, environment)
+            if overwrite:
+                folder.clear()  # now that the new run can start
             if latest:
                 run.resume(latest)
             return run.until(steps or args.train_iters, stop)
@@ -108,7 +112,7 @@ class _Run:
             environment=environment,
             lane=lane("cpu"),
             goodput=goodput,
-            work=Work(flops.training_flops(recipe)),
+            work=Work(flops.training_flops(recipe), formula=flops.FORMULA),
         )
 
     def resume(self, latest: Path) -> None:
@@ -243,7 +247,10 @@ def _datasets(recipe: Recipe, cache: Path) -> tuple[TokenDataset, TokenDataset |
         split=data.split or "100,0,0",
         seed=schedule.seed,
         vocab_size=recipe.model.vocab_size,
-        eod_id=data.null_tokenizer_eod_id,
+        # as Megatron's NullTokenizer
+        eod_id=recipe.model.vocab_size - 1
+        if data.null_tokenizer_eod_id is None
+        else data.null_tokenizer_eod_id,
         eod_mask_loss=data.eod_mask_loss,
         reset_position_ids=data.reset_position_ids,
         cache_dir=data.data_cache_path or cache,

@@ -18,6 +18,7 @@ from megacpp_mcore.recipe import Recipe, patch_needs
 from megacpp_mcore.recipe.check import megatrons_refusals
 from megacpp_mcore.recipe.rules import cuda_graphs
 from megacpp_mcore.stack import bridges, unpickling
+from megacpp_mcore.training import sizes
 from megacpp_mcore.training.gpu import memory, resume
 from megacpp_mcore.training.gpu.rank_setup import Launch, LaunchError, check_agreement
 from megacpp_mcore.training.packages import check_backends, check_logging, check_packages
@@ -58,6 +59,8 @@ def _train(launch: Launch) -> None:
     dispatch.strict(launch.recipe.launch.strict)
     bridges.import_ops_only("mamba_ssm")
     check_packages(launch.recipe, yardstick=launch.yardstick)
+    if not launch.yardstick:
+        check_parameters_fit(launch.recipe, torch.cuda.get_device_properties("cuda").total_memory)
     patch_needs.check(launch.recipe)
     with bridges.hide_packages("jax"):  # Transformer Engine also imports its JAX support
         check_backends(launch.recipe)
@@ -70,6 +73,20 @@ def _train(launch: Launch) -> None:
     if os.environ["RANK"] == "0":  # before other ranks read the folder: they wait for rank 0
         _check_folder(launch, args)
     _pretrain(launch, args, goodput)
+
+
+def check_parameters_fit(recipe: Recipe, there: int) -> None:
+    """Refuse a recipe whose weights, gradients and optimizer states alone exceed a GPU's memory.
+
+    there: bytes of one GPU. Raises OutOfMemoryError.
+    """
+    if recipe.optimizer.optimizer_cpu_offload:  # how much stays on the GPU is Megatron's choice
+        return
+    from megacpp_mcore.planner import memory as planned
+
+    stages = range(recipe.parallel.pipeline_model_parallel_size)
+    needed = max(planned.kept_of_stage(recipe, stage) for stage in stages)
+    sizes.refuse(recipe, sizes.OF_PARAMETERS, "parameters", needed, there)
 
 
 def megatron_args(launch: Launch) -> Any:

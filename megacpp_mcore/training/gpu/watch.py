@@ -26,7 +26,7 @@ from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.receipts.run import RunReceipt, Work
 from megacpp_mcore.training.gpu import decisions, memory
-from megacpp_mcore.training.gpu.compilations import captured_bytes, compilations
+from megacpp_mcore.training.gpu.compilations import anywhere, captured_bytes, compilations
 from megacpp_mcore.training.gpu.gather_check import GatherCheck
 from megacpp_mcore.training.gpu.process_start import start_times
 from megacpp_mcore.training.gpu.rank_setup import Launch
@@ -134,7 +134,7 @@ class Watch:
             environment=self.launch.environment,
             lane=lane_here,
             goodput=self.goodput,
-            work=Work(cost, flops.PEAKS.get(lane_here["device"]["name"])),
+            work=_work(cost, lane_here["device"]["name"]),
         )
         if self.iteration and self.path.exists():
             tokens = self.iteration * args.global_batch_size * args.seq_length
@@ -169,7 +169,7 @@ class Watch:
         with self.goodput.span("step") as span:
             done = call()
             torch.cuda.synchronize()
-            cold = first or compilations() > compiled
+            cold = anywhere(first or compilations() > compiled)
             if cold:
                 self.goodput.book_as(span, "compile")
         captures = args.cuda_graph_impl == "full_iteration"
@@ -286,6 +286,11 @@ def _known_function(name: str, parameters: tuple[str, ...]) -> Callable:
             "package supports the loop of megatron-core 0.19.2"
         )
     return function
+
+
+def _work(flops_per_token: float, device: str) -> Work:
+    peak = flops.PEAKS.get(device)
+    return Work(flops_per_token, peak, flops.FORMULA, peak and f"{device}, dense bf16, data sheet")
 
 
 def _keeps_the_receipt() -> bool:

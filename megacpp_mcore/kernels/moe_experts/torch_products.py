@@ -1,0 +1,35 @@
+"""The experts' products by torch's grouped matrix product, which runs everywhere.
+
+x (R, k) and dy (R, n) are rows sorted by expert, or tokens that a routing gathers; w (E, n, k); the
+rows of expert e end at ends[e].
+"""
+
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+from megacpp_mcore.kernels.moe_experts.routing import Gathered, rows_of
+
+NAME = "torch"
+ALIGN = 1  # of an expert's first row
+
+
+def forward(x: Tensor | Gathered, w: Tensor, ends: Tensor) -> Tensor:
+    """x w^T: (R, n)."""
+    return grouped_mm(rows_of(x), w.transpose(-1, -2), offs=ends)
+
+
+def input_gradient(dy: Tensor | Gathered, w: Tensor, ends: Tensor) -> Tensor:
+    """dy w: (R, k)."""
+    return grouped_mm(rows_of(dy), w, offs=ends)
+
+
+def weight_gradient(dy: Tensor | Gathered, x: Tensor | Gathered, ends: Tensor) -> Tensor:
+    """dy^T x of each expert's rows: (E, n, k)."""
+    return grouped_mm(rows_of(dy).t(), rows_of(x), offs=ends)
+
+
+def add_weight_gradient(
+    total: Tensor, dy: Tensor | Gathered, x: Tensor | Gathered, ends: Tensor
+) -> None:
+    """total (E, n, k) += dy^T x, in total's dtype."""
+    total.add_(weight_gradient(dy, x, ends))

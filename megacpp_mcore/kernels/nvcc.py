@@ -1,0 +1,108 @@
+"""Compile the CUDA C++ of a kernel with nvcc on first use, and keep the library.
+
+The library has a plain C interface and is called through ctypes: building it takes seconds, and
+needs neither Python's headers nor torch's. Importing this module imports neither torch nor CUDA.
+"""
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from megacpp_mcore.errors import MegacppError
+
+TESTED_MAJOR = 9
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC")
+
+
+class KernelBuildError(MegacppError):
+    """nvcc is missing or refuses the source, or its output cannot be stored or loaded."""
+
+
+def find_nvcc() -> str | None:
+    """The nvcc of CUDA_HOME, else of PATH, else of /usr/local/cuda, or None."""
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    candidates = [*(f"{home}/bin/nvcc" for home in homes), "nvcc", "/usr/local/cuda/bin/nvcc"]
+    return next(filter(None, map(shutil.which, candidates)), None)
+
+
+@functools.cache
+def reason() -> str | None:
+    """Why no kernel can be built for this process's GPU, or None. Nothing is built."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    if major != TESTED_MAJOR:
+        return (
+            f"the GPU has compute capability {major}.{minor}; the kernels are tested on "
+            f"{TESTED_MAJOR}.x only"
+        )
+    if find_nvcc() is None:
+        return "nvcc, which compiles the kernels on first use, is not found (CUDA_HOME, PATH)"
+    return None
+
+
+def library(source: Path, architecture: str, instead: str) -> ctypes.CDLL:
+    """`source` compiled for `architecture` ("sm_90", or "sm_90a" with Hopper's own instructions).
+
+    The file is under XDG_CACHE_HOME (~/.cache); its name has a hash of all files beside the source,
+    the flags and nvcc's version. Other processes that need it meanwhile wait for the one that
+    builds it. instead: what a user without nvcc can set. Raises KernelBuildError with nvcc's
+    message, or with why the file cannot be written or loaded.
+    """
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise KernelBuildError(
+            "nvcc is not found (CUDA_HOME, PATH, /usr/local/cuda): install the CUDA toolkit, or "
+            f"set {instead}"
+        )
+    name = f"{source.stem}-{architecture}-{fingerprint(nvcc, source.parent)}.so"
+    path = _cache_folder() / name
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path.with_suffix(".lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not path.exists():
+                    _compile(nvcc, source, architecture, path)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise KernelBuildError(
+            f"cannot keep or load the compiled kernels at {path}: {error}; name a folder for them "
+            "in XDG_CACHE_HOME that can be written to and loaded from"
+        ) from error
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "megacpp-mcore" / "kernels"
+
+
+def fingerprint(nvcc: str, sources: Path) -> str:
+    """A hash of nvcc's version, the flags and every file of the folder `sources`."""
+    digest = hashlib.sha256(" ".join(_FLAGS).encode())
+    digest.update(subprocess.run([nvcc, "--version"], capture_output=True, check=True).stdout)
+    for source in sorted(sources.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compile(nvcc: str, source: Path, architecture: str, path: Path) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    number = architecture.removeprefix("sm_")
+    target = f"-gencode=arch=compute_{number},code={architecture}"  # machine code, no PTX
+    command = [nvcc, *_FLAGS, target, "-o", temporary, source]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        temporary.unlink(missing_ok=True)
+        raise KernelBuildError(
+            f"{nvcc} {target} failed on {source.name} with status {result.returncode}: "
+            f"{result.stderr.strip()}"
+        )
+    os.replace(temporary, path)

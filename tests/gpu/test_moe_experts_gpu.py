@@ -1,0 +1,153 @@
+"""The experts' products for Hopper, and the layer's operator in a CUDA graph."""
+
+import itertools
+
+import pytest
+import torch
+
+from megacpp_mcore.kernels.moe_experts import hopper_products, torch_products
+from megacpp_mcore.kernels.moe_experts.fused import Experts, experts_routed
+from megacpp_mcore.kernels.moe_experts.routing import Gathered, route
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+]
+
+# tokens of the experts, hidden size, ffn: no multiples of a tile or of a step of 64
+SIZES = {
+    "one-expert": ([300], 256, 64),
+    "idle-experts": ([130, 0, 5, 700, 256], 512, 96),
+    "odd": ([0, 0, 40], 264, 200),
+    "many": ([1, 77, 128, 129, 3, 0, 255, 256, 257] * 28, 128, 120),
+    "full-size": ([3000, 5200, 4096, 4088], 3584, 896),
+}
+
+
+@pytest.fixture(params=SIZES)
+def problem(request):
+    counts, h, f = SIZES[request.param]
+    if why := hopper_products.reason(torch.bfloat16, len(counts)):
+        pytest.skip(why)
+    generator = torch.Generator("cuda").manual_seed(int.from_bytes(request.param.encode()) % 2**31)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, device="cuda").bfloat16()
+
+    experts, tokens = len(counts), max(1, max(counts))
+    chosen = torch.zeros(tokens, experts, dtype=torch.bool, device="cuda")
+    for expert, count in enumerate(counts):
+        picked = torch.randperm(tokens, generator=generator, device="cuda")[:count]
+        chosen[picked, expert] = True
+    topk = int(chosen.sum(1).max())
+    routing = route(chosen, chosen.float(), topk, hopper_products.ALIGN)
+    spans = list(itertools.pairwise([0, *routing.ends.tolist()]))
+    real = torch.zeros(routing.size, 1, device="cuda", dtype=torch.bool)
+    for before, end in spans:
+        real[before:end] = (routing.token[before:end] >= 0)[:, None]
+    return routing, spans, (lambda width: normal(routing.size, width) * real), normal, h, f
+
+
+def near(found, expected, dtype=torch.bfloat16, terms=4096):
+    """One rounding to the dtype, and float32 sums; of the norm, as values may cancel."""
+    bound = torch.finfo(dtype).eps / 2 + terms**0.5 * torch.finfo(torch.float32).eps
+    distance = (found.double() - expected).norm() / expected.norm().clamp(min=1e-30)
+    assert distance <= bound, f"{distance:.2e} > {bound:.2e}"
+
+
+def rows_by_weights(spans, x, w):
+    """x w of each expert's rows; w (E, k, n)."""
+    return torch.cat([x[a:b].double() @ w[i].double() for i, (a, b) in enumerate(spans)])
+
+
+def rows_by_rows(spans, dy, x):
+    return torch.stack([dy[a:b].double().t() @ x[a:b].double() for a, b in spans])
+
+
+def test_rows_times_weights(problem):
+    routing, spans, rows, normal, h, f = problem
+    experts, used = len(spans), spans[-1][1]
+    for n, k in ((2 * f, h), (h, f)):
+        w, x, dy = normal(experts, n, k), rows(k), rows(n)
+        y = hopper_products.forward(x, w, routing.ends)
+        dx = hopper_products.input_gradient(dy, w, routing.ends)
+        near(y[:used], rows_by_weights(spans, x, w.transpose(1, 2)))
+        near(dx[:used], rows_by_weights(spans, dy, w))
+        assert torch.equal(y[:used], hopper_products.forward(x, w, routing.ends)[:used])
+
+
+def test_tokens_are_gathered(problem):
+    routing, spans, _, normal, h, f = problem
+    tokens, w = normal(routing.rows.shape[0], h), normal(len(spans), 2 * f, h)
+    gathered = Gathered(tokens, routing)
+    found = hopper_products.forward(gathered, w, routing.ends)
+    used = spans[-1][1]
+    assert torch.equal(found[:used], hopper_products.forward(gathered.rows, w, routing.ends)[:used])
+
+
+def test_rows_after_the_last_experts_are_not_written(problem):
+    routing, spans, rows, normal, h, f = problem
+    x, w = rows(h), normal(len(spans), 2 * f, h)
+    out = torch.full((routing.size, 2 * f), float("nan"), device="cuda", dtype=torch.bfloat16)
+    hopper_products._launch(0, x, w, out, routing.ends, len(x), n=2 * f, k=h)
+    assert out[: spans[-1][1]].isfinite().all() and out[spans[-1][1] :].isnan().all()
+
+
+def test_weight_gradients_stored_and_added(problem):
+    routing, spans, rows, normal, h, f = problem
+    for n, k in ((2 * f, h), (h, f)):
+        dy, x = rows(n), rows(k)
+        expected = rows_by_rows(spans, dy, x)
+        near(hopper_products.weight_gradient(dy, x, routing.ends), expected)
+        total = normal(len(spans), n, k).float()
+        before = total.double()
+        hopper_products.add_weight_gradient(total, dy, x, routing.ends)
+        # added to values of the order of 1: relative to the sum
+        near(total, before + expected, torch.float32)
+
+
+@pytest.mark.parametrize("products", [torch_products, hopper_products], ids=lambda p: p.NAME)
+def test_a_graph_routes_anew_at_every_replay(products):
+    """What the host knows of a captured step is its sizes alone."""
+    if products is hopper_products and (why := hopper_products.reason(torch.bfloat16, 8)):
+        pytest.skip(why)
+    tokens, experts, topk, h, f = 1000, 8, 2, 256, 64
+
+    def draw():
+        scores = torch.rand(tokens, experts, device="cuda")
+        chosen = torch.zeros(tokens, experts, dtype=torch.bool, device="cuda")
+        chosen.scatter_(1, scores.topk(topk, dim=1).indices, True)
+        return torch.randn(tokens, h, device="cuda").bfloat16(), chosen, scores * chosen
+
+    w1 = (torch.randn(experts, 2 * f, h, device="cuda") * h**-0.5).bfloat16().requires_grad_()
+    w2 = (torch.randn(experts, h, f, device="cuda") * f**-0.5).bfloat16().requires_grad_()
+    for weight in (w1, w2):
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight).float(), False
+    static = draw()
+    x, probs = static[0].requires_grad_(), static[2].requires_grad_()
+    direction = torch.randn(tokens, h, device="cuda").bfloat16()
+
+    def step():
+        y = experts_routed(x, static[1], probs, Experts(w1, w2, True, products), topk)
+        return y, *torch.autograd.grad(y, (x, probs, w1, w2), direction)[:2]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(2):
+        with torch.no_grad():
+            for buffer, value in zip((x, static[1], probs), draw(), strict=True):
+                buffer.copy_(value)
+        sums = []
+        for run in (graph.replay, step):
+            for weight in (w1, w2):
+                weight.main_grad.zero_()
+            values = run() or captured
+            sums.append([*(v.clone() for v in values), w1.main_grad.clone(), w2.main_grad.clone()])
+        for replayed, eager in zip(*sums, strict=True):
+            assert torch.equal(replayed, eager)

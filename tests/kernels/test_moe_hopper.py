@@ -1,0 +1,96 @@
+"""How Hopper's products are called: on a CPU, by a C program with the interface of grouped.cu."""
+
+import contextlib
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import test_moe_routed as routed
+import torch
+
+from megacpp_mcore.kernels import nvcc
+from megacpp_mcore.kernels.moe_experts import hopper_products
+from megacpp_mcore.kernels.moe_experts.fused import Experts, experts_routed
+from megacpp_mcore.kernels.moe_experts.routing import Gathered, route
+
+_SOURCE = Path(__file__).with_name("grouped_product.c")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    path = tmp_path_factory.mktemp("grouped") / "grouped.so"
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", path, _SOURCE], check=True)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(compiled, monkeypatch):
+    monkeypatch.setattr(nvcc, "library", lambda *args: ctypes.CDLL(str(compiled)))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    hopper_products._kernels.cache_clear()
+    yield
+    hopper_products._kernels.cache_clear()
+
+
+@pytest.mark.parametrize("case", ["plain", "dropped", "one-expert", "skewed", "empty"])
+def test_the_operator_is_the_definition(case):
+    sizes = routed.CASES[case]
+    leaves, chosen, direction = routed.draw(**sizes, dtype=torch.bfloat16)
+    expected = routed.definition(leaves, chosen, direction)
+    with routed.poisoned_memory("cpu"):
+        found = routed.run(leaves, chosen, direction, sizes["topk"], hopper_products)
+    routed.assert_near(found, expected, torch.bfloat16, 300)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_weight_gradients_are_added_in_float32(wide):
+    """In another dtype after the product."""
+    leaves, chosen, direction = routed.draw(37, 5, 2, dtype=torch.bfloat16)
+    expected = routed.definition(leaves, chosen, direction)
+    before = {}
+    for name in ("w1", "w2"):
+        weight = leaves[name]
+        weight.main_grad = torch.randn(weight.shape).to(torch.float32 if wide else torch.bfloat16)
+        before[name] = weight.main_grad.double()
+    experts = Experts(leaves["w1"], leaves["w2"], True, hopper_products)
+    experts_routed(leaves["x"], chosen, leaves["probs"], experts, 2).backward(direction)
+    for name, start in before.items():
+        total = {name: leaves[name].main_grad}
+        routed.assert_near(total, {name: start + expected[name]}, torch.bfloat16, 300)
+
+
+def test_tokens_are_gathered_by_the_first_product_alone():
+    leaves, chosen, _ = routed.draw(37, 5, 2, dtype=torch.bfloat16)
+    routing = route(chosen, leaves["probs"].detach(), 2, hopper_products.ALIGN)
+    x, w1, w2 = (leaves[name].detach() for name in ("x", "w1", "w2"))
+    gathered = Gathered(x, routing)
+    used = int(routing.ends[-1])
+    h = hopper_products.forward(gathered, w1, routing.ends)[:used]
+    assert "rows" not in vars(gathered)
+    assert torch.equal(h, hopper_products.forward(gathered.rows, w1, routing.ends)[:used])
+    da = hopper_products.input_gradient(Gathered(x, routing), w2, routing.ends)[:used]
+    assert torch.equal(da, hopper_products.input_gradient(gathered.rows, w2, routing.ends)[:used])
+
+
+def test_what_cuda_refuses_is_passed_on():
+    x, w = torch.zeros(128, 8).bfloat16(), torch.zeros(2, 8, 8).bfloat16()
+    unaligned = torch.tensor([100, 128], dtype=torch.int32)
+    with pytest.raises(hopper_products.HopperProductError, match=r"\(128, 8\).*refused"):
+        hopper_products.forward(x, w, unaligned)
+
+
+@pytest.mark.slow
+def test_the_sources_compile(monkeypatch, tmp_path):
+    if nvcc.find_nvcc() is None:
+        pytest.skip("no nvcc here")
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    hopper_products._kernels.cache_clear()
+    assert hopper_products._kernels().grouped_error(0) == b"no error"

@@ -1,0 +1,215 @@
+"""The experts from tokens to tokens: against float64, whatever the router does."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from admission_probes import poisoned_memory, strided
+from torch.nn import functional
+
+from megacpp_mcore.kernels.moe_experts import hopper_products, torch_products
+from megacpp_mcore.kernels.moe_experts.fused import (
+    Experts,
+    experts_routed,
+    experts_sorted,
+)
+from megacpp_mcore.kernels.moe_experts.readers import readers
+from megacpp_mcore.kernels.moe_experts.routing import allocated, route
+
+NAMES = ("x", "probs", "w1", "w2", "addend")
+
+
+def padded(align):
+    """torch's products for rows that are padded, as Hopper's want them."""
+    return SimpleNamespace(**{**vars(torch_products), "ALIGN": align})
+
+
+def draw(tokens, experts, topk, h=16, f=24, dtype=torch.float32, skew=0.0, dropped=0.0):
+    """Inputs, with 90 % of the tokens on expert 0 for a skew, and without `dropped` of the pairs.
+
+    The last of four or more experts gets nothing.
+    """
+    scores = torch.rand(tokens, experts)
+    scores[:, 0] += (torch.rand(tokens) < skew) * 2.0
+    if experts - 1 >= max(topk, 3):
+        scores[:, -1] = -1.0
+    chosen = torch.zeros(tokens, experts, dtype=torch.bool)
+    chosen.scatter_(1, scores.topk(topk, dim=1).indices, True)
+    chosen &= torch.rand(tokens, experts) >= dropped
+    values = {
+        "x": torch.randn(tokens, h), "probs": torch.rand(tokens, experts) * chosen,
+        "w1": torch.randn(experts, 2 * f, h) * h**-0.5,
+        "w2": torch.randn(experts, h, f) * f**-0.5, "addend": torch.randn(tokens, h),
+    }  # fmt: skip
+    leaves = {n: v if n == "probs" else v.to(dtype) for n, v in values.items()}
+    direction = torch.randn(tokens, h).to(dtype)
+    return {n: v.requires_grad_() for n, v in leaves.items()}, chosen, direction
+
+
+def definition(leaves, chosen, direction):
+    """Each expert on its tokens, and the sum, in float64: output and gradients."""
+    wide = {n: v.detach().double().requires_grad_() for n, v in leaves.items()}
+    y = wide["addend"]
+    for expert in range(chosen.shape[1]):
+        t = chosen[:, expert].nonzero().flatten()
+        gate, up = (wide["x"][t] @ wide["w1"][expert].t()).chunk(2, dim=-1)
+        a = functional.silu(gate) * up * wide["probs"][t, expert, None]
+        y = y.index_add(0, t, a @ wide["w2"][expert].t())
+    y.backward(direction.double())
+    return {"y": y.detach()} | {n: v.grad for n, v in wide.items()}
+
+
+def run(leaves, chosen, direction, topk, products=torch_products):
+    experts = Experts(leaves["w1"], leaves["w2"], products=products)
+    x, probs, addend = (leaves[n] for n in ("x", "probs", "addend"))
+    y = experts_routed(x, chosen, probs, experts, topk, addend)
+    y.backward(direction)
+    found = {"y": y.detach()} | {n: v.grad for n, v in leaves.items()}
+    for value in leaves.values():
+        value.grad = None
+    return found
+
+
+def assert_near(found, expected, dtype, terms):
+    """Five roundings to the dtype forward and as many back; float32 sums of `terms` terms."""
+    bound = 10 * torch.finfo(dtype).eps / 2 + terms * torch.finfo(torch.float32).eps
+    for name, truth in expected.items():
+        assert found[name].shape == truth.shape
+        scale = truth.abs().amax() if truth.numel() else 0.0
+        assert ((found[name].double() - truth).abs() <= bound * scale).all(), name
+
+
+CASES = {
+    "plain": {"tokens": 37, "experts": 5, "topk": 2},
+    "one-token": {"tokens": 1, "experts": 4, "topk": 3},
+    "one-expert": {"tokens": 9, "experts": 1, "topk": 1},
+    "every-expert": {"tokens": 19, "experts": 8, "topk": 8},
+    "skewed": {"tokens": 90, "experts": 6, "topk": 1, "skew": 0.9},
+    "dropped": {"tokens": 40, "experts": 5, "topk": 3, "dropped": 0.4},
+    "several-blocks": {"tokens": 140, "experts": 16, "topk": 4, "h": 8, "f": 8},
+    "many-experts": {"tokens": 66, "experts": 100, "topk": 6, "h": 8, "f": 8},
+    "odd-width": {"tokens": 21, "experts": 3, "topk": 2, "h": 24, "f": 1032},
+    "empty": {"tokens": 0, "experts": 3, "topk": 2},
+}
+
+
+@pytest.mark.parametrize("align", [1, 8])
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_definition(case, align):
+    sizes = CASES[case]
+    leaves, chosen, direction = draw(**sizes)
+    expected = definition(leaves, chosen, direction)
+    with poisoned_memory("cpu"):
+        found = run(leaves, chosen, direction, sizes["topk"], padded(align))
+    terms = 2 * (sizes.get("h", 16) + sizes.get("f", 24) + sizes["tokens"])
+    assert_near(found, expected, torch.float32, terms)
+
+
+def test_in_bfloat16_with_float32_probabilities():
+    leaves, chosen, direction = draw(60, 5, 2, dtype=torch.bfloat16)
+    expected = definition(leaves, chosen, direction)
+    found = run(leaves, chosen, direction, 2)
+    assert_near(found, expected, torch.bfloat16, 200)
+    assert found["y"].dtype == torch.bfloat16 and found["probs"].dtype == torch.float32
+
+
+def test_inputs_of_any_strides():
+    leaves, chosen, direction = draw(33, 5, 2)
+    expected = definition(leaves, chosen, direction)
+    for name in ("x", "probs", "addend"):
+        leaves[name] = strided(leaves[name].detach()).requires_grad_()
+    wide = torch.ones(33, 10, dtype=torch.bool)
+    wide[:, ::2] = chosen
+    found = run(leaves, wide[:, ::2], strided(direction), 2)
+    assert_near(found, expected, torch.float32, 200)
+
+
+@pytest.mark.parametrize("align", [1, 8])
+def test_rows_are_sorted_by_expert_then_by_token(align):
+    leaves, chosen, _ = draw(140, 7, 3)
+    routing = route(chosen, leaves["probs"].detach(), 3, align)
+    ends, start = routing.ends.tolist(), 0
+    for expert, end in enumerate(ends):
+        tokens = chosen[:, expert].nonzero().flatten()
+        rows = routing.token[start:end]
+        assert torch.equal(rows[: len(tokens)].long(), tokens)
+        assert (rows[len(tokens) :] == -1).all() and len(rows) == -(-len(tokens) // align) * align
+        probs = leaves["probs"].detach()[tokens, expert]
+        assert torch.equal(routing.row_probs[start : start + len(tokens)], probs)
+        start = end
+    for token, rows in enumerate(routing.rows.tolist()):
+        assert [int(routing.token[row]) for row in rows] == [token] * 3 and rows == sorted(rows)
+    assert routing.size == allocated(140, 3, 7, align)
+
+
+def test_the_same_bits_whenever_it_is_run():
+    leaves, chosen, direction = draw(50, 6, 2, dtype=torch.bfloat16, skew=0.9)
+    first, second = (run(leaves, chosen, direction, 2) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_readers_get_the_sum_of_all_gradients():
+    leaves, chosen, direction = draw(37, 5, 2)
+    router, shared = torch.randn(16), torch.randn(16)
+
+    def run_with(readers_of):
+        x = leaves["x"].detach().requires_grad_()
+        found = readers_of(x)
+        experts = Experts(leaves["w1"].detach(), leaves["w2"].detach())
+        more = (found.rows, found) if found else ()
+        y = experts_routed(x, chosen, leaves["probs"], experts, 2, None, *more)
+        total = (y * direction).sum()
+        total = total + ((found.router if found else x) * router).sum()
+        total = total + ((found.shared if found else x) * shared).sum()
+        total.backward()
+        return x.grad
+
+    plain = run_with(lambda x: None)
+    fused = run_with(lambda x: readers(x, allocated(37, 2, 5, torch_products.ALIGN)))
+    # Three terms that are added in another order, once rounded less.
+    torch.testing.assert_close(fused, plain, rtol=0, atol=4 * 2**-24 * plain.abs().max().item())
+
+
+@pytest.mark.parametrize("sort", [False, True])
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_weight_gradients_are_added_to_main_grad(sort, zeroed):
+    leaves, chosen, direction = draw(37, 5, 2)
+    expected = definition(leaves, chosen, direction)
+    before = {}
+    for name in ("w1", "w2"):
+        weight = leaves[name]
+        weight.main_grad = torch.randn(weight.shape)
+        weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, zeroed
+        before[name] = weight.main_grad.clone()
+    experts = Experts(leaves["w1"], leaves["w2"], into_main_grad=True)
+    if sort:
+        token, expert = chosen.t().nonzero().flip(1).unbind(1)
+        rows, probs = leaves["x"][token], leaves["probs"][token, expert]
+        y = experts_sorted(rows, chosen.sum(0), probs, experts)
+        y = torch.zeros(37, 16).index_add(0, token, y)
+    else:
+        y = experts_routed(leaves["x"], chosen, leaves["probs"], experts, 2)
+    y.backward(direction)
+    for name, start in before.items():
+        weight = leaves[name]
+        added = {name: weight.main_grad - start}
+        # and the rounding of a sum with what was there
+        assert_near(added, {name: expected[name]}, torch.float32, 400)
+        assert weight.grad_added_to_main_grad and weight.grad.shape == weight.shape
+        if zeroed:
+            assert not weight.grad.any()
+
+
+def test_frozen_weights_and_tokens_get_no_gradient():
+    leaves, chosen, direction = draw(20, 4, 2)
+    for name in ("x", "w1", "addend"):
+        leaves[name].requires_grad_(False)
+    found = run(leaves, chosen, direction, 2)
+    assert [name for name in NAMES if found[name] is not None] == ["probs", "w2"]
+
+
+def test_hoppers_products_say_why_they_do_not_serve(monkeypatch):
+    monkeypatch.setattr(hopper_products.nvcc, "reason", lambda: None)
+    assert hopper_products.reason(torch.bfloat16, 256) is None
+    assert "256" in hopper_products.reason(torch.bfloat16, 257)
+    assert "bfloat16" in hopper_products.reason(torch.float32, 16)
