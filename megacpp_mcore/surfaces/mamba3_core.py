@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from megacpp_mcore.surfaces import mamba3_prep, mamba3_scan
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
-from megacpp_mcore.surfaces.figures import Figure
 from megacpp_mcore.surfaces.support import (
     KERNEL_TESTS,
     always,
@@ -82,7 +81,7 @@ def _triton(workload: Workload) -> str | None:
     return import_reason("mamba_ssm.ops.triton.mamba3.mamba3_siso_combined")
 
 
-_KERNELS, _LAYER = "megacpp_mcore.kernels.mamba3_core", "layer-mamba3-core.json"
+_KERNELS = "megacpp_mcore.kernels.mamba3_core"
 _facts = {
     "layout": "[s, b, in_proj's rows] -> [s, b, H P]; SISO, any length, packed documents",
     "tests": (
@@ -101,11 +100,8 @@ SURFACE = Surface(
             "written in place, and beside the scan's two kernels there are six of our own",
             dtypes="bf16; dt, decay, angles, their sums and state in fp32",
             fallback=REFERENCE,
-            receipt=_LAYER,
-            figures=(
-                Figure(_LAYER, "mamba3_core=triton", "the layer, with the first version"),
-                Figure(_LAYER, "recipe", "the layer without it"),
-            ),
+            no_receipt="a layer with its first version was timed without a receipt of the tree: "
+            "8.37 ms forward and backward at 4 x 4096 tokens, 10.68 with prep and scan",
             exit_when="a scan of our own has prep and gate inside",
             **_facts,
         ),

@@ -8,6 +8,7 @@ gradient is written where it lies in that of the projection. Math: `reference.py
 import torch
 from torch import Tensor
 
+from megacpp_mcore.kernels.device_guard import device_of
 from megacpp_mcore.kernels.m2rnn import M2RNNInputError, cuda
 from megacpp_mcore.kernels.m2rnn_core import around
 from megacpp_mcore.kernels.m2rnn_core.reference import check_inputs, document_starts, heads_of
@@ -63,12 +64,13 @@ def _forward(
     H), y (b, s, H, V) and the state before each chunk."""
     sizes = around.Sizes(heads, k_dim, v_dim, eps)
     projected = _readable(projected)
-    mixed, f = around.before(projected, conv_weight, conv_bias, A_log, dt_bias, starts, sizes)
-    q, k, v = heads_of(mixed, k_dim, v_dim)
-    y, _, checkpoints = cuda.forward(
-        q, k, v, W, f, None, bounds, chunk_size, grad_clamp, exact_tanh
-    )
-    out = around.behind(projected, mixed, y, D, norm_weight, sizes)
+    with device_of(projected):
+        mixed, f = around.before(projected, conv_weight, conv_bias, A_log, dt_bias, starts, sizes)
+        q, k, v = heads_of(mixed, k_dim, v_dim)
+        y, _, checkpoints = cuda.forward(
+            q, k, v, W, f, None, bounds, chunk_size, grad_clamp, exact_tanh
+        )
+        out = around.behind(projected, mixed, y, D, norm_weight, sizes)
     return [out, mixed, f, y, checkpoints]
 
 
@@ -98,17 +100,18 @@ def _backward(
     sizes = around.Sizes(heads, k_dim, v_dim, eps)
     projected, dout = _readable(projected), _readable(dout)
     dprojected = torch.empty(projected.shape, dtype=projected.dtype, device=projected.device)
-    dy, behind = around.behind_backward(
-        projected, mixed, y, D, norm_weight, dout, dprojected, sizes
-    )
-    q, k, v = heads_of(mixed, k_dim, v_dim)
-    dq, dk, dv, dW, df, _ = cuda.backward(
-        dy, None, q, k, v, W, f, bounds, checkpoints, chunk_size, grad_clamp
-    )
-    before = around.before_backward(
-        projected, conv_weight, conv_bias, A_log, dt_bias, starts, D, dq, dk, dv, dy, f, df,
-        dprojected, sizes,
-    )  # fmt: skip
+    with device_of(projected):
+        dy, behind = around.behind_backward(
+            projected, mixed, y, D, norm_weight, dout, dprojected, sizes
+        )
+        q, k, v = heads_of(mixed, k_dim, v_dim)
+        dq, dk, dv, dW, df, _ = cuda.backward(
+            dy, None, q, k, v, W, f, bounds, checkpoints, chunk_size, grad_clamp
+        )
+        before = around.before_backward(
+            projected, conv_weight, conv_bias, A_log, dt_bias, starts, D, dq, dk, dv, dy, f, df,
+            dprojected, sizes,
+        )  # fmt: skip
     return [dprojected, dW, behind, before]
 
 

@@ -8,6 +8,7 @@ backward pass twice. Math: `reference.py`.
 import torch
 from torch import Tensor
 
+from megacpp_mcore.kernels.device_guard import device_of
 from megacpp_mcore.kernels.mamba3.inputs import Mamba3InputError
 from megacpp_mcore.kernels.mamba3_core import around, scan
 from megacpp_mcore.kernels.mamba3_core.reference import check_inputs, document_starts
@@ -87,10 +88,11 @@ def _forward(
     projected = _readable(projected)
     parameters = (x.contiguous() for x in (dt_bias, B_weight, C_weight, B_bias, C_bias, D))
     dt_bias, B_weight, C_weight, B_bias, C_bias, D = parameters
-    found = around.steps(projected, dt_bias, B_weight, C_weight, starts, sizes)
     y = _output(projected, sizes)
     x, z = (_heads(projected, sizes, i) for i in (1, 0))
-    saved = scan.forward(found, x, z, C_bias, B_bias, D, bounds, _heads(y, sizes), save)
+    with device_of(projected):
+        found = around.steps(projected, dt_bias, B_weight, C_weight, starts, sizes)
+        saved = scan.forward(found, x, z, C_bias, B_bias, D, bounds, _heads(y, sizes), save)
     return [y, found.dt, found.theta, *saved] if save else [y]
 
 
@@ -122,13 +124,14 @@ def _backward(
     parameters = tuple(x.contiguous() for x in (dt_bias, B_weight, C_weight, B_bias, C_bias))
     projected, dy, inner = _readable(projected), _readable(dy), scan.Saved(*saved)
     dprojected = torch.empty(projected.shape, dtype=projected.dtype, device=projected.device)
-    dy_inner = around.gate_backward(projected, dy, inner.y, dprojected, sizes)
     x, dx = _heads(projected, sizes, 1), _heads(dprojected, sizes, 1)
-    gradients, dD = scan.backward(dy_inner, inner, x, D.contiguous(), bounds, dx)
-    sums = around.steps_backward(
-        projected, *parameters, starts, dt, theta, inner.scale, inner.gamma, gradients, dprojected,
-        sizes,
-    )  # fmt: skip
+    with device_of(projected):
+        dy_inner = around.gate_backward(projected, dy, inner.y, dprojected, sizes)
+        gradients, dD = scan.backward(dy_inner, inner, x, D.contiguous(), bounds, dx)
+        sums = around.steps_backward(
+            projected, *parameters, starts, dt, theta, inner.scale, inner.gamma, gradients,
+            dprojected, sizes,
+        )  # fmt: skip
     return [dprojected, sums, dD]
 
 
