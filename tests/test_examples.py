@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import warm
+from left_behind import wait_until
 
 from megacpp_mcore import receipts
 from megacpp_mcore.hybrid.flops import count
@@ -92,6 +93,35 @@ def test_slurm(run, corpus):
     )
     assert recipe.world_size == 16 and recipe.schedule.global_batch_size == 128
     assert own[-len(lower(recipe).argv) :] == lower(recipe).argv
+
+
+def test_slurm_queues_the_job_again_when_its_time_is_over(tmp_path, corpus):
+    """SIGTERM goes on to srun, whose ranks save; then the job is queued again."""
+    tools, calls = tmp_path / "bin", tmp_path / "calls"
+    tools.mkdir()
+    srun = """#!/bin/sh
+trap 'echo saved >> "$CALLS"; exit 1' TERM
+echo started >> "$CALLS"
+while :; do sleep 0.05; done
+"""
+    scontrol = """#!/bin/sh
+[ "$1" = requeue ] && echo "$@" >> "$CALLS" || echo first
+"""
+    megacpp = f'#!/bin/sh\nexec {sys.executable} -m megacpp_mcore.cli "$@"\n'
+    for name, text in (("srun", srun), ("scontrol", scontrol), ("megacpp", megacpp)):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    script = subprocess.Popen(
+        ["bash", str(EXAMPLES / "slurm.sbatch"), str(corpus), "/shared/out"], cwd=tmp_path,
+        env=os.environ | {
+            "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "CALLS": str(calls),
+            "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7",
+        },
+    )  # fmt: skip
+    wait_until(calls.exists, 60)
+    script.terminate()
+    assert script.wait(timeout=30) == 1
+    assert calls.read_text().splitlines() == ["started", "saved", "requeue 7"]
 
 
 @pytest.mark.slow

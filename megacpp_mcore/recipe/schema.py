@@ -344,6 +344,8 @@ class Launch:
     environment: dict[str, str] = to(Target.ENVIRONMENT, {})
     distributed_backend: Literal["nccl", "gloo"] = to_flag("nccl")
     distributed_timeout_minutes: int = to_flag(10)
+    # a rank that makes no progress for so long ends the run; compiling and saving take minutes
+    heartbeat_timeout_s: int | None = to(Target.PLUGIN, 1800)
     use_cpu_initialization: bool | None = to_flag(None)
     # "auto" is ours: rules.cuda_graphs puts full_iteration or none in its place
     cuda_graph_impl: Literal["auto", "none", "local", "transformer_engine", "full_iteration"] = (

@@ -31,6 +31,7 @@ from megacpp_mcore.training.cpu.step import Batch, Trainer, TrainingError
 from megacpp_mcore.training.data.datasets import TokenDataset, batches, build_datasets, order_digest
 from megacpp_mcore.training.data.entropy import corpus_entropy
 from megacpp_mcore.training.environment import apply_environment
+from megacpp_mcore.training.heartbeat import Heartbeat
 from megacpp_mcore.training.packages import check_packages
 from megacpp_mcore.training.run_folder import RunFolder
 
@@ -71,12 +72,14 @@ def train(
     try:
         args = megatron_args(lower(recipe).argv)
         with single_process(recipe.schedule.seed), _StopSignals() as stop:
-            run = _Run(recipe, args, folder, goodput, environment)
-            if overwrite:
-                folder.clear()  # now that the new run can start
-            if latest:
-                run.resume(latest)
-            return run.until(steps or args.train_iters, stop)
+            timeout = recipe.launch.heartbeat_timeout_s
+            with Heartbeat(folder.path / "heartbeat", 0, timeout) as heartbeat:
+                run = _Run(recipe, args, folder, goodput, environment, heartbeat)
+                if overwrite:
+                    folder.clear()  # now that the new run can start
+                if latest:
+                    run.resume(latest)
+                return run.until(steps or args.train_iters, stop)
     finally:
         folder.release()
 
@@ -86,8 +89,9 @@ class _Run:
 
     def __init__(
         self, recipe: Recipe, args: Namespace, folder: RunFolder, goodput: Goodput,
-        environment: dict[str, dict[str, str]],
+        environment: dict[str, dict[str, str]], heartbeat: Heartbeat,
     ) -> None:  # fmt: skip
+        self.heartbeat = heartbeat
         self.recipe, self.args, self.folder, self.goodput = recipe, args, folder, goodput
         with goodput.span("data"):
             self.train_data, self.valid_data = _datasets(recipe, folder.cache)
@@ -168,6 +172,7 @@ class _Run:
         start = self.iteration * self.args.global_batch_size
         micro_batches = batches(self.train_data, size, start)
         for _ in range(self.iteration, last):
+            self.heartbeat.beat(f"in step {self.iteration + 1}")
             with self.goodput.span("data"):
                 batch = list(islice(micro_batches, per_step))
             yield batch
@@ -188,6 +193,7 @@ class _Run:
     def _evaluate(self, log: ProgressLog) -> None:
         if self.valid_data is None:
             return
+        self.heartbeat.beat(f"evaluating after step {self.iteration}")
         schedule, size = self.recipe.schedule, self.args.micro_batch_size
         # always the first ones: the dataset is a whole epoch of the held-out documents
         count = schedule.eval_iters * schedule.global_batch_size // size
@@ -199,6 +205,7 @@ class _Run:
     def _save(self) -> None:
         # The receipt first: a resumed run can drop steps after the checkpoint from it, but cannot
         # restore missing steps before the checkpoint.
+        self.heartbeat.beat(f"saving after step {self.iteration}")
         self.receipt.write("running")
         with self.goodput.span("checkpoint"):
             keep = self.recipe.checkpoint.keep_latest
