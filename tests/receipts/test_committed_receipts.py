@@ -12,7 +12,9 @@ from megacpp_mcore.hybrid import flops
 from megacpp_mcore.receipts.compare import unlike
 from megacpp_mcore.receipts.intervals import time_ratio
 from megacpp_mcore.receipts.judge import MARGIN, judge_rows, judge_runs
+from megacpp_mcore.receipts.table import table
 from megacpp_mcore.recipe import load_recipe
+from megacpp_mcore.surfaces.figures import surfaces_by_receipt
 from megacpp_mcore.surfaces.registry import REGISTRY
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples/receipts/h200"
@@ -436,3 +438,18 @@ def test_a_captured_step_of_52_layers_and_two_ranks_of_them_are_as_said():
     assert f"took {2 * 4 * 4 * 4096 / rate:.2f} s per step of 131,072 tokens" in words
     mfu = two["result"]["mfu"] * 100
     assert f"[{rate / 2e3:.1f} k tokens/s per GPU, {mfu:.1f} % MFU]" in words
+
+
+def test_the_table_of_receipts_is_that_of_the_receipts():
+    folder = FOLDER.parent
+    page = table(folder, README.read_text(), surfaces_by_receipt())
+    assert (folder / "README.md").read_text() == page, (
+        "run `megacpp report table examples/receipts`"
+    )
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.json")), ids=lambda path: path.stem)
+def test_a_receipt_is_of_code_with_a_digest_or_of_history(path):
+    code = receipts.read(path)["code"]
+    assert ("sha256" in code) != ("history" in code)
+    assert "history" in code or code["commit"] or "tree" in code
