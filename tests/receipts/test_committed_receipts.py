@@ -1,5 +1,6 @@
 """The receipts that the repository carries: each is valid, and says what is claimed of it."""
 
+import itertools
 import re
 import statistics
 from pathlib import Path
@@ -453,3 +454,58 @@ def test_a_receipt_is_of_code_with_a_digest_or_of_history(path):
     code = receipts.read(path)["code"]
     assert ("sha256" in code) != ("history" in code)
     assert "history" in code or code["commit"] or "tree" in code
+
+
+def _passed_over(surface):
+    """(preferred, faster) of each pair that a bench of the surface has in another order."""
+    found = set()
+    for path in sorted(FOLDER.glob(f"{surface.name}*.json")):
+        receipt = receipts.read(path)
+        if receipt["kind"] != "bench" or receipt["problem"]["surface"] != surface.name:
+            continue
+        rows, _ = _rows(path.stem)
+        served = [b.name for b in surface.backends if (b.name, "forward_backward") in rows]
+        for first, later in itertools.combinations(served, 2):
+            judged = judge_rows(
+                rows[first, "forward_backward"], rows[later, "forward_backward"], MARGIN,
+                in_turns=True,
+            )  # fmt: skip
+            if judged.time.high is not None and judged.time.high < 1 - MARGIN:
+                found.add((first, later))
+    return found
+
+
+@pytest.mark.parametrize("surface", REGISTRY.values(), ids=REGISTRY)
+def test_auto_takes_the_faster_first_or_the_catalog_says_why_not(surface):
+    """By the 99 % interval of a committed bench, of backends that are all within the gate."""
+    opt_in = {backend.name for backend in surface.backends if backend.opt_in}
+    explained = {(b.name, later) for b in surface.backends for later in b.before}
+    found = {pair for pair in _passed_over(surface) if not opt_in & set(pair)}
+    assert found == explained, "the order and the reasons in the surface's file"
+
+
+def test_a_killed_run_differs_in_the_printed_load_balancing_loss_alone_and_before_the_kill():
+    """Megatron's second line after a start is the mean of the first two steps."""
+    text = (FOLDER / "killed/stdout.log").read_text()
+    fields = ("lm loss", "mtp_1 loss", "load_balancing_loss", "grad norm")
+    printed: dict[int, list[dict[str, float]]] = {}
+    for line in text.splitlines():
+        if step := re.search(r"iteration +(\d+)/", line):
+            values = {n: float(re.search(rf"{n}: ([\d.E+-]+)", line)[1]) for n in fields}
+            printed.setdefault(int(step[1]), []).append(values)
+    assert {len(both) for both in printed.values()} == {2} and len(printed) == 15
+    apart = set()
+    for step, (first, second) in printed.items():
+        expected = first
+        if step == 7:
+            expected = {n: (printed[6][0][n] + first[n]) / 2 for n in fields}
+            expected["grad norm"] = first["grad norm"]
+        for name in ("lm loss", "mtp_1 loss", "grad norm"):
+            assert second[name] == pytest.approx(expected[name], rel=2e-7, abs=0), (step, name)
+            assert step == 7 or second[name] == first[name]
+        if step != 7 and second["load_balancing_loss"] != first["load_balancing_loss"]:
+            apart.add(step)
+            assert second["load_balancing_loss"] == pytest.approx(
+                first["load_balancing_loss"], rel=3e-7
+            )
+    assert apart == {3, 5, 9, 10, 15}  # the kill came after step 5
