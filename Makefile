@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env data train test check lint clean
+.PHONY: help env data train test gpu-test check lint clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -47,6 +47,9 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 
 
 test: lint ## lint and the test suite, five minutes on two cores
 	$(PYTEST)
+
+gpu-test: ## the tests of tests/gpu that need a GPU: a log per file in examples/receipts/gpu-tests
+	PYTHON="$${PYTHON:-python}" tests/gpu/run.sh examples/receipts/gpu-tests
 
 check: lint ## lint and the tests not marked slow, a minute: before every commit
 	$(PYTEST) -m 'not gpu and not slow'

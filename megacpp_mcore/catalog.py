@@ -16,7 +16,7 @@ from megacpp_mcore.surfaces.registry import REGISTRY
 from megacpp_mcore.surfaces.workload import Workload
 
 _FACTS = ("role", "keep", "removes", "layout", "dtypes", "fallback", "tests", "no_receipt",
-          "exit_when", "skips")  # fmt: skip
+          "exit_when", "skips", "before")  # fmt: skip
 
 
 class CatalogError(MegacppError):
@@ -46,7 +46,7 @@ def _carried(surface: Surface, backend: Backend) -> dict[str, Any]:
 
 
 def _not_carried(surface: Surface, idea: NotCarried) -> dict[str, Any]:
-    unset = {"layout": "", "dtypes": "", "tests": (), "no_receipt": None, "skips": {}}
+    unset = {"layout": "", "dtypes": "", "tests": (), "no_receipt": None, "skips": {}, "before": {}}
     return {
         "surface": idea.surface or surface.name, "blocks": surface.blocks, "backend": idea.name,
         **unset, "role": idea.role, "keep": "not carried", "removes": idea.removes,

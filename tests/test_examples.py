@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import stat
 import subprocess
@@ -13,9 +14,12 @@ import warm
 from left_behind import wait_until
 
 from megacpp_mcore import receipts
+from megacpp_mcore.bench import load_for_bench
+from megacpp_mcore.bench.layer import layer_overrides
 from megacpp_mcore.hybrid.flops import count
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.lowering import lower
+from megacpp_mcore.surfaces.registry import REGISTRY
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(path for path in EXAMPLES.iterdir() if path.suffix in (".sh", ".sbatch"))
@@ -179,3 +183,39 @@ def test_a_block_of_your_own_learns(tmp_path):
     found = re.search(r"([\d,]+) parameters built, ([\d,]+) counted", done.stdout).groups()
     built, counted = (int(number.replace(",", "")) for number in found)
     assert 0 <= built - counted < 16 * 64  # rows of padding behind M's in_proj
+
+
+@pytest.mark.parametrize(
+    ("gpus", "first"), [("1", "run-nam56r-1xh200-graph"), ("2", "run-nam56r-2xh200")]
+)
+def test_rerun_receipts_fits_its_minutes_and_names_what_it_leaves_out(gpus, first, tmp_path):
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "rerun_receipts.sh"), gpus, "prefix", "4"], cwd=tmp_path,
+        capture_output=True, text=True, env=os.environ | {"DRY": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert sum(int(line.split()[0]) for line in lines) <= 4 * 60
+    assert first in lines[0] and "left out, no time: " in done.stderr
+
+
+@pytest.mark.parametrize("gpus", ["1", "2", "4"])
+def test_rerun_receipts_measures_what_is_committed_with_recipes_that_load(gpus, tmp_path):
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "rerun_receipts.sh"), gpus, "prefix", "999"], cwd=tmp_path,
+        capture_output=True, text=True, env=os.environ | {"DRY": "1"}, check=True,
+    )  # fmt: skip
+    for line in done.stdout.splitlines():
+        words = shlex.split(line.partition(" s ")[2])
+        at = words.index("megacpp", words[0] == "bash" and 3)
+        overrides = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
+        if words[at + 1] == "train":
+            load_recipe(words[at + 2], [*overrides, f"launch.nproc_per_node={gpus}"])
+        else:
+            names = {
+                s for s, _, _ in (w.partition("=") for w in words if "=" in w and "." not in w)
+            }
+            assert words[at + 2] in (*REGISTRY, "layer", "model") and names <= {*REGISTRY}
+            recipe = words[words.index("--recipe") + 1] if "--recipe" in words else "nam56r"
+            own = layer_overrides(words[at + 3]) if words[at + 2] == "layer" else []
+            load_for_bench(recipe, [*own, *overrides])

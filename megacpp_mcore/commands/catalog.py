@@ -17,6 +17,7 @@ _DETAILS = (
     ("figures", "measured"),
     ("receipt", "receipt"),
     ("no_receipt", "no receipt"),
+    ("before", "comes before"),
     ("exit_when", "leaves when"),
 )
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
-    """Add `report show`, `report compare` and `report plot`."""
-    parser = subparsers.add_parser("report", help="show, compare and plot receipts")
+    """Add `report show`, `report compare`, `report plot` and `report table`."""
+    parser = subparsers.add_parser("report", help="show, compare, plot and list receipts")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
     show = actions.add_parser("show", help="print a receipt as one page")
@@ -26,6 +26,10 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     plot.add_argument("receipt", type=Path)
     plot.add_argument("--out", type=Path, required=True, metavar="FILE.png")
     plot.set_defaults(run=_plot)
+
+    table = actions.add_parser("table", help="write README.md of a checkout's folder of receipts")
+    table.add_argument("folder", type=Path)
+    table.set_defaults(run=_table)
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -54,4 +58,16 @@ def _plot(args: argparse.Namespace) -> int:
 
     plot(receipts.read(args.receipt), args.out)
     print(args.out)
+    return 0
+
+
+def _table(args: argparse.Namespace) -> int:
+    from megacpp_mcore.files import write_atomically
+    from megacpp_mcore.receipts.table import table
+    from megacpp_mcore.surfaces.figures import surfaces_by_receipt
+
+    readme = args.folder.resolve().parents[1] / "README.md"
+    page = table(args.folder, readme.read_text(), surfaces_by_receipt())
+    write_atomically(args.folder / "README.md", page)
+    print(args.folder / "README.md")
     return 0

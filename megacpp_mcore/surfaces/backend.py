@@ -36,7 +36,8 @@ class Backend:
     backend that serves when it cannot; None for the reference. tests: paths in the repository.
     receipt: a file in `figures.FOLDER`, or None and `no_receipt` says why. figures: what else was
     measured. exit_when: the condition under which the backend is decided anew. skips: admission
-    check or dtype -> why it is not run.
+    check or dtype -> why it is not run. before: a later backend that the receipt has as faster ->
+    why `auto` takes this one first all the same.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Backend:
     figures: tuple[Figure, ...] = ()
     exit_when: str = ""
     skips: Mapping[str, str] = field(default_factory=dict)
+    before: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def benched(self) -> str:

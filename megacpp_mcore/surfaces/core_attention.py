@@ -256,6 +256,11 @@ _TESTS = {
     ),
 }  # fmt: skip
 
+_SDPA_IS_CUDNN = {
+    "sdpa": "sdpa is torch's own choice, in the receipt cuDNN's kernel: that one, sdpa_cudnn, "
+    "stands before both, and where it cannot serve sdpa's kernel is another"
+}
+
 SURFACE = Surface(
     "core_attention",
     (
@@ -307,6 +312,7 @@ SURFACE = Surface(
         ),
         Backend(
             "flash_3", f"{_CLASSES}:Flash3CoreAttention", flash_3,
+            before=_SDPA_IS_CUDNN,
             removes="what sdpa_flash does, with Hopper's asynchronous matrix products; v is padded "
             f"to dqk. Version 3.0.0, built from its source tree, {_NOT_PINNED}",
             layout=_BOTH,
@@ -317,6 +323,7 @@ SURFACE = Surface(
         ),
         Backend(
             "flash_2", f"{_CLASSES}:Flash2CoreAttention", flash_2,
+            before=_SDPA_IS_CUDNN,
             removes="what sdpa_flash, an older build of the same kernel, does. And it has dropout "
             "in packed documents, and a deterministic backward pass. Version 2.8.4, built from its "
             f"source tree, {_NOT_PINNED}",
@@ -328,6 +335,7 @@ SURFACE = Surface(
         ),
         Backend(
             "sdpa_flash", f"{_CLASSES}:FlashCoreAttention", _sdpa_flash,
+            before=_SDPA_IS_CUDNN,
             keep="keep",
             removes="the [s, s] scores of every head where cuDNN cannot serve: packed documents "
             "above all, which torch's own choice takes one by one. In whole rows v is padded to "

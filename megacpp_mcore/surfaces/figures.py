@@ -65,3 +65,17 @@ def _rows(receipt: str) -> dict[tuple[str, str], dict[str, Any]]:
     from megacpp_mcore.receipts.reader import rows_by_key
 
     return rows_by_key(json.loads(path.read_text()))
+
+
+def surfaces_by_receipt() -> dict[str, list[str]]:
+    """A receipt's file name -> the surfaces whose catalog entries take figures from it."""
+    from megacpp_mcore.surfaces.registry import REGISTRY
+
+    found: dict[str, list[str]] = {}
+    for surface in REGISTRY.values():
+        entries = (*surface.backends, *surface.not_carried)
+        named = [figure.receipt for entry in entries for figure in entry.figures]
+        named += [backend.receipt for backend in surface.backends if backend.receipt]
+        for receipt in dict.fromkeys(named):
+            found.setdefault(receipt, []).append(surface.name)
+    return found

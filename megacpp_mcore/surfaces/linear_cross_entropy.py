@@ -153,6 +153,10 @@ SURFACE = Surface(
         ),
         Backend(
             "cce", f"{_KERNELS}.cce:CCE", _cce,
+            before={
+                REFERENCE: "the reference keeps the logits, 12 GiB in the receipt against 0.6: who "
+                "names no backend is not to run out of memory"
+            },
             ruled_out=_cce_ruled_out,
             removes="the logits, all of them: computed tile by tile in registers, twice, without "
             "its filter",

@@ -117,6 +117,11 @@ SURFACE = Surface(
             removes="a read and a write of the activations between the square sum and the scaling",
             dtypes="bf16, fp16, fp32; sums in fp32", fallback="liger",
             exit_when="no LayerNorm and no zero-centred weight is asked for",
+            before=dict.fromkeys(
+                ("liger", REFERENCE),
+                "it is reached where triton is not, for a LayerNorm, an fp32 residual or a "
+                "recomputed norm, and of these the receipt has none",
+            ),
             skips={
                 **TE_GRAPH, "zero_size": "TE 2.17.1 asserts that a norm's output holds data",
             },
@@ -127,6 +132,7 @@ SURFACE = Surface(
             removes="the same round trip as te, without te; RMSNorm only",
             dtypes="bf16, fp16, fp32; computed in fp32", fallback=REFERENCE,
             exit_when="te or torch is as fast in the bench of the surface",
+            before={REFERENCE: "its forward pass takes 0.83 of the time, the backward pass more"},
         ),
         reference(
             "megacpp_mcore.layers.parts:torch_norm", _torch,

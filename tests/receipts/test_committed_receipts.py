@@ -1,5 +1,6 @@
 """The receipts that the repository carries: each is valid, and says what is claimed of it."""
 
+import itertools
 import re
 import statistics
 from pathlib import Path
@@ -12,7 +13,9 @@ from megacpp_mcore.hybrid import flops
 from megacpp_mcore.receipts.compare import unlike
 from megacpp_mcore.receipts.intervals import time_ratio
 from megacpp_mcore.receipts.judge import MARGIN, judge_rows, judge_runs
+from megacpp_mcore.receipts.table import table
 from megacpp_mcore.recipe import load_recipe
+from megacpp_mcore.surfaces.figures import surfaces_by_receipt
 from megacpp_mcore.surfaces.registry import REGISTRY
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples/receipts/h200"
@@ -436,3 +439,73 @@ def test_a_captured_step_of_52_layers_and_two_ranks_of_them_are_as_said():
     assert f"took {2 * 4 * 4 * 4096 / rate:.2f} s per step of 131,072 tokens" in words
     mfu = two["result"]["mfu"] * 100
     assert f"[{rate / 2e3:.1f} k tokens/s per GPU, {mfu:.1f} % MFU]" in words
+
+
+def test_the_table_of_receipts_is_that_of_the_receipts():
+    folder = FOLDER.parent
+    page = table(folder, README.read_text(), surfaces_by_receipt())
+    assert (folder / "README.md").read_text() == page, (
+        "run `megacpp report table examples/receipts`"
+    )
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.json")), ids=lambda path: path.stem)
+def test_a_receipt_is_of_code_with_a_digest_or_of_history(path):
+    code = receipts.read(path)["code"]
+    assert ("sha256" in code) != ("history" in code)
+    assert "history" in code or code["commit"] or "tree" in code
+
+
+def _passed_over(surface):
+    """(preferred, faster) of each pair that a bench of the surface has in another order."""
+    found = set()
+    for path in sorted(FOLDER.glob(f"{surface.name}*.json")):
+        receipt = receipts.read(path)
+        if receipt["kind"] != "bench" or receipt["problem"]["surface"] != surface.name:
+            continue
+        rows, _ = _rows(path.stem)
+        served = [b.name for b in surface.backends if (b.name, "forward_backward") in rows]
+        for first, later in itertools.combinations(served, 2):
+            judged = judge_rows(
+                rows[first, "forward_backward"], rows[later, "forward_backward"], MARGIN,
+                in_turns=True,
+            )  # fmt: skip
+            if judged.time.high is not None and judged.time.high < 1 - MARGIN:
+                found.add((first, later))
+    return found
+
+
+@pytest.mark.parametrize("surface", REGISTRY.values(), ids=REGISTRY)
+def test_auto_takes_the_faster_first_or_the_catalog_says_why_not(surface):
+    """By the 99 % interval of a committed bench, of backends that are all within the gate."""
+    opt_in = {backend.name for backend in surface.backends if backend.opt_in}
+    explained = {(b.name, later) for b in surface.backends for later in b.before}
+    found = {pair for pair in _passed_over(surface) if not opt_in & set(pair)}
+    assert found == explained, "the order and the reasons in the surface's file"
+
+
+def test_a_killed_run_differs_in_the_printed_load_balancing_loss_alone_and_before_the_kill():
+    """Megatron's second line after a start is the mean of the first two steps."""
+    text = (FOLDER / "killed/stdout.log").read_text()
+    fields = ("lm loss", "mtp_1 loss", "load_balancing_loss", "grad norm")
+    printed: dict[int, list[dict[str, float]]] = {}
+    for line in text.splitlines():
+        if step := re.search(r"iteration +(\d+)/", line):
+            values = {n: float(re.search(rf"{n}: ([\d.E+-]+)", line)[1]) for n in fields}
+            printed.setdefault(int(step[1]), []).append(values)
+    assert {len(both) for both in printed.values()} == {2} and len(printed) == 15
+    apart = set()
+    for step, (first, second) in printed.items():
+        expected = first
+        if step == 7:
+            expected = {n: (printed[6][0][n] + first[n]) / 2 for n in fields}
+            expected["grad norm"] = first["grad norm"]
+        for name in ("lm loss", "mtp_1 loss", "grad norm"):
+            assert second[name] == pytest.approx(expected[name], rel=2e-7, abs=0), (step, name)
+            assert step == 7 or second[name] == first[name]
+        if step != 7 and second["load_balancing_loss"] != first["load_balancing_loss"]:
+            apart.add(step)
+            assert second["load_balancing_loss"] == pytest.approx(
+                first["load_balancing_loss"], rel=3e-7
+            )
+    assert apart == {3, 5, 9, 10, 15}  # the kill came after step 5

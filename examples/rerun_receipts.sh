@@ -1,0 +1,99 @@
+#!/usr/bin/env bash
+# Measure again what the README and the catalog claim: examples/rerun_receipts.sh GPUS DATA_PREFIX [MINUTES]
+#
+# GPUS: 1, 2 or 4 H200s of one host; the receipts of that kind of machine are measured, what is claimed
+# most first, until MINUTES (default 25) have passed: a measurement that would end later is left out and
+# named. Each replaces its file in examples/receipts/h200 when it has ended well, so an earlier one stays
+# where a bench is wrong or a run ends early. DATA_PREFIX: byte tokens of `megacpp data build`. With DRY=1
+# the commands are printed. At the end the table in examples/receipts/README.md is written anew.
+set -euo pipefail
+gpus=$1 data=$2 minutes=${3:-25}
+here=$(cd "$(dirname "$0")" && pwd)
+out=$here/receipts/h200
+work=${WORK:-runs/rerun}
+mkdir -p "$work"
+[ "${DRY:-}" ] || python -c '
+import sys; from megacpp_mcore.receipts.lane import code, is_traceable
+sys.exit(not is_traceable(code()) and "this code has neither a commit without changes nor a tree")'
+failed=() left_out=()
+
+# measure SECONDS NAME COMMAND...: COMMAND writes $work/NAME.json
+measure() {
+  local seconds=$1 name=$2
+  shift 2
+  if ((SECONDS + seconds > minutes * 60)); then
+    left_out+=("$name")
+  elif [ "${DRY:-}" ]; then
+    printf '%4d s ' "$seconds"
+    printf ' %q' "$@"
+    printf '\n'
+    SECONDS=$((SECONDS + seconds))
+  elif timeout $((3 * seconds)) "$@" >"$work/$name.log" 2>&1; then
+    mv "$work/$name.json" "$out/$name.json"
+  else
+    failed+=("$name (see $work/$name.log)")
+  fi
+}
+bench() { # SECONDS NAME WORDS...
+  local seconds=$1 name=$2
+  shift 2
+  measure "$seconds" "$name" megacpp bench "$@" --set schedule.micro_batch_size=4 --receipt "$work/$name.json"
+}
+train() { # SECONDS NAME RECIPE STEPS WORDS...: a run and its receipt
+  local seconds=$1 name=$2 recipe=$3 steps=$4
+  shift 4
+  # shellcheck disable=SC2016
+  measure "$seconds" "$name" bash -c 'receipt=$1; shift; "$@" && cp "$receipt/receipt.json" "$receipt.json"' _ \
+    "$work/$name" megacpp train "$recipe" --gpus "$gpus" --out "$work/$name" --overwrite "$@" \
+    --set "data.data_path=[\"$data\"]" --set data.split=98,1,1 --set data.null_tokenizer_eod_id=256 \
+    --set "schedule.train_iters=$steps" --set schedule.lr_warmup_iters=5 --set schedule.eval_iters=1 \
+    --set checkpoint.save=null --set checkpoint.load=null --set checkpoint.save_interval=null
+}
+packed=(--set data.dataloader_inter_document_masking=true)
+gqa=(--set attention.kind=gqa)
+quarter=(--recipe nam56r-quarter)
+
+if [ "$gpus" = 1 ]; then
+  train 100 run-nam56r-1xh200-graph "$here/nam56r-1gpu.toml" 17
+  train 90 run-nam56r-quarter-1xh200 nam56r-quarter 30 --set schedule.micro_batch_size=4 \
+    --set schedule.global_batch_size=4 --set model.vocab_size=257
+  bench 60 model-nam56r-quarter-mtp2 model "${quarter[@]}" --against linear_cross_entropy=megatron \
+    --set mtp.mtp_num_layers=2
+  bench 40 layer-mla layer A --against mla_rope=megatron
+  bench 40 layer-mla-core layer A --against core_attention=sdpa_cudnn core_attention=flash_3
+  bench 30 layer-m2rnn layer R
+  bench 40 layer-m2rnn-prep layer R --against m2rnn_prep=reference m2rnn_prep=inductor
+  bench 40 layer-mamba3-prep layer M --against mamba3_prep=reference mamba3_prep=inductor
+  bench 45 linear_cross_entropy linear_cross_entropy
+  bench 45 linear_cross_entropy-mean linear_cross_entropy --variant mean
+  bench 40 moe_experts moe_experts
+  bench 30 norm norm
+  bench 30 m2rnn-b4-h44 m2rnn --against cuda --set m2rnn.num_heads=44
+  bench 30 mamba3_scan mamba3_scan
+  bench 45 core_attention core_attention
+  bench 60 core_attention-thd core_attention "${packed[@]}"
+  bench 30 mla_rope mla_rope
+  bench 30 rope_qk rope_qk "${gqa[@]}"
+  bench 40 layer-gqa layer '*' --against rope_qk=megatron
+  bench 40 layer-mla-core-thd layer A "${packed[@]}" --against core_attention=sdpa_flash core_attention=flash_3
+  bench 90 mamba3_scan-mimo mamba3_scan --set mamba3.variant=mimo --set mamba3.mimo_rank=4
+  bench 90 layer-mamba3-mimo layer M --set mamba3.variant=mimo --set mamba3.mimo_rank=4 \
+    --against mamba3_scan=reference
+  bench 30 residual residual
+  bench 30 router_gating router_gating
+  bench 90 model-nam56r-quarter-precision model "${quarter[@]}" --against precision.fp8=null \
+    --set precision.fp8=hybrid --set precision.fp8_recipe=tensorwise
+  bench 90 model-nam56r-quarter-compile model "${quarter[@]}" --against m2rnn_prep=reference \
+    mamba3_prep=inductor m2rnn_prep=reference,mamba3_prep=inductor
+  train 90 run-nam56r-quarter-fp8 nam56r-quarter 100 --set precision.fp8=hybrid \
+    --set precision.fp8_recipe=tensorwise --set schedule.micro_batch_size=4 \
+    --set schedule.global_batch_size=4 --set model.vocab_size=257
+else
+  batch=(--set schedule.micro_batch_size=4 --set "schedule.global_batch_size=$((4 * gpus))")
+  train 130 "run-nam56r-${gpus}xh200" nam56r 50 "${batch[@]}"
+  train 140 "run-nam56r-${gpus}xh200-yardstick" nam56r 50 "${batch[@]}" --yardstick
+fi
+[ "${DRY:-}" ] || megacpp report table "$here/receipts"
+for name in "${failed[@]+"${failed[@]}"}"; do echo "failed: $name" >&2; done
+for name in "${left_out[@]+"${left_out[@]}"}"; do echo "left out, no time: $name" >&2; done
+((${#failed[@]} == 0))

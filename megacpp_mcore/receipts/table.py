@@ -1,0 +1,62 @@
+"""The table of committed receipts: what claims each, of what code it is, and its kernels."""
+
+import re
+from pathlib import Path
+
+from megacpp_mcore.receipts.reader import Receipt, observed, read
+
+_HEAD = """\
+# Receipts
+
+`megacpp report table examples/receipts` writes this page from the receipts;
+`examples/rerun_receipts.sh GPUS DATA_PREFIX` measures them again.
+
+A receipt is evidence of the code that it names: `tree` is git's id of `megacpp_mcore/`, `commit`
+the checkout it ran from, `+ changes` that this had changes which the commit has not. **history**
+marks receipts from before the code's digest was recorded: what they say was measured then, with
+kernels that may since be others, and says nothing of today's.
+
+| receipt | of | claimed by | measured | code | kernels |
+|---|---|---|---|---|---|
+"""
+
+
+def table(folder: Path, readme: str, catalog: dict[str, list[str]]) -> str:
+    """The page for `folder`. readme: the text that links to receipts. catalog: receipt's file
+    name -> the surfaces that take figures from it."""
+    rows = []
+    for path in sorted(folder.rglob("*.json")):
+        receipt, place = read(path), path.relative_to(folder).as_posix()
+        claims = ["README"] if _is_linked(place, readme) else []
+        claims += [f"catalog: {surface}" for surface in catalog.get(path.name, [])]
+        cells = [
+            f"[{place.removesuffix('.json')}]({place})", _subject(receipt),
+            ", ".join(claims) or "nothing", receipt["created"][:10], _code(receipt),
+            ", ".join(f"{surface} {name}" for surface, name in observed(receipt).items()),
+        ]  # fmt: skip
+        rows.append(f"| {' | '.join(cells)} |")
+    return _HEAD + "\n".join(rows) + "\n"
+
+
+def _is_linked(place: str, readme: str) -> bool:
+    folders = [f"{parent}" for parent in Path(place).parents][:-1]
+    return any(re.search(rf"receipts/{re.escape(one)}\)", readme) for one in (place, *folders[:-1]))
+
+
+def _subject(receipt: Receipt) -> str:
+    lane, recipe = receipt["lane"]["device"], receipt["recipe"]
+    name = recipe["name"] if recipe else "no recipe"
+    if receipt["kind"] == "run":
+        ranks = receipt["topology"]["world_size"]
+        return f"{receipt['result']['steps']} steps of {name}, {ranks} x {lane['name']}"
+    return f"{receipt['problem']['surface']} of {name}, {lane['name']}"
+
+
+def _code(receipt: Receipt) -> str:
+    code = receipt["code"]
+    if "history" in code:
+        return "history"
+    changes = " + changes" if code["dirty"] else ""
+    found = [f"commit {code['commit'][:12]}{changes}"] if code["commit"] else []
+    found += [f"tree {code['tree'][:12]}"] if "tree" in code else []
+    return ", ".join([*found, f"sha256 {code['sha256'][:12]}"])
