@@ -62,6 +62,7 @@ STEPS = {
     "run-nam56r-1xh200.json",
     "run-nam56r-1xh200-graph.json",
     "run-nam56r-2xh200-dp2.json",
+    "run-nam56r-2xh200-dp2-graph.json",
     "run-small-packed.json",
 }
 

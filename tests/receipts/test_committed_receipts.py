@@ -418,8 +418,8 @@ def test_layouts_are_as_far_apart_as_said():
 
 def test_a_captured_step_of_52_layers_and_two_ranks_of_them_are_as_said():
     words = " ".join(README.read_text().split())
-    names = ("1xh200-graph", "2xh200-dp2")
-    one, two = (receipts.read(FOLDER / f"run-nam56r-{name}.json") for name in names)
+    names = ("1xh200-graph", "2xh200-dp2", "2xh200-dp2-graph")
+    one, eager, two = (receipts.read(FOLDER / f"run-nam56r-{name}.json") for name in names)
     assert one["recipe"]["content"]["launch"]["cuda_graph_impl"] == "full_iteration"
     result, ms = one["result"], one["series"]["ms"]
     warm = [x for step, x in enumerate(ms, 1) if step not in one["series_info"]["cold_steps"]]
@@ -434,11 +434,21 @@ def test_a_captured_step_of_52_layers_and_two_ranks_of_them_are_as_said():
     assert f"took {statistics.median(ms[-8:]) / 1e3:.2f} s each" in words
     assert f"last eight {max(ms[-8:]) / statistics.median(ms[-8:]):.3f} times the median" in words
     assert len(warm) == 15
-    rate = two["result"]["tokens_per_s_median"]
-    assert two["topology"]["dp"] == 2 and two["topology"]["ep"] == 1
-    assert f"took {2 * 4 * 4 * 4096 / rate:.2f} s per step of 131,072 tokens" in words
-    mfu = two["result"]["mfu"] * 100
+    for receipt in (eager, two):
+        assert receipt["topology"]["dp"] == 2 and receipt["topology"]["ep"] == 1
+    impls = [r["recipe"]["content"]["launch"]["cuda_graph_impl"] for r in (eager, two)]
+    assert impls == ["none", "full_iteration"]
+    rate, eagers = (r["result"]["tokens_per_s_median"] for r in (two, eager))
+    mfu, eager_mfu = (r["result"]["mfu"] * 100 for r in (two, eager))
+    step = 2 * 4 * 4 * 4096
+    assert f"took {step / rate:.2f} s per step of 131,072 tokens" in words
     assert f"[{rate / 2e3:.1f} k tokens/s per GPU, {mfu:.1f} % MFU]" in words
+    without = (
+        f"without the graph {step / eagers:.2f} s, [{eagers / 2e3:.1f} k and {eager_mfu:.1f} %]"
+    )
+    assert without in words
+    assert f"{len(two['series']['ms'])} steps; without" in words
+    assert f"{len(eager['series']['ms'])} steps. Both" in words
 
 
 def test_the_table_of_receipts_is_that_of_the_receipts():

@@ -130,9 +130,9 @@ def test_a_resumed_run_goes_on_with_the_generators_state(small, tmp_path, monkey
         saved.append(torch.get_rng_state())
         save(*arguments)
 
-    def load_and_look(*arguments):
+    def load_and_look(*arguments, **more):
         torch.manual_seed(99)
-        found = load(*arguments)
+        found = load(*arguments, **more)
         assert torch.equal(torch.get_rng_state(), saved[-1])
         saved.clear()
         return found

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,6 +80,8 @@ def test_backends_are_checked_where_jax_is_not_found(monkeypatch, tmp_path):
     monkeypatch.setattr(train, "check_packages", lambda recipe, yardstick: None)
     monkeypatch.setattr(train, "check_backends", check)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    h200 = SimpleNamespace(total_memory=141 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
     recipe = load_recipe("nam56r")
     with pytest.raises(KeyboardInterrupt):
         train._train(Launch(recipe, lower(recipe), [], tmp_path, {}))
