@@ -14,15 +14,12 @@ sets=(
   --set schedule.eval_iters=1 --set schedule.log_interval=1
   --set checkpoint.save=null --set checkpoint.load=null --set checkpoint.save_interval=null
 )
-native=()
 if [ "$gpus" = 1 ]; then
   recipe=$(dirname "$0")/nam56r-1gpu.toml
-  # Megatron's experts read counts on the host, its output layer fuses gradients with apex only.
-  native=(--set launch.cuda_graph_impl=none --set precision.gradient_accumulation_fusion=false)
 else
   recipe=nam56r
   sets+=(--set schedule.micro_batch_size=4 --set "schedule.global_batch_size=$((4 * gpus))")
 fi
 megacpp train "$recipe" --gpus "$gpus" "${sets[@]}" --out "$out/ours"
-megacpp train "$recipe" --gpus "$gpus" --yardstick "${sets[@]}" "${native[@]}" --out "$out/yardstick"
+megacpp train "$recipe" --gpus "$gpus" --yardstick "${sets[@]}" --out "$out/yardstick"
 megacpp report compare --allow-unlike "$out/yardstick/receipt.json" "$out/ours/receipt.json"

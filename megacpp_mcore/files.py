@@ -3,9 +3,11 @@
 Imports neither torch nor anything else of the package.
 """
 
+import errno
 import hashlib
 import json
 import os
+import stat
 import uuid
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,28 @@ def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def read_regular(path: str | os.PathLike, most: int = 1 << 26) -> bytes:
+    """The content of a regular file, which is what somebody wrote by hand or a program's record.
+
+    Raises OSError, for a FIFO or a device too (which would block, or never end), for more than
+    `most` bytes, and for a name that no file can have.
+    """
+    try:
+        # a FIFO opens at once, without a writer
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as error:  # a NUL
+        raise OSError(errno.EINVAL, str(error), repr(path)) from error
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+        if status.st_size > most:
+            raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, at most {most} are read")
+        return file.read(most + 1)
 
 
 def sync(path: str | os.PathLike) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import warm
+from left_behind import wait_until
 
 from megacpp_mcore import receipts
 from megacpp_mcore.bench import load_for_bench
@@ -98,6 +99,35 @@ def test_slurm(run, corpus):
     assert own[-len(lower(recipe).argv) :] == lower(recipe).argv
 
 
+def test_slurm_queues_the_job_again_when_its_time_is_over(tmp_path, corpus):
+    """SIGTERM goes on to srun, whose ranks save; then the job is queued again."""
+    tools, calls = tmp_path / "bin", tmp_path / "calls"
+    tools.mkdir()
+    srun = """#!/bin/sh
+trap 'echo saved >> "$CALLS"; exit 1' TERM
+echo started >> "$CALLS"
+while :; do sleep 0.05; done
+"""
+    scontrol = """#!/bin/sh
+[ "$1" = requeue ] && echo "$@" >> "$CALLS" || echo first
+"""
+    megacpp = f'#!/bin/sh\nexec {sys.executable} -m megacpp_mcore.cli "$@"\n'
+    for name, text in (("srun", srun), ("scontrol", scontrol), ("megacpp", megacpp)):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    script = subprocess.Popen(
+        ["bash", str(EXAMPLES / "slurm.sbatch"), str(corpus), "/shared/out"], cwd=tmp_path,
+        env=os.environ | {
+            "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "CALLS": str(calls),
+            "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7",
+        },
+    )  # fmt: skip
+    wait_until(calls.exists, 60)
+    script.terminate()
+    assert script.wait(timeout=30) == 1
+    assert calls.read_text().splitlines() == ["started", "saved", "requeue 7"]
+
+
 @pytest.mark.slow
 def test_bring_your_data(tmp_path):
     source = tmp_path / "source"
@@ -150,8 +180,9 @@ def test_a_block_of_your_own_learns(tmp_path):
     # Two projections of 64 x 128 and 64 x 64, twice the operations; the memory 3, decay and norm.
     assert f"X: {2 * 3 * 64**2 + 3 * 64:,} operations a token" in done.stdout
     assert f"{3 * 64**2 + 2 * 64:,} parameters" in done.stdout
-    built, counted = re.search(r"([\d,]+) parameters built, ([\d,]+) counted", done.stdout).groups()
-    assert built == counted
+    found = re.search(r"([\d,]+) parameters built, ([\d,]+) counted", done.stdout).groups()
+    built, counted = (int(number.replace(",", "")) for number in found)
+    assert 0 <= built - counted < 16 * 64  # rows of padding behind M's in_proj
 
 
 @pytest.mark.parametrize(

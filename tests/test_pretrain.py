@@ -5,6 +5,7 @@ import importlib.util
 import math
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -202,6 +203,12 @@ def test_megatron_arguments_of_another_recipe_are_refused(gpu_recipe):
     why = "optimizer.lr is 0.003, Megatron has lr = 1.0"
     with pytest.raises(LaunchError, match=why), megatron(launch(argv)):
         pass
+
+
+def test_sigterm_ends_the_loop_after_a_step(gpu_recipe):
+    """As a scheduler sends it: Megatron then saves and ends."""
+    with megatron(launch(arguments(gpu_recipe))) as args:
+        assert args.exit_signal_handler and args.exit_signal == signal.SIGTERM
 
 
 def test_what_the_entry_does_not_do_is_refused(gpu_recipe):

@@ -33,9 +33,9 @@ from megacpp_mcore.kernels.moe_experts.fused import (
     Experts,
     experts_routed,
     experts_sorted,
-    row_count,
 )
 from megacpp_mcore.kernels.moe_experts.readers import Readers, readers
+from megacpp_mcore.kernels.moe_experts.routing import allocated
 from megacpp_mcore.layers.param_gather import wait_for_param_gather
 
 # Fields of Megatron's config without a recipe key -> the one value that this backend supports.
@@ -151,10 +151,9 @@ class FusedExperts(GroupedMMExperts):
 
     def readers(self, hidden_states: Tensor) -> Readers:
         """Of a MoE layer's tokens [s, b, h]."""
-        tokens = hidden_states.shape[:-1].numel()
-        return readers(
-            hidden_states, row_count(tokens, self.config.moe_router_topk, self._experts())
-        )
+        tokens, topk = hidden_states.shape[:-1].numel(), self.config.moe_router_topk
+        size = allocated(tokens, topk, self.num_local_experts, self.products.ALIGN)
+        return readers(hidden_states, size)
 
     def routed(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor, addend: Tensor | None,

@@ -16,7 +16,7 @@ in_proj's all-gather and out_proj's reduce-scatter. The norm's sum of squares is
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,7 +44,9 @@ from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout, M2RNNMixerError
 from megacpp_mcore.layers.mixer import RecurrentMixer
 from megacpp_mcore.layers.settings import PluginSettings, plugin_settings
 from megacpp_mcore.surfaces import m2rnn as m2rnn_surface
+from megacpp_mcore.surfaces import m2rnn_core as m2rnn_core_surface
 from megacpp_mcore.surfaces import m2rnn_prep as m2rnn_prep_surface
+from megacpp_mcore.surfaces.backend import REFERENCE as REFERENCE_BACKEND
 from megacpp_mcore.surfaces.workload import current_device
 
 _FP32_PARAMETERS = ("W", "A_log", "dt_bias", "D")
@@ -104,8 +106,7 @@ class M2RNNMixer(RecurrentMixer):
         self._add_out_proj(submodules.out_proj, layout.channels, config.hidden_size, name)
         self.fp32_params = _FP32_PARAMETERS
         self.sections |= {"conv1d_weight": layout.conv, "conv1d_bias": layout.conv}
-        self.m2rnn = self._choose_backend(plugin)
-        self.prep = self._choose_prep(plugin)
+        self._choose_backends(plugin)
 
     def _add_parameters(self) -> None:
         """Draw every parameter in full, the same on every rank, and keep this rank's slice."""
@@ -138,14 +139,22 @@ class M2RNNMixer(RecurrentMixer):
             parameter.partition_sizes = [part.shape[0] for part in local]
         return parameter
 
-    def _choose_backend(self, plugin: PluginSettings) -> Callable:
-        """The backend of the recurrence, with the signature of `kernels.m2rnn.m2rnn`."""
-        workload = m2rnn_surface.workload(current_device(), self.config, self.layout, self.settings)
-        return dispatch.decide("m2rnn", workload, plugin.backends).load()
-
-    def _choose_prep(self, plugin: PluginSettings) -> M2RNNPrep:
-        workload = m2rnn_prep_surface.workload(current_device(), self.config)
-        return dispatch.decide("m2rnn_prep", workload, plugin.backends).load()
+    def _choose_backends(self, plugin: PluginSettings) -> None:
+        """One operator for everything between the projections, or else a prep and a recurrence."""
+        device, requests = current_device(), plugin.backends
+        sizes = self.config, self.layout, self.settings
+        parts = {name: dispatch.requested(name, requests) for name in m2rnn_core_surface.PARTS}
+        workload = m2rnn_core_surface.workload(device, *sizes, parts)
+        core = dispatch.decide("m2rnn_core", workload, requests)
+        self.fused = None if core.observed == REFERENCE_BACKEND else core.load()
+        self.prep: M2RNNPrep = REFERENCE
+        workload = m2rnn_surface.workload(device, *sizes)
+        # The fused operator has the first backend inside; inference needs its state.
+        recurrence = dispatch.decide("m2rnn", workload, requests)
+        self.m2rnn = recurrence.load()
+        if self.fused is None:
+            workload = m2rnn_prep_surface.workload(device, self.config)
+            self.prep = dispatch.decide("m2rnn_prep", workload, requests).load()
 
     def forward(
         self,
@@ -189,7 +198,18 @@ class M2RNNMixer(RecurrentMixer):
 
     def _core(self, projected: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """`_mix` from a zero state, without the final state."""
+        if self.fused is not None:
+            return self._fused(projected, cu_seqlens)
         return self._mix(projected, self.prep, cu_seqlens=cu_seqlens)[0]
+
+    def _fused(self, projected: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        layout, settings = self.layout, self.settings
+        return self.fused(
+            projected, self.conv1d_weight, self.conv1d_bias, self.A_log, self.dt_bias, self.W,
+            self.D, self.norm_weight, heads=layout.local_heads, k_dim=layout.k_dim,
+            v_dim=layout.v_dim, eps=self.config.layernorm_epsilon, chunk_size=settings.chunk_size,
+            grad_clamp=settings.grad_clamp, tanh=settings.tanh, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
 
     def _infer(
         self, hidden_states: Tensor, context, packed_seq_params: PackedSeqParams | None

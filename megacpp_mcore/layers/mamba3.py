@@ -2,11 +2,12 @@
 
 Tensor parallelism: heads are split over the ranks, and every weight is split along its first axis.
 The rows of in_proj are eight parts, `[z, x, B, C, dt, A, trap, angle]`, each split into equal
-slices. A rank's slices of z, x, dt, A and trap belong to its own heads. The angles, and B and C if
-the groups do not divide by the ranks, are all-gathered in the forward pass and reduce-scattered in
-the backward pass, which sums the gradients of all heads. No projection weight is replicated, the
-sequence is gathered once, and checkpoints do not depend on the number of ranks. Only the two norm
-weights are replicated; their gradients are summed over the ranks in the backward pass.
+slices, and padding. A rank's slices of z, x, dt, A and trap belong to its own heads. The angles,
+and B and C if the groups do not divide by the ranks, are all-gathered in the forward pass and
+reduce-scattered in the backward pass, which sums the gradients of all heads. No projection weight
+is replicated, the sequence is gathered once, and checkpoints do not depend on the number of ranks.
+Only the two norm weights are replicated; their gradients are summed over the ranks in the backward
+pass.
 
 Differences from upstream's module: the rows of B and C are ordered (group, rank, state), not (rank,
 group, state), and SISO's B_bias and C_bias have no rank axis.
@@ -28,15 +29,17 @@ from torch import Tensor
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.hybrid.block_settings import Mamba3Settings
-from megacpp_mcore.kernels.mamba3 import mamba3_step
+from megacpp_mcore.kernels.mamba3 import mamba3_scan, mamba3_step
 from megacpp_mcore.kernels.mamba3_prep import mamba3_prep
 from megacpp_mcore.layers.documents import document_offsets
 from megacpp_mcore.layers.mamba3_layout import IN_PROJ_PARTS, Mamba3Layout, Mamba3MixerError
 from megacpp_mcore.layers.mixer import RecurrentMixer
 from megacpp_mcore.layers.param_gather import wait_for_param_gather
 from megacpp_mcore.layers.settings import PluginSettings, plugin_settings
+from megacpp_mcore.surfaces import mamba3_core as mamba3_core_surface
 from megacpp_mcore.surfaces import mamba3_prep as mamba3_prep_surface
 from megacpp_mcore.surfaces import mamba3_scan as mamba3_scan_surface
+from megacpp_mcore.surfaces.backend import REFERENCE
 from megacpp_mcore.surfaces.workload import current_device
 
 _NORM_EPS = 1e-5  # of the B and C norms, as in upstream's module; not configurable there either
@@ -78,12 +81,11 @@ class Mamba3Mixer(RecurrentMixer):
         self.layer_number = layer_number
         self.layout = Mamba3Layout.of(config, settings, pg_collection)
         parts = dict(zip(IN_PROJ_PARTS, self.layout.in_proj, strict=True))
-        self._add_in_proj(submodules.in_proj, d_model, parts, name)
+        self._add_in_proj(submodules.in_proj, d_model, parts, name, self.layout.padding)
         self._add_parameters()
         inner = self.layout.heads * self.layout.head_dim
         self._add_out_proj(submodules.out_proj, inner, d_model, name)
-        self.scan = self._choose_scan(plugin)
-        self.prep = self._choose_prep(plugin)
+        self._choose_backends(plugin)
 
     def _add_parameters(self) -> None:
         """Upstream's initial values; dt_bias makes the initial dt log-uniform."""
@@ -129,15 +131,23 @@ class Mamba3Mixer(RecurrentMixer):
         dt = torch.exp(low + (high - low) * uniform).clamp(min=settings.dt_init_floor)
         return dt + torch.log(-torch.expm1(-dt))
 
-    def _choose_scan(self, plugin: PluginSettings):
-        workload = mamba3_scan_surface.workload(
-            current_device(), self.config, self.layout, self.settings
-        )
-        return dispatch.decide("mamba3_scan", workload, plugin.backends).load()
-
-    def _choose_prep(self, plugin: PluginSettings):
-        workload = mamba3_prep_surface.workload(current_device(), self.config)
-        return dispatch.decide("mamba3_prep", workload, plugin.backends).load()
+    def _choose_backends(self, plugin: PluginSettings) -> None:
+        """One operator for everything between the projections, or else a prep and a scan."""
+        device, requests = current_device(), plugin.backends
+        sizes = self.config, self.layout, self.settings
+        self.fused = None
+        if self.settings.variant == "siso":
+            parts = {name: dispatch.requested(name, requests) for name in mamba3_core_surface.PARTS}
+            workload = mamba3_core_surface.workload(device, *sizes, parts)
+            core = dispatch.decide("mamba3_core", workload, requests)
+            if core.observed != REFERENCE:
+                # Inference alone needs them, and has the reference from whichever backend.
+                self.fused, self.prep, self.scan = core.load(), mamba3_prep, mamba3_scan
+                return
+        workload = mamba3_scan_surface.workload(device, *sizes)
+        self.scan = dispatch.decide("mamba3_scan", workload, requests).load()
+        workload = mamba3_prep_surface.workload(device, self.config)
+        self.prep = dispatch.decide("mamba3_prep", workload, requests).load()
 
     def forward(
         self,
@@ -169,9 +179,21 @@ class Mamba3Mixer(RecurrentMixer):
 
     def _core(self, projected: Tensor, offsets: Tensor | None) -> Tensor:
         """Everything between the projections: [s, b, in_proj rows] -> [s, b, heads * P]."""
+        if self.fused is not None:
+            return self._fused(projected, offsets)
         tokens, parameters = self._scan_arguments(projected.transpose(0, 1), self.prep)
         y = self.scan(**tokens, **parameters, chunk_size=self.chunk_size, cu_seqlens=offsets)
         return y.transpose(0, 1).flatten(2)
+
+    def _fused(self, projected: Tensor, offsets: Tensor | None) -> Tensor:
+        layout, settings = self.layout, self.settings
+        return self.fused(
+            projected, self.dt_bias, self._norm_weight(self.B_norm), self._norm_weight(self.C_norm),
+            self.B_bias, self.C_bias, self.D, heads=layout.local_heads, head_dim=layout.head_dim,
+            groups=layout.scan_groups, state_dim=layout.state_dim, angles=layout.angles,
+            decay=settings.decay, decay_floor=settings.decay_floor, eps=_NORM_EPS,
+            cu_seqlens=offsets,
+        )  # fmt: skip
 
     def _scan_arguments(self, projected: Tensor, prep) -> tuple[dict, dict]:
         """projected (b, s, in_proj rows) -> the scan's per-token tensors and its parameters.
@@ -179,7 +201,8 @@ class Mamba3Mixer(RecurrentMixer):
         prep: the backend of mamba3_prep to use.
         """
         layout, settings = self.layout, self.settings
-        z, x, B, C, dd_dt, dd_A, trap, angle = projected.split(layout.in_proj, dim=-1)
+        columns = projected.split((*layout.in_proj, layout.padding), dim=-1)
+        z, x, B, C, dd_dt, dd_A, trap, angle, _ = columns
         if layout.groups_are_split:
             (angle,) = self._gather(angle)
         else:

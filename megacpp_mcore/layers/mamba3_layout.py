@@ -5,6 +5,7 @@ from typing import get_args, get_type_hints
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.hybrid.block_settings import Mamba3Settings
+from megacpp_mcore.layers.row_padding import row_padding
 
 IN_PROJ_PARTS = ("z", "x", "B", "C", "dt", "A", "trap", "angle")
 
@@ -15,7 +16,8 @@ class Mamba3MixerError(MegacppError):
 
 @dataclass(frozen=True)
 class Mamba3Layout:
-    """Sizes of the mixer on this rank. in_proj: the rank's rows of each of IN_PROJ_PARTS."""
+    """Sizes of the mixer on this rank. in_proj: the rank's rows of each of IN_PROJ_PARTS. padding:
+    rows of zeros after them (`row_padding`)."""
 
     tp: int
     heads: int
@@ -27,6 +29,7 @@ class Mamba3Layout:
     rank: int
     angles: int
     in_proj: tuple[int, ...]
+    padding: int
 
     @classmethod
     def of(cls, config, settings: Mamba3Settings, pg_collection) -> "Mamba3Layout":
@@ -67,6 +70,7 @@ class Mamba3Layout:
                 )
         inner = heads * config.mamba_head_dim
         rows = (inner, inner, group_rows, group_rows, heads, heads, heads, angles)
+        in_proj = tuple(size // tp for size in rows)
         return cls(
             tp=tp,
             heads=heads,
@@ -77,7 +81,8 @@ class Mamba3Layout:
             groups=groups,
             rank=rank,
             angles=angles,
-            in_proj=tuple(size // tp for size in rows),
+            in_proj=in_proj,
+            padding=row_padding(in_proj),
         )
 
     @property

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import importlib.resources
 import itertools
+import os
 import re
 import tomllib
 from collections.abc import Collection, Mapping
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from megacpp_mcore.files import read_regular
 from megacpp_mcore.patching import PatchError, diffs
 from megacpp_mcore.patching.diffs import FileDiff
 
@@ -153,8 +155,8 @@ def load(lane: Path | str | None = None) -> Manifest:
     lane = shipped_lane() if lane is None else Path(lane)
     path = lane / MANIFEST
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        table = tomllib.loads(read_regular(path).decode())
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not TOML
         raise PatchError(f"{path}: cannot be read: {error}") from error
     _keys(table, {"schema": int, "package": list}, {"patch": list}, MANIFEST)
     _check(table["schema"] == 1, MANIFEST, f"schema: {table['schema']} is not known; this reads 1")
@@ -190,7 +192,7 @@ def _patch(entry: Any, number: int, packages: Mapping[str, str], lane: Path) -> 
         name = entry[key]
         plain = PurePosixPath(name).name == name and name.endswith(suffix)
         _check(plain, where, f"{key}: {name!r} is not the name of a {suffix} file")
-        _check((folder / name).is_file(), where, f"{key}: {folder / name} does not exist")
+        _check(os.path.isfile(folder / name), where, f"{key}: {folder / name} does not exist")
     _check(entry["files"], where, "files: at least one is needed")
     files = tuple(_file(file, f"{where}: files") for file in entry["files"])
     _unique([file.path for file in files], where, "files.path")

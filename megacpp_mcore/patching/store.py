@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megacpp_mcore.files import write_atomically
+from megacpp_mcore.files import read_regular, write_atomically
 from megacpp_mcore.patching import PatchError
 from megacpp_mcore.patching.manifest import ABSENT, FOLDER, is_digest, is_target, sha256
 
@@ -109,13 +109,13 @@ class Store:
         """The table in a file of the store, None without one. Refuses what cannot be read."""
         try:
             try:
-                table = json.loads(path.read_bytes())
+                table = json.loads(read_regular(path))
             except FileNotFoundError:
                 table = None
             if table is not None and table["schema"] != 1:
                 raise ValueError(f"schema {table['schema']} is not known")
             yield table
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise PatchError(
                 f"{path}: cannot be read ({error}); reinstall the patched packages, then delete "
                 f"{self.path}"

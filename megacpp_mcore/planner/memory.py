@@ -60,8 +60,7 @@ def memory_of_stage(recipe: Recipe, stage: int, skew: float) -> Memory:
     sizes = Sizes.of(recipe)
     dense, experts = parameters(recipe, stage)
     own = dense + experts
-    bf16 = recipe.precision.bf16
-    state = 3 * _FP32 if bf16 else 2 * _FP32
+    bf16, state = recipe.precision.bf16, _state_bytes(recipe)
     kept = _activations(recipe, sizes, stage)
     if sizes.ep > 1 and (rows := _rows(recipe, sizes, stage)):
         kept["E"] += skew * rows
@@ -74,6 +73,19 @@ def memory_of_stage(recipe: Recipe, stage: int, skew: float) -> Memory:
         workspace=_workspace(recipe, sizes, stage),
         activations=kept,
     )
+
+
+def kept_of_stage(recipe: Recipe, stage: int) -> float:
+    """Bytes of weights, gradients and optimizer states on a rank of a stage, whatever its batch."""
+    dense, experts = parameters(recipe, stage)
+    weights = _BF16 if recipe.precision.bf16 else _FP32
+    own = (dense + experts) * (weights + summed_bytes(recipe))
+    return own + _state_bytes(recipe) * optimized(recipe, dense, experts)
+
+
+def _state_bytes(recipe: Recipe) -> int:
+    """Of a parameter: AdamW's two moments, and with bf16 weights the fp32 ones."""
+    return 3 * _FP32 if recipe.precision.bf16 else 2 * _FP32
 
 
 # --- parameters ---

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megacpp_mcore.files import read_regular
 from megacpp_mcore.receipts.checks import ReceiptError, validate
 
 Receipt = Mapping[str, Any]  # a valid one: the fields are the schema's
@@ -19,7 +20,7 @@ def read(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, most=1 << 28).decode()
         document = json.loads(text) if text.strip() else None
     except IsADirectoryError:
         raise ReceiptError(f"{path} is a folder; name the receipt file in it") from None

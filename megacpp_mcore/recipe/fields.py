@@ -5,6 +5,7 @@ value in Megatron's argument namespace; its metadata says where it lowers to and
 takes. That makes lowering, checking and the list of known keys one table.
 """
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -40,6 +41,9 @@ class Flag:
     given_when: bool | None = None
 
 
+_MOST_INTEGER = 2**63 - 1  # of torch and Megatron
+
+
 @dataclass(frozen=True)
 class Bounds:
     """Which numbers a key takes; of a list, which each entry may be.
@@ -57,7 +61,9 @@ class Bounds:
             yield "at least 0" if self.zero else "greater than 0"
         if self.below is not None and value >= self.below:
             yield f"less than {self.below}"
-        if self.most is not None and value > self.most:
+        if isinstance(value, int) and value > _MOST_INTEGER:
+            yield f"at most {_MOST_INTEGER}"
+        elif self.most is not None and value > self.most:
             yield f"at most {self.most}"
 
 
@@ -65,6 +71,7 @@ POSITIVE = Bounds()
 FROM_ZERO = Bounds(zero=True)
 BELOW_ONE = Bounds(zero=True, below=1)
 UP_TO_ONE = Bounds(most=1)
+SEED = Bounds(zero=True, most=2**32 - 1)  # numpy's
 
 
 @dataclass(frozen=True)
@@ -206,8 +213,10 @@ def _coerce(value: Any, hint: Any) -> Any:
         if isinstance(value, dict):
             return {name: _coerce(item, arguments[1]) for name, item in value.items()}
     elif hint is float:
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            return float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            with contextlib.suppress(OverflowError):  # an integer beyond every float
+                if math.isfinite(number := float(value)):
+                    return number
     elif type(value) is hint:
         return value
     raise TypeMismatch

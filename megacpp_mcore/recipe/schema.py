@@ -14,6 +14,7 @@ from megacpp_mcore.hybrid.block_settings import M2RNNSettings, Mamba3Settings, R
 from megacpp_mcore.recipe.fields import (
     BELOW_ONE,
     FROM_ZERO,
+    SEED,
     UP_TO_ONE,
     Target,
     to,
@@ -264,7 +265,7 @@ class Schedule:
     eval_iters: int = to_flag(100, FROM_ZERO)
     log_interval: int = to_flag(100)
     log_throughput: bool = to_flag(False)
-    seed: int = to_flag(1234, FROM_ZERO)
+    seed: int = to_flag(1234, SEED)
     check_for_nan_in_loss_and_grad: bool = to_off_flag(True, "--no-check-for-nan-in-loss-and-grad")
     exit_duration_in_mins: int | None = to_flag(None)
     manual_gc: bool = to_flag(False)
@@ -343,6 +344,8 @@ class Launch:
     environment: dict[str, str] = to(Target.ENVIRONMENT, {})
     distributed_backend: Literal["nccl", "gloo"] = to_flag("nccl")
     distributed_timeout_minutes: int = to_flag(10)
+    # a rank that makes no progress for so long ends the run; compiling and saving take minutes
+    heartbeat_timeout_s: int | None = to(Target.PLUGIN, 1800)
     use_cpu_initialization: bool | None = to_flag(None)
     # "auto" is ours: rules.cuda_graphs puts full_iteration or none in its place
     cuda_graph_impl: Literal["auto", "none", "local", "transformer_engine", "full_iteration"] = (

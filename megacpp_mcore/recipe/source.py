@@ -10,12 +10,16 @@ from typing import Any
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.files import read_regular
 from megacpp_mcore.recipe.fields import Key, TypeMismatch, coerce, keys_of
 from megacpp_mcore.recipe.schema import SECTIONS
 
 SUFFIX = ".toml"
 BACKENDS = "backends"
 _TOP_LEVEL = ("description", "extends", "unset")
+_MAX_CHAIN = 100  # of recipes that extend one another
+# ValueError: not TOML, not UTF-8, an integer of 5,000 digits. RecursionError: 1,000 brackets.
+_NOT_TOML = (ValueError, RecursionError)
 
 KEYS: dict[str, Key] = {
     key.dotted: key for name, cls in SECTIONS.items() for key in keys_of(name, cls).values()
@@ -62,7 +66,10 @@ def locate(name_or_path: str, beside: Path | None = None) -> tuple[str, str]:
     Raises RecipeError for a name that is not shipped.
     """
     if name_or_path.endswith(SUFFIX) or "/" in name_or_path:
-        path = ((beside or Path()) / name_or_path).resolve()
+        try:
+            path = ((beside or Path()) / name_or_path).resolve()
+        except (OSError, RuntimeError, ValueError) as error:  # too long, a circle of links, a NUL
+            raise RecipeError(f"cannot read the recipe {name_or_path!r}: {error}") from error
         return str(path), str(path)
     if name_or_path not in shipped():
         raise RecipeError(
@@ -87,11 +94,13 @@ def read(name_or_path: str, overrides: Sequence[str] = ()) -> Settings:
 def _read_file(path: str, seen: tuple[str, ...]) -> Settings:
     if path in seen:
         raise RecipeError(f"extends in a circle: {' -> '.join([*seen, path])}")
+    if len(seen) >= _MAX_CHAIN:
+        raise RecipeError(f"{path}: extends a chain of more than {_MAX_CHAIN} recipes")
     try:
-        tables = tomllib.loads(Path(path).read_bytes().decode())
+        tables = tomllib.loads(read_regular(path).decode())
     except OSError as error:
         raise RecipeError(f"cannot read the recipe {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except _NOT_TOML as error:
         raise RecipeError(f"{path}: not TOML: {error}") from error
 
     parent = _top_level(tables, "extends", str, path)
@@ -193,7 +202,7 @@ def _readings(text: str, origin: str) -> list[Any]:
     try:
         tables = tomllib.loads(f"value = {text}")
         parsed = [tables["value"]] if list(tables) == ["value"] else []
-    except tomllib.TOMLDecodeError as error:
+    except _NOT_TOML as error:
         if text.startswith(("[", "{", '"', "'")):
             raise RecipeError(f"{origin}: {text!r} is not TOML: {error}") from error
         parsed = []

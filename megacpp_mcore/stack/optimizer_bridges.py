@@ -1,7 +1,8 @@
 """Bridges for Megatron-Core 0.19.2's DistributedOptimizer, which saves and loads some state wrong.
 
 Only checkpoints are affected, not training. Each bridge is skipped if its patch of the patch lane
-is applied. Upstream: issue 2777, pull requests 5835, 5929 and 5077, none of them in 0.19.
+is applied. Upstream: issue 2777, pull requests 5835 (on the development branch only) and 5077,
+neither of them in 0.19.
 """
 
 from typing import Any

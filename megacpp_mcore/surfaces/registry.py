@@ -5,7 +5,9 @@ from megacpp_mcore.surfaces import (
     linear,
     linear_cross_entropy,
     m2rnn,
+    m2rnn_core,
     m2rnn_prep,
+    mamba3_core,
     mamba3_prep,
     mamba3_scan,
     mla_rope,
@@ -18,7 +20,7 @@ from megacpp_mcore.surfaces import (
 from megacpp_mcore.surfaces.backend import Surface
 
 _MODULES = (
-    linear, norm, router_gating, moe_experts, core_attention, mla_rope, rope_qk, mamba3_scan,
-    mamba3_prep, m2rnn, m2rnn_prep, linear_cross_entropy, residual,
+    linear, norm, router_gating, moe_experts, core_attention, mla_rope, rope_qk, mamba3_core,
+    mamba3_scan, mamba3_prep, m2rnn_core, m2rnn, m2rnn_prep, linear_cross_entropy, residual,
 )  # fmt: skip
 REGISTRY: dict[str, Surface] = {module.SURFACE.name: module.SURFACE for module in _MODULES}

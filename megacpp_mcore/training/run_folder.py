@@ -10,6 +10,8 @@ from typing import IO
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.training.checkpoints import folder
 
+_OWN_FILES = ("progress.json", "checksums.json", ".metadata", "metadata.json", "common.pt")
+
 
 class RunFolderError(MegacppError):
     """The folder holds another run, or another process is training in it."""
@@ -42,7 +44,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 (held until the process ends)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a NUL in its name
             raise RunFolderError(f"cannot write into {self.path}: {error}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,9 +60,11 @@ class RunFolder:
             self._name_incomplete(latest)
             return latest
         if overwrite:
-            shutil.rmtree(self.checkpoints, ignore_errors=True)
-            self.receipt.unlink(missing_ok=True)
-            self.curves.unlink(missing_ok=True)
+            if foreign := self._foreign_checkpoints():
+                raise RunFolderError(
+                    f"{foreign[0]} is a checkpoint that no run on the CPU wrote: --overwrite does "
+                    "not delete it; move it away, or choose another --out"
+                )
         elif latest or self.receipt.exists():
             raise RunFolderError(
                 f"{self.path} already holds a run; continue it with --resume, replace it with "
@@ -86,10 +90,36 @@ class RunFolder:
             )
         _say(f"{path} is not complete: resuming from the older {latest}" for path in partial)
 
+    def clear(self) -> None:
+        """Delete the run that the folder holds: its receipt, curves and checkpoints, nothing else.
+
+        Call it when the new run is ready to start.
+        """
+        self.receipt.unlink(missing_ok=True)
+        self.curves.unlink(missing_ok=True)
+        if self.checkpoints.is_dir():
+            (self.checkpoints / folder.TRACKER).unlink(missing_ok=True)
+            for path in folder.named(self.checkpoints):
+                shutil.rmtree(path)
+
+    def _foreign_checkpoints(self) -> list[Path]:
+        """What is named as a checkpoint, and holds what no run of this lane writes."""
+        return [
+            path
+            for path in folder.named(self.checkpoints)
+            if not path.is_dir() or any(map(_is_foreign, path.iterdir()))
+            or not (folder.is_unfinished(path) or (path / "progress.json").is_file())
+        ]  # fmt: skip
+
     def release(self) -> None:
         """Release the lock."""
         if self._lock is not None:
             self._lock.close()
+
+
+def _is_foreign(path: Path) -> bool:
+    known = path.suffix == ".distcp" or path.name.startswith((".sum-", ".checksums.json."))
+    return not known and path.name not in _OWN_FILES
 
 
 def _say(lines: Iterable[str]) -> None:

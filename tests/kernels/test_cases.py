@@ -55,7 +55,7 @@ def test_a_recipe_without_the_layer_has_no_case():
     recipe = load_recipe("nam56r", [*overrides, "parallel.expert_model_parallel_size=1"])
     absent = {surface for surface in SURFACES if case_class(surface).of(recipe) is None}
     assert absent == {
-        "core_attention", "rope_qk", "mla_rope", "moe_experts", "m2rnn", "m2rnn_prep",
+        "core_attention", "rope_qk", "mla_rope", "moe_experts", "m2rnn", "m2rnn_prep", "m2rnn_core",
     }  # fmt: skip
 
 

@@ -27,8 +27,8 @@ ROUNDED = 2**-8
 
 def gradients(inputs, dy, d_final, *, bounds=None, chunk=32, clamp=None):
     *tensors, initial = inputs
-    *_, kept = cuda._forward._init_fn(*tensors, initial, bounds, chunk, None, True)
-    found = cuda._backward._init_fn(dy, d_final, *tensors, bounds, kept, chunk, clamp)
+    *_, kept = cuda.forward._init_fn(*tensors, initial, bounds, chunk, None, True)
+    found = cuda.backward._init_fn(dy, d_final, *tensors, bounds, kept, chunk, clamp)
     return dict(zip(NAMES, found, strict=True))
 
 
@@ -300,3 +300,28 @@ def test_what_is_not_finite_shows(bad, where):
                            plain[name][:, 24:, 0]), name  # fmt: skip
     assert torch.equal(got["W"][1], plain["W"][1])
     assert torch.equal(got["initial"][0, 1], plain["initial"][0, 1])
+
+
+@pytest.mark.parametrize("gate", [5.0, -8.0])
+def test_with_a_clamp_of_one_large_gates_keep_finite_gradients(gate):
+    """f + (1 - f) W of at least 5, around a state of zero, where tanh does not limit it: a gradient
+    grows by 2^18 within 8 steps. The shipped recipes clamp at 1, as XMA does."""
+    q, k, v, W, f, initial = draw(1, 64, 2, dtype=BF16)
+    f = torch.full_like(f, 0.25)
+    W = torch.eye(V).expand_as(W) * (gate - 0.25) / 0.75
+    inputs = [q, torch.zeros_like(k), v, W.contiguous(), f, torch.zeros_like(initial)]
+    dy, d_final = along(inputs)
+    grown = gradients(inputs, dy, d_final)
+    assert not all(x.isfinite().all() for x in grown.values())
+    held = gradients(inputs, dy, d_final, clamp=1.0)
+    assert all(x.isfinite().all() for x in held.values())
+    leaves = [x.double().requires_grad_() for x in inputs]
+    outputs = reference(*leaves[:5], initial_state=leaves[5], grad_clamp=1.0)
+    want = torch.autograd.grad(outputs, leaves, [dy.double(), d_final.double()])
+    # Nearly every element stands at the limit, which both have exactly. A state of zero gives q, v,
+    # W and f none.
+    for name, expected in zip(NAMES, want, strict=True):
+        if name in ("k", "initial"):
+            assert off(held[name], expected) <= 8 * ROUNDED, name
+        else:
+            assert not expected.any() and not held[name].any(), name

@@ -95,11 +95,11 @@ def run(inputs, bounds=None, chunk_size=32, grad_clamp=None, exact_tanh=False):
     """The outputs, and the gradients by the operators' own functions, which autograd would call."""
     q, k, v, W, f, initial = inputs
     options = (chunk_size, grad_clamp)
-    y, final, checkpoints = cuda._forward._init_fn(
+    y, final, checkpoints = cuda.forward._init_fn(
         q, k, v, W, f, initial, bounds, *options, exact_tanh
     )
     dy, d_final = directions(y, final)
-    gradients = cuda._backward._init_fn(dy, d_final, q, k, v, W, f, bounds, checkpoints, *options)
+    gradients = cuda.backward._init_fn(dy, d_final, q, k, v, W, f, bounds, checkpoints, *options)
     return [y, final, *gradients]
 
 
@@ -190,7 +190,7 @@ def test_y_of_any_q(on_cpu, dtype):
     sizes = 2.0 ** torch.arange(-105, 105, 3) if dtype == torch.bfloat16 else torch.ones(70)
     q = q * sizes.view(1, 70, 1, 1).to(dtype)
     q[0, 10], q[0, 20, 0, 5], q[0, 30, 0, 5] = 0, math.inf, math.nan
-    y, *_ = cuda._forward._init_fn(q, k, v, W, f, initial, None, 32, None, False)
+    y, *_ = cuda.forward._init_fn(q, k, v, W, f, initial, None, 32, None, False)
     y64, _ = reference(*(x.double() for x in (q, k, v, W, f)), initial_state=initial.double())
     finite = torch.ones(70, dtype=torch.bool)
     finite[20:21] = finite[30:31] = False
@@ -203,7 +203,7 @@ def test_y_of_any_q(on_cpu, dtype):
 
 def forward(inputs, bounds=None, chunk_size=32):
     *tensors, initial = inputs
-    return cuda._forward._init_fn(*tensors, initial, bounds, chunk_size, None, False)
+    return cuda.forward._init_fn(*tensors, initial, bounds, chunk_size, None, False)
 
 
 @pytest.mark.parametrize("chunk_size", cuda.CHUNK_SIZES["bfloat16"])

@@ -12,10 +12,9 @@ from megacpp_mcore.kernels.moe_experts.fused import (
     Experts,
     experts_routed,
     experts_sorted,
-    row_count,
 )
 from megacpp_mcore.kernels.moe_experts.readers import readers
-from megacpp_mcore.kernels.moe_experts.routing import route
+from megacpp_mcore.kernels.moe_experts.routing import allocated, route
 
 NAMES = ("x", "probs", "w1", "w2", "addend")
 
@@ -140,7 +139,7 @@ def test_rows_are_sorted_by_expert_then_by_token(align):
         start = end
     for token, rows in enumerate(routing.rows.tolist()):
         assert [int(routing.token[row]) for row in rows] == [token] * 3 and rows == sorted(rows)
-    assert routing.size == row_count(140, 3, Experts(leaves["w1"], None, products=padded(align)))
+    assert routing.size == allocated(140, 3, 7, align)
 
 
 def test_the_same_bits_whenever_it_is_run():
@@ -166,7 +165,7 @@ def test_readers_get_the_sum_of_all_gradients():
         return x.grad
 
     plain = run_with(lambda x: None)
-    fused = run_with(lambda x: readers(x, row_count(37, 2, Experts(leaves["w1"], None))))
+    fused = run_with(lambda x: readers(x, allocated(37, 2, 5, torch_products.ALIGN)))
     # Three terms that are added in another order, once rounded less.
     torch.testing.assert_close(fused, plain, rtol=0, atol=4 * 2**-24 * plain.abs().max().item())
 

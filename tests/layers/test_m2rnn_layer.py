@@ -423,6 +423,24 @@ def test_refuses_layouts(case):
         M2RNNLayout.of(sizes, settings, tp)
 
 
+@pytest.mark.parametrize("bounds", [None, [0, 6, 13]], ids=["whole", "documents"])
+def test_one_operator_in_place_of_prep_and_recurrence_gets_what_they_get(bounds):
+    """As dispatch has it on a GPU: here the definition of the operator."""
+    from megacpp_mcore.kernels.m2rnn_core import m2rnn_core
+
+    mixer = build()
+    found = []
+    for fused in (None, m2rnn_core):
+        mixer.fused = fused
+        x = hidden(21, 1, torch.float32).requires_grad_()
+        y, _ = mixer(x, packed_seq_params=None if bounds is None else packed(bounds))
+        mixer.zero_grad()
+        y.square().sum().backward()
+        found.append([y.detach(), x.grad, *(p.grad for p in mixer.parameters())])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
+
+
 def test_layout_of_nam56r():
     for hidden_size, heads, tp in ((3584, 44, 4), (4096, 51, 1)):
         sizes = SimpleNamespace(hidden_size=hidden_size, context_parallel_size=1)

@@ -91,7 +91,9 @@ def mixer_by_hand(mixer, settings, hidden):
     A = int(N * settings.rope_fraction) // 2
     w = {name: p.detach().double() for name, p in mixer.named_parameters()}
     rows = [H * P, H * P, G * R * N, G * R * N, H, H, H, A]
-    z, x, B, C, dd_dt, dd_A, trap, angle = (hidden @ w["in_proj.weight"].T).split(rows, -1)
+    # Behind the parts there are rows of padding, which nothing may read.
+    weight = w["in_proj.weight"][: sum(rows)]
+    z, x, B, C, dd_dt, dd_A, trap, angle = (hidden @ weight.T).split(rows, -1)
     per_rank = {n: w[n].reshape(H, R, -1) for n in ("B_bias", "C_bias")}
     mimo = {n: w.get(n, torch.ones(H, R, P).double()) for n in ("mimo_x", "mimo_z", "mimo_o")}
 
@@ -168,8 +170,31 @@ def test_every_parameter_learns(settings):
     for name, parameter in layer.named_parameters():
         assert parameter.grad.abs().max() > 0, name
     rows = layer.mixer.in_proj.weight.grad.abs().amax(1)
-    assert (rows > 0).all(), "a row of in_proj feeds nothing"
+    parts = len(rows) - layer.mixer.layout.padding
+    assert (rows[:parts] > 0).all(), "a row of in_proj feeds nothing"
+    assert not rows[parts:].any(), "padding has a gradient"
     assert hidden.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("offsets", [None, [0, 6, 13]], ids=["whole", "documents"])
+def test_one_operator_in_place_of_prep_and_scan_gets_what_they_get(offsets):
+    """As dispatch has it on a GPU: here the definition of the operator."""
+    from megacpp_mcore.kernels.mamba3_core import mamba3_core
+
+    mixer, packed = build().mixer, None
+    if offsets is not None:
+        packed = TestDocuments().packed(offsets)
+    found = []
+    for fused in (None, mamba3_core):
+        mixer.fused = fused
+        hidden = torch.randn(21, 1, HIDDEN, generator=torch.Generator().manual_seed(3))
+        hidden.requires_grad_()
+        y, _ = mixer(hidden, packed_seq_params=packed)
+        mixer.zero_grad()
+        y.square().sum().backward()
+        found.append([y.detach(), hidden.grad, *(p.grad for p in mixer.parameters())])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
 
 
 def test_later_tokens_do_not_change_earlier_ones():

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 from functools import partial
 from types import SimpleNamespace
 
@@ -161,6 +162,26 @@ def test_without_gradients_nothing_is_kept(process):
         y, _ = ours(x)
     assert torch.equal(y, expected) and not y.requires_grad
     assert ours._readers is None and ours.token_dispatcher.probs is None
+
+
+@pytest.mark.parametrize("experts", [GroupedMMExperts, FusedExperts])
+def test_nothing_of_a_step_is_left_for_the_garbage_collector(process, experts):
+    """The recipes switch it off (manual_gc): a cycle would keep a step's activations for ever."""
+    ours = layer(MegacppMoELayer, "alltoall", experts, moe_shared_expert_intermediate_size=24)
+
+    def tensors() -> int:
+        return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        counted = []
+        for _ in range(3):
+            run(ours, 7, skew=False)
+            counted.append(tensors())
+    finally:
+        gc.enable()
+    assert counted[1] == counted[2], counted
 
 
 def test_a_shared_expert_that_overlaps_keeps_the_dispatcher(process):

@@ -45,11 +45,11 @@ class Row(_TransformerEngines, RowParallelLinear):
     pass
 
 
-def mixers(fp8: str | None, heads: int):
-    """An M and an R of `heads` heads, in a world of one."""
+def mixers(fp8: str | None, heads: int, head_dim: int = 16):
+    """An M and an R of `heads` heads of `head_dim` columns each, in a world of one."""
     config = TransformerConfig(
         num_layers=1, hidden_size=32, num_attention_heads=2, use_cpu_initialization=True,
-        mamba_num_heads=heads, mamba_head_dim=16, mamba_state_dim=16, mamba_num_groups=1,
+        mamba_num_heads=heads, mamba_head_dim=head_dim, mamba_state_dim=16, mamba_num_groups=1,
     )  # fmt: skip
     config.fp8 = fp8  # after the config's own check, which wants Transformer Engine
     with single_process(1):
@@ -62,7 +62,7 @@ def mixers(fp8: str | None, heads: int):
         )  # fmt: skip
         yield M2RNNMixer(
             config, M2RNNMixerSubmodules(Column, Row), 1, groups,
-            settings=M2RNNSettings(k_head_dim=16, v_head_dim=16, num_heads=heads),
+            settings=M2RNNSettings(k_head_dim=16, v_head_dim=head_dim, num_heads=heads),
         )  # fmt: skip
 
 
@@ -75,21 +75,19 @@ def in_the_models_dtype(linear: torch.nn.Module) -> bool:
     return recipe.fp8_quantization_recipe is None and recipe.fp4_quantization_recipe is None
 
 
-# Rows of in_proj with H heads: M 35 H + 40, R 33 H + 32 and its padding, which always fits. An
-# out_proj has 16 columns a head.
 @pytest.mark.parametrize(
-    ("fp8", "heads", "kept"),
+    ("fp8", "heads", "head_dim", "kept"),
     [
-        ("hybrid", 6, [True, False]),  # 250 rows, and 230 padded to 240
-        ("hybrid", 8, [False, False]),  # 320, and 296 padded to 304
-        ("hybrid", 16, [True, False]),  # 600, and 560
-        (None, 6, [False, False]),
+        ("hybrid", 6, 16, False),  # 96 columns; in_proj's 250 and 230 rows are padded to fit
+        ("hybrid", 5, 12, True),  # 60
+        ("hybrid", 4, 12, False),  # 48
+        (None, 5, 12, False),
     ],
 )
-def test_only_a_projection_that_does_not_fit_stays_in_the_models_dtype(fp8, heads, kept):
-    built = list(mixers(fp8, heads))
-    assert [in_the_models_dtype(mixer.in_proj) for mixer in built] == kept
-    assert [in_the_models_dtype(mixer.out_proj) for mixer in built] == [False, False]
+def test_only_a_projection_that_does_not_fit_stays_in_the_models_dtype(fp8, heads, head_dim, kept):
+    built = list(mixers(fp8, heads, head_dim))
+    assert [in_the_models_dtype(mixer.in_proj) for mixer in built] == [False, False]
+    assert [in_the_models_dtype(mixer.out_proj) for mixer in built] == [kept, kept]
 
 
 def test_a_product_that_is_not_made_in_fp8_is_told_and_in_the_receipt(monkeypatch, capfd):
@@ -98,14 +96,14 @@ def test_a_product_that_is_not_made_in_fp8_is_told_and_in_the_receipt(monkeypatc
     monkeypatch.setenv("RANK", "0")
     dispatch.forget()
     for _ in range(2):  # layers of the same sizes: once
-        list(mixers("hybrid", 6))
+        list(mixers("hybrid", 5, 12))
     said = "megacpp: backend of linear: the model's dtype (requested fp8 hybrid; "
     assert capfd.readouterr().err.count(said) == 1
     (told,) = (d for d in dispatch.decisions() if d.surface == "linear")
     assert (told.requested, told.observed) == ("fp8 hybrid", "the model's dtype")
-    assert "32 x 250 on a rank" in told.reason and "multiples of 16" in told.reason
+    assert "60 x 32 on a rank" in told.reason and "multiples of 16" in told.reason
     dispatch.forget()
-    list(mixers(None, 8))
+    list(mixers(None, 5, 12))
     assert not [d for d in dispatch.decisions() if d.surface == "linear"]
 
 

@@ -118,3 +118,10 @@ def test_an_unknown_id(lane):
 
 def test_absent_is_a_digest_of_its_own():
     assert manifest.sha256(None) == "absent" != manifest.sha256(b"") != manifest.sha256(NEW)
+
+
+def test_a_fix_on_a_development_branch_is_not_taken_for_a_release():
+    """Dropped at 0.20, wrong optimizer states would come back: that has pull request 5929 only."""
+    (patch,) = manifest.load().select(["optimizer-state-of-mixed-dtypes"])
+    assert patch.upstream["link"].endswith("/5835") and "no release" in patch.upstream["merged_in"]
+    assert "5835" in patch.drop_when and not patch.drop_when.startswith("megatron-core is 0.20")

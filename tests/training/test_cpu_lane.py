@@ -186,6 +186,33 @@ def test_a_run_that_dies_as_it_has_saved_lost_no_step(step, small, unbroken, tmp
     assert losses(tmp_path / "run") == losses(unbroken)
 
 
+def test_a_long_run_keeps_no_memory_and_no_descriptor(small_recipe, tmp_path, monkeypatch):
+    """`MEGACPP_SOAK=2000` makes it as long as the issue asks for."""
+    import psutil
+
+    from megacpp_mcore.training.cpu.step import Trainer
+
+    steps, found, step = int(os.environ.get("MEGACPP_SOAK", 60)), [], Trainer.step
+
+    def watched(self, micro_batches):
+        process = psutil.Process()
+        found.append((process.memory_info().rss, process.num_fds(), process.num_threads()))
+        return step(self, micro_batches)
+
+    monkeypatch.setattr(Trainer, "step", watched)
+    long = [f"schedule.train_iters={steps}", f"schedule.lr_decay_iters={steps}",
+            "checkpoint.save_interval=10", "checkpoint.keep_latest=2",
+            "schedule.eval_interval=20"]  # fmt: skip
+    train(load_recipe(str(small_recipe), long), tmp_path / "run")
+    warm_up = len(found) // 3
+    memory, descriptors, threads = zip(*found[warm_up:], strict=True)
+    third = len(memory) // 3
+    # allocators keep some: a leak of a kilobyte a step and parameter tensor would be more
+    grown = sum(memory[-third:]) / third - sum(memory[:third]) / third
+    assert grown < 2**20 * max(16, steps / 100), f"{grown / 2**20:.1f} MiB more"
+    assert max(descriptors) == min(descriptors) and max(threads) == min(threads)
+
+
 @pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_a_run_that_is_stopped_saves_where_it_can_and_leaves_nothing_behind(
     way, small_recipe, tmp_path
@@ -438,6 +465,38 @@ def test_a_folder_that_holds_a_run_is_not_written_over(small, one_step):
         train(small, one_step, steps=1)
     train(small, one_step, steps=2, overwrite=True)
     assert len(losses(one_step)) == 2
+
+
+def test_nothing_is_deleted_before_the_new_run_can_start(small_recipe, one_step, tmp_path):
+    before = sorted(one_step.rglob("*"))
+    absent = load_recipe(str(small_recipe), [f'data.data_path=["{tmp_path}/nowhere"]'])
+    with pytest.raises(DataError, match="megacpp data build"):
+        train(absent, one_step, overwrite=True)
+    assert set(before) <= set(one_step.rglob("*"))
+    assert losses(one_step)
+
+
+def test_nothing_is_deleted_that_no_run_wrote(small, one_step):
+    checkpoints = one_step / "checkpoints"
+    (checkpoints / "notes.txt").write_text("mine")
+    (checkpoints / "iter_best").mkdir()
+    (one_step / "mine.txt").write_text("mine")
+    train(small, one_step, steps=2, overwrite=True)
+    assert (checkpoints / "notes.txt").read_text() == (one_step / "mine.txt").read_text() == "mine"
+    assert (checkpoints / "iter_best").is_dir()
+    assert not (checkpoints / "iter_0000001").exists() and len(losses(one_step)) == 2
+
+
+@pytest.mark.parametrize("foreign", ["another program's", "a file of somebody's"])
+def test_a_checkpoint_that_no_run_of_this_lane_wrote_is_not_deleted(small, one_step, foreign):
+    folder = one_step / "checkpoints" / "iter_0000001"
+    if foreign == "another program's":
+        (folder / "progress.json").unlink()
+    else:
+        (folder / "notes.txt").write_text("mine")
+    with pytest.raises(RunFolderError, match="iter_0000001 is a checkpoint that no run on the CPU"):
+        train(small, one_step, overwrite=True)
+    assert folder.is_dir() and losses(one_step)
 
 
 def test_two_processes_cannot_train_in_one_folder(small, tmp_path):

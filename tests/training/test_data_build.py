@@ -162,11 +162,14 @@ class TestRefusals:
         with pytest.raises(DataError, match="no file in"):
             TextFiles([tmp_path / "empty"])
 
-    def test_unreadable_file(self, tmp_path):
+    def test_a_link_to_nothing_is_counted(self, tmp_path):
         src = tree_of(tmp_path)
+        whole = TextFiles([src])
         (src / "broken.h").symlink_to(tmp_path / "nowhere")
-        with pytest.raises(DataError, match=r"cannot read .*broken\.h"):
-            TextFiles([src])
+        source = TextFiles([src])
+        assert source.paths == whole.paths
+        assert sum(1 for _ in source.documents(lambda n: None)) == len(whole.paths)
+        assert source.skipped["dangling link"] == 1
 
     def test_file_that_goes_away_while_reading(self, tmp_path):
         src = tree_of(tmp_path)

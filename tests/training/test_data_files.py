@@ -268,7 +268,7 @@ class TestManifest:
     def test_tokens_are_held_to_its_vocabulary_when_verifying(self, prefix):
         path = paths(prefix)[2]
         manifest = json.loads(path.read_text())
-        path.write_text(json.dumps({**manifest, "vocab_size": 256}))
+        path.write_text(json.dumps({**manifest, "vocab_size": 256, "eod_id": 255}))
         with pytest.raises(DataError, match=r"token 256 at position .* 0\.\.255"):
             read_pair(prefix, verify_hashes=True)
 

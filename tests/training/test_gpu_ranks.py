@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from left_behind import Marked
+from left_behind import Marked, wait_until
 
 from megacpp_mcore.training.gpu.torchrun import RanksOutcome, run_ranks
 
@@ -113,6 +113,30 @@ def launcher(module, marked, tmp_path):
     assert len(marked.pids()) >= 6  # launcher, ranks, the manager, workers
     yield process, int(note.read_text())
     process.kill()
+
+
+def test_ranks_that_save_on_sigterm_have_the_time(module, tmp_path):
+    """The launcher hands SIGTERM on and waits; then it ends with 128 + 15, and no failure."""
+    (tmp_path / "a_saving_rank.py").write_text(
+        "import os, signal, sys, time\n"
+        "stop = []\n"
+        "signal.signal(signal.SIGTERM, lambda *_: stop.append(1))\n"
+        "rank = os.environ['RANK']\n"
+        "open(sys.argv[1] + '/ready' + rank, 'w')\n"
+        "while not stop: time.sleep(0.02)\n"
+        "time.sleep(1); open(sys.argv[1] + '/saved' + rank, 'w')\n"
+    )
+    code = (
+        "from megacpp_mcore.training.gpu.torchrun import run_ranks; import sys; "
+        f"e = run_ranks('a_saving_rank', [{str(tmp_path)!r}], 2); print(e.reason); "
+        "sys.exit(e.status)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2, 60)
+    process.terminate()
+    said, _ = process.communicate(timeout=60)
+    assert (process.returncode, said) == (128 + signal.SIGTERM, "None\n")
+    assert len(list(tmp_path.glob("saved*"))) == 2
 
 
 def test_the_launcher_takes_its_ranks_with_it(launcher, marked):

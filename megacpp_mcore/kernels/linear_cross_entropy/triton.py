@@ -8,13 +8,12 @@ Each of LANES columns has a running maximum and sum of its own until the end of 
 synchronise once a row.
 """
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megacpp_mcore.kernels.device_guard import device_of
 from megacpp_mcore.kernels.linear_cross_entropy.inputs import Options
 from megacpp_mcore.kernels.linear_cross_entropy.reference import smoothing_of
 
@@ -54,7 +53,7 @@ def softmax_rows(
     smoothing = smoothing_of(options, vocab_size)
     lanes = min(_LANES, triton.next_power_of_2(classes))
     depth = min(_DEPTH, triton.cdiv(triton.next_power_of_2(classes), lanes))
-    with _device_of(logits):
+    with device_of(logits):
         _softmax_rows[(tokens,)](
             logits, logits.stride(0), labels,
             statistics, 0 if statistics is None else statistics.stride(0),
@@ -164,7 +163,7 @@ def transposed(x: Tensor, out: Tensor) -> Tensor:
     torch's copy."""
     n, m = x.shape
     if x.numel():
-        with _device_of(x):
+        with device_of(x):
             _transpose[(triton.cdiv(n, _TILE), triton.cdiv(m, _TILE))](
                 x, x.stride(0), out, out.stride(0), n, m, TILE=_TILE
             )
@@ -197,12 +196,8 @@ def scaled(x: Tensor, factor: Tensor) -> Tensor:
 def _scale_into(out: Tensor, x: Tensor, factor: Tensor) -> None:
     if x.numel():
         programs = min(triton.cdiv(x.numel(), _SCALE_BLOCK), _SCALE_PROGRAMS)
-        with _device_of(x):
+        with device_of(x):
             _scale[(programs,)](x, factor, out, x.numel(), IN_PLACE=out is x, BLOCK=_SCALE_BLOCK)
-
-
-def _device_of(x: Tensor) -> contextlib.AbstractContextManager:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 @triton.jit

@@ -50,7 +50,7 @@ def m2rnn(
     _check_served(q, k, v, chunk_size)
     initial_state = None if initial_state is None else initial_state.float()
     bounds = None if cu_seqlens is None else cu_seqlens.to(device=v.device, dtype=torch.int32)
-    y, final_state, _ = _forward(
+    y, final_state, _ = forward(
         q, k, v, W.float(), f.float(), initial_state, bounds, chunk_size, grad_clamp,
         tanh == "exact",
     )  # fmt: skip
@@ -111,7 +111,7 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 
 @torch.library.custom_op("megacpp::m2rnn_cuda", mutates_args=(), device_types="cuda")
-def _forward(
+def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -160,13 +160,13 @@ def _outputs(v: Tensor, f: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor
     )
 
 
-@_forward.register_fake
+@forward.register_fake
 def _(q, k, v, W, f, initial, bounds, chunk_size, grad_clamp, exact_tanh):
     return _outputs(v, f, Sizes(q, k, v, bounds, chunk_size))
 
 
 @torch.library.custom_op("megacpp::m2rnn_cuda_backward", mutates_args=(), device_types="cuda")
-def _backward(
+def backward(
     dy: Tensor | None,
     d_final: Tensor | None,
     q: Tensor,
@@ -206,7 +206,7 @@ def _gradient_outputs(q, k, v, W, f, sizes: Sizes) -> tuple[Tensor, ...]:
     return *gradients, f.new_empty(sizes.state(sizes.chains))
 
 
-@_backward.register_fake
+@backward.register_fake
 def _(dy, d_final, q, k, v, W, f, bounds, checkpoints, chunk_size, grad_clamp):
     sizes = Sizes(q, k, v, bounds, chunk_size)
     return _gradient_outputs(q, k, v, W, f, sizes)
@@ -222,8 +222,8 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, dy, d_final, _):
-    *gradients, d_initial = _backward(dy, d_final, *ctx.saved_tensors, *ctx.options)
+    *gradients, d_initial = backward(dy, d_final, *ctx.saved_tensors, *ctx.options)
     return *gradients, d_initial if ctx.has_initial else None, None, None, None, None
 
 
-_forward.register_autograd(_gradients, setup_context=_save)
+forward.register_autograd(_gradients, setup_context=_save)

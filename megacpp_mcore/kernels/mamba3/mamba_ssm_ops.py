@@ -1,8 +1,8 @@
 """mamba-ssm's Mamba-3 SISO launchers as two torch operators, which torch.compile sees as one node.
 
 Upstream's autograd.Function launches Triton kernels from Python, which breaks torch.compile's
-graph. Its kernels autotune over 200 configurations on their first call, minutes on an H200; for the
-sizes in `mamba_ssm_configs` each gets one configuration.
+graph. Its kernels autotune over 200 configurations on their first call, minutes on an H200;
+`mamba_ssm_configs` has few or one for each.
 
 Shapes: q, k (B, S, G, N), v, z (B, S, H, P), angles (B, S, H, A) in bfloat16; adt, dt (B, S, H) in
 float32; trap (B, S, H) in bfloat16; q_bias, k_bias (H, N) and D (H) in float32; bounds (documents
@@ -11,11 +11,12 @@ float32; trap (B, S, H) in bfloat16; q_bias, k_bias (H, N) and D (H) in float32;
 
 import functools
 import importlib
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacpp_mcore.kernels.mamba3.mamba_ssm_configs import PINNED
+from megacpp_mcore.kernels.mamba3.mamba_ssm_configs import KERNELS, configurations
 
 _PACKAGE = "mamba_ssm.ops.triton.mamba3"
 _GRADIENTS = 11  # q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z
@@ -42,7 +43,7 @@ def mamba3_siso(
     from mamba_ssm.ops.triton.mamba3.angle_dt import angle_dt_fwd
     from mamba_ssm.ops.triton.mamba3.mamba3_siso_fwd import mamba3_siso_fwd
 
-    _prepare(q, v, chunk_size)
+    set_up(q.shape[-1], v.shape[-1], chunk_size)
     adt, dt, trap = (x.transpose(1, 2) for x in (adt, dt, trap))
     sums = angle_dt_fwd(angles, dt, chunk_size=chunk_size, cu_seqlens=bounds)
     y, *inner, _ = mamba3_siso_fwd(
@@ -98,7 +99,7 @@ def _backward(
     from mamba_ssm.ops.triton.mamba3 import mamba3_siso_bwd as launch
     from mamba_ssm.ops.triton.mamba3.angle_dt import angle_dt_bwd
 
-    _prepare(q, v, chunk_size)
+    set_up(q.shape[-1], v.shape[-1], chunk_size)
     dt, trap = dt.transpose(1, 2), trap.transpose(1, 2)
     sums, y_before_z, states, decay, chunk_decay, q_rotated, k_rotated, qk, scale, gamma = saved
     dy, dz = dy.contiguous(), None
@@ -152,24 +153,48 @@ def _gradients(ctx, dys):
 mamba3_siso.register_autograd(_gradients, setup_context=_save)
 
 
-def _prepare(q: Tensor, v: Tensor, chunk_size: int) -> None:
-    """Set up Triton as upstream's launchers need it, in this thread (autograd has its own)."""
+def set_up(state_dim: int, head_dim: int, chunk_size: int) -> None:
+    """Set up Triton as upstream's kernels need it, in this thread (autograd has its own)."""
     import triton
 
-    triton.set_allocator(lambda size, alignment, stream: v.new_empty(size, dtype=torch.int8))
-    _pin(q.shape[-1], v.shape[-1], chunk_size)
+    triton.set_allocator(_allocate)
+    _pin(state_dim, head_dim, chunk_size)
+
+
+def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Memory for tensor descriptors on the current device, which a kernel is launched on.
+
+    Triton keeps the function in every thread that set it: it must not hold on to a tensor.
+    """
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def _pin(state_dim: int, head_dim: int, chunk_size: int) -> None:
+    """Give the kernels the configurations for this GPU and these sizes."""
+    sizes = (torch.cuda.get_device_capability(), state_dim, head_dim, chunk_size)
+    for tuner, configs in _configured(sizes):
+        tuner.configs = configs
 
 
 @functools.cache
-def _pin(state_dim: int, head_dim: int, chunk_size: int) -> None:
-    """Give the kernels the configuration pinned for this GPU and these sizes.
+def _configured(sizes: tuple[tuple[int, int], int, int, int]) -> tuple[tuple[Any, Any], ...]:
+    """Upstream's autotuners, and what each chooses among."""
+    import triton
 
-    Sizes without one keep upstream's autotuning, unless earlier sizes in this process were pinned.
-    """
-    capability = torch.cuda.get_device_capability()
-    for kernel, config in PINNED.get((capability, state_dim, head_dim, chunk_size), {}).items():
-        import triton
+    found = []
+    for kernel, (tuner, candidates) in _tuners().items():
+        given = configurations(kernel, *sizes)
+        chosen = candidates if given is None else [triton.Config(**config) for config in given]
+        found.append((tuner, chosen))
+    return tuple(found)
 
+
+@functools.cache
+def _tuners() -> dict[str, tuple[Any, Any]]:
+    """Kernel -> upstream's autotuner and its own candidates."""
+    found = {}
+    for kernel in KERNELS:
         module, name = kernel.split(":")
         tuner = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)
-        tuner.configs = [triton.Config(**config)]
+        found[kernel] = (tuner, tuner.configs)
+    return found

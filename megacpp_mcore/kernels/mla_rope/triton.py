@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from megacpp_mcore.kernels.device_guard import device_of
 from megacpp_mcore.kernels.mla_rope import triton_kernels
 from megacpp_mcore.kernels.mla_rope.inputs import MLARopeInputError, RotaryTable, check_inputs
 
@@ -145,12 +146,13 @@ def _launch(
     rest = dim - qk_head_dim - 2 * pairs
     head_block, warps = _TILES[kernel]
     strides = (stride for x in (*sources, *targets) for stride in x.stride()[:-1])
-    kernel[(tokens * batch,)](
-        *sources, cos, sin, cu_seqlens, *targets,
-        batch, 0 if cu_seqlens is None else cu_seqlens.numel(), heads, *strides,
-        PLAIN=qk_head_dim, PAIRS=pairs, REST=rest, V_DIM=v_dim,
-        PLAIN_BLOCK=triton.next_power_of_2(qk_head_dim), PAIR_BLOCK=triton.next_power_of_2(pairs),
-        REST_BLOCK=triton.next_power_of_2(max(rest, 1)), V_BLOCK=triton.next_power_of_2(v_dim),
-        HEAD_BLOCK=min(head_block, triton.next_power_of_2(heads)), INTERLEAVED=interleaved,
-        PACKED=cu_seqlens is not None, BOUNDS_BLOCK=_BOUNDS_BLOCK, num_warps=warps,
-    )  # fmt: skip
+    up = triton.next_power_of_2
+    with device_of(sources[0]):
+        kernel[(tokens * batch,)](
+            *sources, cos, sin, cu_seqlens, *targets,
+            batch, 0 if cu_seqlens is None else cu_seqlens.numel(), heads, *strides,
+            PLAIN=qk_head_dim, PAIRS=pairs, REST=rest, V_DIM=v_dim,
+            PLAIN_BLOCK=up(qk_head_dim), PAIR_BLOCK=up(pairs), REST_BLOCK=up(max(rest, 1)),
+            V_BLOCK=up(v_dim), HEAD_BLOCK=min(head_block, up(heads)), INTERLEAVED=interleaved,
+            PACKED=cu_seqlens is not None, BOUNDS_BLOCK=_BOUNDS_BLOCK, num_warps=warps,
+        )  # fmt: skip

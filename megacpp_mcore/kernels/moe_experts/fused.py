@@ -20,7 +20,6 @@ from megacpp_mcore.kernels.moe_experts.readers import Readers
 from megacpp_mcore.kernels.moe_experts.routing import (
     Gathered,
     Routing,
-    allocated,
     probs_gradient,
     route,
     to_tokens,
@@ -58,11 +57,6 @@ def experts_routed(
     return _Routed.apply(x, rows, probs, w1, w2, addend, routing_map, topk, weights, readers)
 
 
-def row_count(tokens: int, topk: int, weights: Experts) -> int:
-    """R, of the routing of so many tokens."""
-    return allocated(tokens, topk, weights.w1.shape[0], weights.products.ALIGN)
-
-
 @torch.compiler.disable
 def experts_sorted(x: Tensor, counts: Tensor, probs: Tensor, weights: Experts) -> Tensor:
     """The package's function: x (t, h) sorted by expert, counts (E,), probs (t,) -> (t, h).
@@ -87,7 +81,7 @@ class _Routed(torch.autograd.Function):
         )  # fmt: skip
         ctx.dtype, ctx.weights = probs.dtype, weights
         if readers is not None:
-            readers.routing = routing
+            readers.sorted.routing = routing
         return out
 
     @staticmethod

@@ -14,31 +14,38 @@ from megacpp_mcore.kernels.moe_experts.routing import Routing, to_tokens
 
 
 @dataclass
+class Sorted:
+    """What the experts' forward pass leaves for the sum. It must not refer to `Readers`: autograd's
+    node keeps it, and a cycle would keep all activations where garbage collection is off."""
+
+    routing: Routing | None = None
+
+
+@dataclass
 class Readers:
     """The tokens (..., h) as each reader takes them.
 
-    rows: stands for the experts' rows (R, h) in autograd and has no memory of its own. routing: set
-    by the experts in the forward pass.
+    rows: stands for the experts' rows (R, h) in autograd and has no memory of its own.
     """
 
     router: Tensor
     shared: Tensor
     rows: Tensor
-    routing: Routing | None = None
+    sorted: Sorted
 
 
 def readers(x: Tensor, size: int) -> Readers:
     """size: R, as of the routing that will be set."""
-    found = Readers(x, x, x.new_empty(()).expand(size, x.shape[-1]))
+    rows, left = x.new_empty(()).expand(size, x.shape[-1]), Sorted()
     if torch.is_grad_enabled() and x.requires_grad:
-        found.router, found.shared, found.rows = _Readers.apply(x, found.rows, found)
-    return found
+        return Readers(*_Readers.apply(x, rows, left), left)
+    return Readers(x, x, rows, left)
 
 
 class _Readers(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, rows, found):
-        ctx.found, ctx.shape = found, x.shape
+    def forward(ctx, x, rows, left):
+        ctx.left, ctx.shape = left, x.shape
         ctx.set_materialize_grads(False)  # a reader that is not there has no gradient
         return x.view_as(x), x.view_as(x), rows.view_as(rows)
 
@@ -48,5 +55,5 @@ class _Readers(torch.autograd.Function):
         if d_rows is None:
             total = sum(others[1:], others[0])
         else:
-            total = to_tokens(d_rows, ctx.found.routing, *others)
+            total = to_tokens(d_rows, ctx.left.routing, *others)
         return total.view(ctx.shape), None, None

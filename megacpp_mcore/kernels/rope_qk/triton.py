@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from megacpp_mcore.kernels.device_guard import device_of
 from megacpp_mcore.kernels.rope_qk import triton_kernels
 from megacpp_mcore.kernels.rope_qk.inputs import (
     RopeQK,
@@ -190,13 +191,15 @@ def _launch(
         strides += [*q.stride()[:4], *k.stride()[:3]]
         strides += (0, 0, 0) if v is None else v.stride()[:3]
     up = triton.next_power_of_2
-    triton_kernels.rotate[(tokens * batch,)](
-        *sources, *targets, angles, cu_seqlens,
-        batch, 0 if cu_seqlens is None else cu_seqlens.numel(), angles.shape[0], mscale,
-        *strides, *angles.stride(),
-        HEADS=groups * ratio, RATIO=ratio, PAIRS=pairs, REST=rest,
-        PAIR_BLOCK=up(pairs), REST_BLOCK=up(max(rest, 1)), DIM_BLOCK=up(dim),
-        HEAD_BLOCK=min(_HEAD_BLOCK, up(groups * ratio)), GROUP_BLOCK=min(_HEAD_BLOCK, up(groups)),
-        INTERLEAVED=interleaved, BACKWARD=backward, HAS_V=sources[2] is not None,
-        PACKED=cu_seqlens is not None, BOUNDS_BLOCK=_BOUNDS_BLOCK, num_warps=_WARPS,
-    )  # fmt: skip
+    with device_of(sources[0]):
+        triton_kernels.rotate[(tokens * batch,)](
+            *sources, *targets, angles, cu_seqlens,
+            batch, 0 if cu_seqlens is None else cu_seqlens.numel(), angles.shape[0], mscale,
+            *strides, *angles.stride(),
+            HEADS=groups * ratio, RATIO=ratio, PAIRS=pairs, REST=rest,
+            PAIR_BLOCK=up(pairs), REST_BLOCK=up(max(rest, 1)), DIM_BLOCK=up(dim),
+            HEAD_BLOCK=min(_HEAD_BLOCK, up(groups * ratio)),
+            GROUP_BLOCK=min(_HEAD_BLOCK, up(groups)), INTERLEAVED=interleaved, BACKWARD=backward,
+            HAS_V=sources[2] is not None, PACKED=cu_seqlens is not None,
+            BOUNDS_BLOCK=_BOUNDS_BLOCK, num_warps=_WARPS,
+        )  # fmt: skip

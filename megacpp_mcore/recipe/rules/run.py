@@ -153,6 +153,7 @@ def _environment(r: Rules) -> None:
         r.refuse(
             not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name), key, f"{name!r} is no variable name"
         )
+        r.refuse("\0" in environment[name], key, f"{name} has a NUL, which no variable can have")
         r.refuse(
             _RESERVED.fullmatch(name), key, f"may not have {name}: the launcher sets it itself"
         )

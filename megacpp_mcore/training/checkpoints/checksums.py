@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.files import write_atomically
+from megacpp_mcore.files import read_regular, write_atomically
 
 NAME = "checksums.json"
 _BLOCK = 4 << 20
@@ -47,7 +47,7 @@ def read(checkpoint: Path) -> dict[str, dict[str, Any]] | None:
     """
     path = checkpoint / NAME
     try:
-        listed = json.loads(path.read_bytes())
+        listed = json.loads(read_regular(path))
         for name, entry in listed.items():
             plain = name not in (".", "..") and "/" not in name
             if not (plain and type(entry["bytes"]) is int and isinstance(entry["crc32"], str)):

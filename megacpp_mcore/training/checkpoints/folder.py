@@ -51,6 +51,19 @@ def complete(folder: Path) -> list[int]:
     return sorted(int(name[1]) for name in found if name)
 
 
+def named(folder: Path) -> list[Path]:
+    """Everything in `folder` with a name of this module, complete or not."""
+    prefixes = "|".join(map(re.escape, (_BEING_WRITTEN, _ASIDE, _SUPERSEDED)))
+    form = re.compile(rf"({prefixes})?iter_\d{{7,}}(\.\d+)?")
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    return [folder / name for name in names if form.fullmatch(name)]
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether a path has the name of a checkpoint that is being written or removed."""
+    return path.name.startswith((_BEING_WRITTEN, _ASIDE))
+
+
 def incomplete(folder: Path, after: int = 0) -> list[Path]:
     """What has the name of a checkpoint newer than `after`, and is not complete."""
     named = (path for path in sorted(folder.glob("iter_*")) if _NAME.fullmatch(path.name))

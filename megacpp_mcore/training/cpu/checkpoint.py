@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.optimizer import (
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.files import sync, write_atomically
+from megacpp_mcore.files import read_regular, sync, write_atomically
 from megacpp_mcore.stack import unpickling
 from megacpp_mcore.training.checkpoints import checksums, folder, writer
 from megacpp_mcore.training.cpu.megatron_setup import quiet
@@ -153,7 +153,7 @@ def _read_progress(checkpoint: Path) -> Progress:
     """The progress saved with a checkpoint. Raises CheckpointError for what `save` never writes."""
     path = checkpoint / PROGRESS
     try:
-        progress = Progress(**json.loads(path.read_text()))
+        progress = Progress(**json.loads(read_regular(path)))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     for name, kind in (("iteration", int), ("consumed_samples", int), ("data_digest", str)):

@@ -35,7 +35,10 @@ _SERVED: dict[str, set[str]] = {
         "create_attention_mask_in_dataloader", "num_workers",
     },
     "checkpoint": {"save_interval", "keep_latest", "verify_checksums"},
-    "launch": {"device", "strict", "environment", "distributed_backend", "use_cpu_initialization"},
+    "launch": {
+        "device", "strict", "heartbeat_timeout_s", "environment", "distributed_backend",
+        "use_cpu_initialization",
+    },
 }  # fmt: skip
 # key -> the supported values, for keys where these are not just the default
 _ONLY: dict[tuple[str, str], tuple[Any, ...]] = {

@@ -23,7 +23,7 @@ from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.receipts.run import RunReceipt, Work
 from megacpp_mcore.recipe import Recipe, patch_needs
 from megacpp_mcore.recipe.lowering import lower
-from megacpp_mcore.training.cpu import checkpoint, support
+from megacpp_mcore.training.cpu import checkpoint, memory, support
 from megacpp_mcore.training.cpu.megatron_setup import build_model, megatron_args, single_process
 from megacpp_mcore.training.cpu.optimizer import build_optimizer, build_scheduler
 from megacpp_mcore.training.cpu.progress import ProgressLog
@@ -31,6 +31,7 @@ from megacpp_mcore.training.cpu.step import Batch, Trainer, TrainingError
 from megacpp_mcore.training.data.datasets import TokenDataset, batches, build_datasets, order_digest
 from megacpp_mcore.training.data.entropy import corpus_entropy
 from megacpp_mcore.training.environment import apply_environment
+from megacpp_mcore.training.heartbeat import Heartbeat
 from megacpp_mcore.training.packages import check_packages
 from megacpp_mcore.training.run_folder import RunFolder
 
@@ -55,13 +56,15 @@ def train(
     finished and saved before the function returns.
 
     Raises CpuLaneError for a recipe that the lane cannot run as written, MissingPackageError and
-    MissingPatchError for one that needs a package or a patch that is not there, RunFolderError,
+    MissingPatchError for one that needs a package or a patch that is not there, OutOfMemoryError
+    for one that this machine's memory does not hold, RunFolderError,
     DataError, CheckpointError, and TrainingError when the loss or a gradient is not finite; the
     receipt then says so, and the last good checkpoint is kept.
     """
     support.check(recipe, steps)
     check_packages(recipe)
     patch_needs.check(recipe)
+    memory.check(recipe)
     goodput = Goodput()
     folder = RunFolder(out)
     latest = folder.claim(resume=resume, overwrite=overwrite, resume_from=resume_from)
@@ -69,10 +72,14 @@ def train(
     try:
         args = megatron_args(lower(recipe).argv)
         with single_process(recipe.schedule.seed), _StopSignals() as stop:
-            run = _Run(recipe, args, folder, goodput, environment)
-            if latest:
-                run.resume(latest)
-            return run.until(steps or args.train_iters, stop)
+            timeout = recipe.launch.heartbeat_timeout_s
+            with Heartbeat(folder.path / "heartbeat", 0, timeout) as heartbeat:
+                run = _Run(recipe, args, folder, goodput, environment, heartbeat)
+                if overwrite:
+                    folder.clear()  # now that the new run can start
+                if latest:
+                    run.resume(latest)
+                return run.until(steps or args.train_iters, stop)
     finally:
         folder.release()
 
@@ -82,8 +89,9 @@ class _Run:
 
     def __init__(
         self, recipe: Recipe, args: Namespace, folder: RunFolder, goodput: Goodput,
-        environment: dict[str, dict[str, str]],
+        environment: dict[str, dict[str, str]], heartbeat: Heartbeat,
     ) -> None:  # fmt: skip
+        self.heartbeat = heartbeat
         self.recipe, self.args, self.folder, self.goodput = recipe, args, folder, goodput
         with goodput.span("data"):
             self.train_data, self.valid_data = _datasets(recipe, folder.cache)
@@ -164,6 +172,7 @@ class _Run:
         start = self.iteration * self.args.global_batch_size
         micro_batches = batches(self.train_data, size, start)
         for _ in range(self.iteration, last):
+            self.heartbeat.beat(f"in step {self.iteration + 1}")
             with self.goodput.span("data"):
                 batch = list(islice(micro_batches, per_step))
             yield batch
@@ -184,6 +193,7 @@ class _Run:
     def _evaluate(self, log: ProgressLog) -> None:
         if self.valid_data is None:
             return
+        self.heartbeat.beat(f"evaluating after step {self.iteration}")
         schedule, size = self.recipe.schedule, self.args.micro_batch_size
         # always the first ones: the dataset is a whole epoch of the held-out documents
         count = schedule.eval_iters * schedule.global_batch_size // size
@@ -195,6 +205,7 @@ class _Run:
     def _save(self) -> None:
         # The receipt first: a resumed run can drop steps after the checkpoint from it, but cannot
         # restore missing steps before the checkpoint.
+        self.heartbeat.beat(f"saving after step {self.iteration}")
         self.receipt.write("running")
         with self.goodput.span("checkpoint"):
             keep = self.recipe.checkpoint.keep_latest
@@ -243,7 +254,10 @@ def _datasets(recipe: Recipe, cache: Path) -> tuple[TokenDataset, TokenDataset |
         split=data.split or "100,0,0",
         seed=schedule.seed,
         vocab_size=recipe.model.vocab_size,
-        eod_id=data.null_tokenizer_eod_id,
+        # as Megatron's NullTokenizer
+        eod_id=recipe.model.vocab_size - 1
+        if data.null_tokenizer_eod_id is None
+        else data.null_tokenizer_eod_id,
         eod_mask_loss=data.eod_mask_loss,
         reset_position_ids=data.reset_position_ids,
         cache_dir=data.data_cache_path or cache,

@@ -12,6 +12,8 @@ crash or read wrong tokens, so everything is checked here.
 
 import json
 import os
+import re
+import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.files import sha256_file
+from megacpp_mcore.files import read_regular, sha256_file
 
 MANIFEST_SCHEMA = "megacpp-data/1"
 
@@ -28,13 +30,29 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _TOKEN_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOAT_DTYPES = {6: "float64", 7: "float32"}
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _digest(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_count, value.values()))
+
+
+# key -> whether it can be what is there
 _MANIFEST_KEYS = {
-    "documents": int,
-    "tokens": int,
-    "vocab_size": int,
-    "eod_id": int,
-    "bin_sha256": str,
-    "idx_sha256": str,
+    "documents": _count,
+    "tokens": _count,
+    "vocab_size": _count,
+    "eod_id": _count,
+    "skipped": _counts,
+    "bin_sha256": _digest,
+    "idx_sha256": _digest,
 }
 _MANIFEST_MAX_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 24
@@ -81,7 +99,7 @@ def read_pair(
     Raises DataError.
     """
     bin_path, idx_path, json_path = paths(prefix)
-    missing = [str(path) for path in (bin_path, idx_path) if not path.is_file()]
+    missing = [str(path) for path in (bin_path, idx_path) if not _is_file(path)]
     if missing:
         raise DataError(
             f"no dataset at {os.fspath(prefix)}: {' and '.join(missing)} missing; "
@@ -104,23 +122,33 @@ def read_pair(
     return TokenFiles(os.fspath(prefix), lengths, tokens, manifest)
 
 
+def _is_file(path: Path) -> bool:
+    """Whether there is a regular file. False for a name that no file can have."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """PREFIX.json as a dict. Raises DataError when it is not a manifest of this package."""
     other = (
         f"{path} is not a manifest of megacpp data build: move it away to read the pair without "
         f"one, or build the dataset again with --overwrite"
     )
-    if path.stat().st_size > _MANIFEST_MAX_BYTES:
-        raise DataError(other)
     try:
-        manifest = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        manifest = json.loads(read_regular(path, _MANIFEST_MAX_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{other} ({error})") from error
     if not isinstance(manifest, dict) or manifest.get("schema") != MANIFEST_SCHEMA:
         raise DataError(f"{other} (wanted schema {MANIFEST_SCHEMA!r})")
-    for key, kind in _MANIFEST_KEYS.items():
-        if not isinstance(manifest.get(key), kind):
-            raise DataError(f"{other} ({key} is {manifest.get(key)!r}, not {kind.__name__})")
+    for key, good in _MANIFEST_KEYS.items():
+        if not good(manifest.get(key)):
+            raise DataError(f"{other} ({key} is {manifest.get(key)!r})")
+    if manifest["eod_id"] >= manifest["vocab_size"]:
+        raise DataError(
+            f"{other} (eod_id is {manifest['eod_id']}, vocab_size {manifest['vocab_size']})"
+        )
     return manifest
 
 

@@ -31,7 +31,8 @@ def find_files(
     """Every regular file of `sources`, sorted by source and path, and counts of what was left out.
 
     A source is a file, or a folder that is read recursively. Inside a folder, hidden names, linked
-    folders and special files (a FIFO would block the build) are left out and counted.
+    folders, links to nothing and special files (a FIFO would block the build) are left out and
+    counted.
     `include` keeps the files whose name matches one of the globs; a glob with a slash is matched
     against the path below the source.
 
@@ -55,7 +56,11 @@ def find_files(
         for relative in names:
             if include and not _matches(relative, include):
                 continue
-            found = _regular_file(base / relative, position, relative)
+            path = base / relative
+            if path.is_symlink() and not os.path.exists(path):
+                passed_over["dangling link"] += 1
+                continue
+            found = _regular_file(path, position, relative)
             if found is None:
                 passed_over["not a regular file"] += 1
             else:

@@ -5,6 +5,7 @@ ten times a second; when one fails, it sends SIGTERM to the others, and SIGKILL 
 rank dies, the others thus end within a minute, even if they wait in a collective.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -12,6 +13,8 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import psutil
 
 _RANK = "megacpp_mcore.training.gpu.rank_process"
 # Exit codes of ranks that fail because another one did (the agent's SIGTERM, the NCCL watchdog's
@@ -39,15 +42,45 @@ def run_ranks(module: str, argv: Sequence[str], count: int) -> RanksOutcome:
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=count, run_id=uuid.uuid4().hex,
         rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
     )  # fmt: skip
-    try:
-        elastic_launch(config, sys.executable)("-u", "-m", _RANK, str(os.getpid()), module, *argv)
-    except ChildFailedError as error:
-        return _outcome(*_first_failure(error.failures), count)
-    except SignalException as error:
-        reason = f"{error.sigval.name} ended the launcher and its ranks"
-        return RanksOutcome(128 + error.sigval, reason)
-    return RanksOutcome(0)
+    words = ("-u", "-m", _RANK, str(os.getpid()), module, *argv)
+    with _TermHandedOn() as term:
+        try:
+            elastic_launch(config, sys.executable)(*words)
+        except ChildFailedError as error:
+            if not term.came:
+                return _outcome(*_first_failure(error.failures), count)
+            reason = "SIGTERM ended the launcher and its ranks"
+            return RanksOutcome(128 + signal.SIGTERM, reason)
+        except SignalException as error:
+            reason = f"{error.sigval.name} ended the launcher and its ranks"
+            return RanksOutcome(128 + error.sigval, reason)
+    return RanksOutcome(128 + signal.SIGTERM if term.came else 0)
+
+
+class _TermHandedOn:
+    """SIGTERM goes on to the ranks, which save and end: torchrun's agent would give them 30 s.
+
+    A second one ends them at once.
+    """
+
+    def __init__(self) -> None:
+        self.came = 0
+
+    def __enter__(self) -> "_TermHandedOn":
+        self._before = signal.signal(signal.SIGTERM, self._hand_on)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+    def _hand_on(self, number: int, frame: Any) -> None:
+        self.came += 1
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if _RANK in child.cmdline():
+                    child.send_signal(signal.SIGKILL if self.came > 1 else number)
 
 
 def _first_failure(failures: dict[int, Any]) -> tuple[int, Any]:

@@ -18,8 +18,10 @@ from megacpp_mcore.recipe import Recipe, patch_needs
 from megacpp_mcore.recipe.check import megatrons_refusals
 from megacpp_mcore.recipe.rules import cuda_graphs
 from megacpp_mcore.stack import bridges, unpickling
+from megacpp_mcore.training import sizes
 from megacpp_mcore.training.gpu import memory, resume
 from megacpp_mcore.training.gpu.rank_setup import Launch, LaunchError, check_agreement
+from megacpp_mcore.training.heartbeat import Heartbeat
 from megacpp_mcore.training.packages import check_backends, check_logging, check_packages
 from megacpp_mcore.training.run_folder import RunFolderError
 
@@ -58,6 +60,8 @@ def _train(launch: Launch) -> None:
     dispatch.strict(launch.recipe.launch.strict)
     bridges.import_ops_only("mamba_ssm")
     check_packages(launch.recipe, yardstick=launch.yardstick)
+    if not launch.yardstick:
+        check_parameters_fit(launch.recipe, torch.cuda.get_device_properties("cuda").total_memory)
     patch_needs.check(launch.recipe)
     with bridges.hide_packages("jax"):  # Transformer Engine also imports its JAX support
         check_backends(launch.recipe)
@@ -72,6 +76,20 @@ def _train(launch: Launch) -> None:
     _pretrain(launch, args, goodput)
 
 
+def check_parameters_fit(recipe: Recipe, there: int) -> None:
+    """Refuse a recipe whose weights, gradients and optimizer states alone exceed a GPU's memory.
+
+    there: bytes of one GPU. Raises OutOfMemoryError.
+    """
+    if recipe.optimizer.optimizer_cpu_offload:  # how much stays on the GPU is Megatron's choice
+        return
+    from megacpp_mcore.planner import memory as planned
+
+    stages = range(recipe.parallel.pipeline_model_parallel_size)
+    needed = max(planned.kept_of_stage(recipe, stage) for stage in stages)
+    sizes.refuse(recipe, sizes.OF_PARAMETERS, "parameters", needed, there)
+
+
 def megatron_args(launch: Launch) -> Any:
     """Megatron's validated arguments, which are also set in its globals.
 
@@ -80,7 +98,8 @@ def megatron_args(launch: Launch) -> Any:
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    sys.argv = [sys.argv[0], *launch.argv]
+    # SIGTERM, as a scheduler sends it, ends the run after the step, and saves
+    sys.argv = [sys.argv[0], *launch.argv, "--exit-signal-handler"]
     # Megatron imports the libraries of all tokenizers: transformers alone takes 3 s.
     tokenizer = [pair for pair in pairwise(launch.argv) if pair[0].startswith("--tokenizer")]
     is_null = tokenizer == [("--tokenizer-type", "NullTokenizer")]
@@ -148,15 +167,25 @@ def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
     writer.install()
     writer.keep_no_process(args.async_save)
     step = yardstick.forward_step if launch.yardstick else batch.forward_step
-    watch = Watch(launch, goodput)
-    with captured_steps_released():
+    rank, timeout = int(os.environ["RANK"]), launch.recipe.launch.heartbeat_timeout_s
+    heartbeat = Heartbeat(launch.out / "heartbeat", rank, timeout, _record_for_torchrun)
+    watch = Watch(launch, goodput, heartbeat)
+
+    @contextlib.contextmanager
+    def reading():
+        heartbeat.beat(f"reading a micro batch of step {watch.iteration + 1}")
+        with goodput.span("data"):
+            yield
+        heartbeat.beat(f"computing a micro batch of step {watch.iteration + 1}")
+
+    with captured_steps_released(), heartbeat:
         try:
             with watch.installed():
                 pretrain(
                     config_container(launch, args),
                     datasets_provider,
                     ModelType.encoder_or_decoder,
-                    partial(step, reading=partial(goodput.span, "data")),
+                    partial(step, reading=reading),
                 )
         except BaseException as error:
             _record_end(watch, error)
@@ -177,6 +206,16 @@ def _record_capture(recipe: Recipe) -> None:
             implementation="megatron.core.full_cuda_graph:FullCudaGraphWrapper",
         )
     )  # fmt: skip
+
+
+def _record_for_torchrun(reason: str) -> None:
+    """Let the launcher name the reason of a rank that ends itself."""
+    with contextlib.suppress(Exception):
+        get_error_handler().record_exception(HungError(reason))
+
+
+class HungError(MegacppError):
+    """A rank has made no progress."""
 
 
 def _record_end(watch: Any, error: BaseException) -> None:

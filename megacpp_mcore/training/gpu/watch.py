@@ -31,6 +31,7 @@ from megacpp_mcore.training.gpu.gather_check import GatherCheck
 from megacpp_mcore.training.gpu.process_start import start_times
 from megacpp_mcore.training.gpu.rank_setup import Launch
 from megacpp_mcore.training.gpu.saves import Saves, check_what_was_loaded
+from megacpp_mcore.training.heartbeat import Heartbeat
 
 _LOSS = "lm loss"
 
@@ -49,8 +50,11 @@ class Watch:
     """Goodput and the receipt of a run. receipt: None before the model is built, and on every rank
     but the one that keeps it."""
 
-    def __init__(self, launch: Launch, goodput: Goodput) -> None:
+    def __init__(
+        self, launch: Launch, goodput: Goodput, heartbeat: Heartbeat | None = None
+    ) -> None:  # fmt: skip
         self.launch, self.goodput = launch, goodput
+        self._beat = heartbeat.beat if heartbeat else lambda doing: None
         self.path = launch.out / "receipt.json"
         self.receipt: RunReceipt | None = None
         self.iteration = 0
@@ -161,6 +165,7 @@ class Watch:
             return call()
 
     def _step(self, call: Callable, given: dict[str, Any]) -> Any:
+        self._beat(f"in step {given['iteration'] + 1}")
         args = get_args()
         lr = training.get_canonical_lr_for_logging(given["optimizer"].param_groups)
         first, self._warm = not self._warm, True
@@ -223,6 +228,7 @@ class Watch:
             )
 
     def _save(self, call: Callable, given: dict[str, Any]) -> Any:
+        self._beat(f"saving after step {given['iteration']}")
         self.write("running")  # before the checkpoint, so that the receipt has every step up to it
         with self.goodput.span("checkpoint"):
             return self._saves.save(call, given["iteration"])
@@ -234,6 +240,7 @@ class Watch:
 
     def _evaluation(self, call: Callable, given: dict[str, Any]) -> Any:
         self._evaluated = None
+        self._beat(f"evaluating after step {given['iteration']}")
         with self.goodput.span("evaluation"):
             done = call()
         loss = (self._evaluated or {}).get(_LOSS)

@@ -1,0 +1,109 @@
+"""Surface `m2rnn_core`: everything between an R block's projections, as one operator."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from megacpp_mcore.surfaces import m2rnn, m2rnn_prep
+from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
+from megacpp_mcore.surfaces.support import (
+    KERNEL_TESTS,
+    always,
+    cuda_only,
+    import_reason,
+    whatever_the_machine,
+)
+from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
+
+if TYPE_CHECKING:
+    from megacpp_mcore.hybrid.block_settings import M2RNNSettings
+    from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout
+    from megacpp_mcore.recipe import Recipe
+
+PARTS = (m2rnn_prep.SURFACE.name, m2rnn.SURFACE.name)
+
+
+def workload(
+    device: str,
+    config,
+    layout: "M2RNNLayout",
+    settings: "M2RNNSettings",
+    backends: Mapping[str, str],
+) -> Workload:
+    """heads: of one tensor-parallel rank. parts: surfaces inside of this one whose backend is named
+    in `backends`, what was asked for."""
+    return Workload.of(
+        device,
+        dtype_of(config),
+        heads=layout.local_heads,
+        k_head_dim=layout.k_dim,
+        v_head_dim=layout.v_dim,
+        chunk_size=settings.chunk_size,
+        tensor_model_parallel_size=layout.tp,
+        parts=tuple(name for name in PARTS if backends.get(name, "auto") != "auto"),
+    )
+
+
+def of_recipe(recipe: "Recipe", device: str) -> Workload | None:
+    if "R" not in recipe.plan.letters:
+        return None
+    from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout
+
+    config = config_of(recipe)
+    layout = M2RNNLayout.of(config, recipe.m2rnn, recipe.parallel.tensor_model_parallel_size)
+    return workload(device, config, layout, recipe.m2rnn, recipe.backends)
+
+
+def _options(workload: Workload) -> str | None:
+    """Why the kernels do not serve a recipe, whatever the machine has."""
+    if parts := workload.size("parts", ()):
+        return f"{', '.join(parts)} named: this operator has both inside"
+    ranks = workload.size("tensor_model_parallel_size", 1)
+    if ranks != 1:
+        return f"tensor_model_parallel_size {ranks}: q, k and the norm's sum go over the ranks"
+    return None
+
+
+def _triton(workload: Workload) -> str | None:
+    if reason := cuda_only("its kernels run", workload) or _options(workload):
+        return reason
+    within = m2rnn.SURFACE.backends[0].supports(workload)
+    return within or import_reason("triton")
+
+
+_KERNELS = "megacpp_mcore.kernels.m2rnn_core"
+_facts = {
+    "layout": "[s, b, in_proj's rows] -> [s, b, H V]; V 16, K a multiple of 32; any length, packed "
+    "documents",
+    "tests": (
+        "tests/kernels/test_m2rnn_core.py", "tests/gpu/test_cores_gpu.py", *KERNEL_TESTS,
+    ),
+}  # fmt: skip
+
+SURFACE = Surface(
+    "m2rnn_core",
+    (
+        Backend(
+            "triton", f"{_KERNELS}.triton:m2rnn_core", _triton,
+            ruled_out=whatever_the_machine(_options), role="chosen", keep="keep",
+            removes="unfused convolution, gates and norm, every copy around them and of their "
+            "gradients: one kernel of our own before the recurrence and one behind it, each way",
+            dtypes="bf16, fp16, fp32; convolution, gates and norm in fp32, rounded once; the "
+            "recurrence as in m2rnn's CUDA kernels",
+            fallback=REFERENCE,
+            no_receipt="its own kernels were timed without a layer, 0.42 ms forward and backward, "
+            "at 44 heads and 4 x 4096 tokens",
+            exit_when="the recurrence's helper warps have convolution and gates inside",
+            **_facts,
+        ),
+        reference(
+            f"{_KERNELS}:m2rnn_core", always,
+            removes="nothing: m2rnn_prep, then m2rnn, each with its own backend",
+            dtypes="bf16, fp16, fp32, fp64; computed in fp32 or wider",
+            no_receipt="a layer has the two surfaces' backends instead",
+            **_facts,
+        ),
+    ),
+    of_recipe,
+    blocks="R",
+    case="megacpp_mcore.kernels.m2rnn_core.case:M2RNNCoreCase",
+)  # fmt: skip

@@ -1,0 +1,119 @@
+"""Surface `mamba3_core`: everything between an M block's projections, as one operator."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from megacpp_mcore.surfaces import mamba3_prep, mamba3_scan
+from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
+from megacpp_mcore.surfaces.support import (
+    KERNEL_TESTS,
+    always,
+    cuda_only,
+    import_reason,
+    whatever_the_machine,
+)
+from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
+
+if TYPE_CHECKING:
+    from megacpp_mcore.hybrid.block_settings import Mamba3Settings
+    from megacpp_mcore.layers.mamba3_layout import Mamba3Layout
+    from megacpp_mcore.recipe import Recipe
+
+PARTS = (mamba3_prep.SURFACE.name, mamba3_scan.SURFACE.name)
+
+
+def workload(
+    device: str,
+    config,
+    layout: "Mamba3Layout",
+    settings: "Mamba3Settings",
+    backends: Mapping[str, str],
+) -> Workload:
+    """Of a SISO block. heads, groups: of one tensor-parallel rank. parts: surfaces inside of
+    this one whose backend is named in `backends`, what was asked for."""
+    return Workload.of(
+        device,
+        dtype_of(config),
+        heads=layout.local_heads,
+        groups=layout.scan_groups,
+        head_dim=layout.head_dim,
+        state_dim=layout.state_dim,
+        angles=layout.angles,
+        chunk_size=settings.chunk_size,
+        tensor_model_parallel_size=layout.tp,
+        parts=tuple(name for name in PARTS if backends.get(name, "auto") != "auto"),
+    )
+
+
+def of_recipe(recipe: "Recipe", device: str) -> Workload | None:
+    """None where there is no M, or it is MIMO."""
+    if "M" not in recipe.plan.letters or recipe.mamba3.variant != "siso":
+        return None
+    from megacpp_mcore.layers.mamba3_layout import Mamba3Layout
+
+    config, tp = config_of(recipe), recipe.parallel.tensor_model_parallel_size
+    group = SimpleNamespace(size=lambda: tp, rank=lambda: 0)
+    layout = Mamba3Layout.of(config, recipe.mamba3, SimpleNamespace(tp=group))
+    return workload(device, config, layout, recipe.mamba3, recipe.backends)
+
+
+def _options(workload: Workload) -> str | None:
+    """Why the kernels do not serve a recipe, whatever the machine has."""
+    if parts := workload.size("parts", ()):
+        return f"{', '.join(parts)} named: this operator has both inside"
+    ranks = workload.size("tensor_model_parallel_size", 1)
+    if ranks != 1:
+        return f"tensor_model_parallel_size {ranks}: the angles are gathered over the ranks between"
+    if workload.dtype != "bfloat16":
+        return f"mamba-ssm's kernels compute in bfloat16, not {workload.dtype}"
+    if (chunk_size := workload.size("chunk_size")) != 64:
+        return f"chunk_size {chunk_size}: mamba-ssm's kernels are tested with 64"
+    for name in ("state_dim", "head_dim"):
+        if (size := workload.size(name)) not in (32, 64, 128):
+            return f"{name} {size}: mamba-ssm's kernels take powers of two, here 32, 64 or 128"
+    return None
+
+
+def _triton(workload: Workload) -> str | None:
+    if reason := cuda_only("its kernels run", workload) or _options(workload):
+        return reason
+    return import_reason("mamba_ssm.ops.triton.mamba3.mamba3_siso_combined")
+
+
+_KERNELS = "megacpp_mcore.kernels.mamba3_core"
+_facts = {
+    "layout": "[s, b, in_proj's rows] -> [s, b, H P]; SISO, any length, packed documents",
+    "tests": (
+        "tests/kernels/test_mamba3_core.py", "tests/gpu/test_cores_gpu.py", *KERNEL_TESTS,
+    ),
+}  # fmt: skip
+
+SURFACE = Surface(
+    "mamba3_core",
+    (
+        Backend(
+            "triton", f"{_KERNELS}.triton:mamba3_core", _triton,
+            ruled_out=whatever_the_machine(_options), role="chosen", keep="keep",
+            removes="every copy between in_proj and the scan, between the scan and out_proj, and "
+            "of their gradients: x and z are read where they lie, the projection's gradient is "
+            "written in place, and beside the scan's two kernels there are six of our own",
+            dtypes="bf16; dt, decay, angles, their sums and state in fp32",
+            fallback=REFERENCE,
+            no_receipt="a layer with its first version was timed without a receipt of the tree: "
+            "8.37 ms forward and backward at 4 x 4096 tokens, 10.68 with prep and scan",
+            exit_when="a scan of our own has prep and gate inside",
+            **_facts,
+        ),
+        reference(
+            f"{_KERNELS}:mamba3_core", always,
+            removes="nothing: mamba3_prep, then mamba3_scan, each with its own backend",
+            dtypes="bf16, fp16, fp32, fp64; dt, decay and state in fp32 or wider",
+            no_receipt="a layer has the two surfaces' backends instead",
+            **_facts,
+        ),
+    ),
+    of_recipe,
+    blocks="M",
+    case="megacpp_mcore.kernels.mamba3_core.case:Mamba3CoreCase",
+)  # fmt: skip

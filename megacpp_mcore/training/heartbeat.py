@@ -1,0 +1,108 @@
+"""A heartbeat of every rank: a rank that makes no progress ends the run, which names it.
+
+The loop calls `beat` at every micro batch, step and save. Beside it a thread writes the rank's last
+beat into FOLDER/rank-N.json, and after `timeout_s` seconds without one it dumps the stacks of all
+threads, names the rank that is behind all others, and ends the process. The other ranks wait for it
+in a collective, so they time out, too, and every rank's stacks are in the log. A rank whose
+interpreter is stuck as well (the thread needs it) is ended by `faulthandler`'s timer.
+"""
+
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megacpp_mcore.files import read_regular
+
+EXIT_STATUS = 75  # of a rank that ends itself so: sysexits' "temporary failure", to be resumed
+_GRACE_S = 20  # from the thread's end of a process to that by faulthandler
+
+
+class Heartbeat:
+    """One rank's. folder: shared by the ranks of a run. timeout_s: None watches nothing.
+
+    on_timeout: called with the sentence that names the rank, before the process ends.
+    """
+
+    def __init__(
+        self, folder: Path, rank: int, timeout_s: float | None,
+        on_timeout: Callable[[str], Any] = lambda sentence: None,
+    ) -> None:  # fmt: skip
+        self._folder, self._rank, self._timeout = folder, rank, timeout_s
+        self._on_timeout = on_timeout
+        self._count, self._doing, self._at = 0, "starting", time.time()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "Heartbeat":
+        if self._timeout is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self.beat("starting")
+            self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._thread = None
+            faulthandler.cancel_dump_traceback_later()
+            self._path(self._rank).unlink(missing_ok=True)
+
+    def beat(self, doing: str) -> None:
+        """The rank makes progress: it begins `doing`."""
+        self._count, self._doing, self._at = self._count + 1, doing, time.time()
+        if self._timeout is not None:
+            faulthandler.dump_traceback_later(self._timeout + _GRACE_S, exit=True)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(min(5.0, self._timeout / 8)):
+            self._write()
+            if time.time() - self._at > self._timeout:
+                self._end()
+
+    def _write(self) -> None:
+        content = {"count": self._count, "doing": self._doing, "at": self._at,
+                   "host": socket.gethostname(), "pid": os.getpid()}  # fmt: skip
+        path = self._path(self._rank)
+        temporary = path.with_suffix(".tmp")  # not synced: it is for the living
+        try:
+            temporary.write_text(json.dumps(content))
+            temporary.replace(path)
+        except OSError:
+            return  # a full disk is not what this watches
+
+    def _end(self) -> None:
+        sentence = self.verdict()
+        print(f"megacpp: {sentence}\nmegacpp: stacks of rank {self._rank}:", file=sys.stderr)
+        faulthandler.dump_traceback(all_threads=True)
+        sys.stderr.flush()
+        self._on_timeout(sentence)
+        os._exit(EXIT_STATUS)
+
+    def verdict(self) -> str:
+        """The sentence that names the rank which is behind all others, and what it was doing."""
+        ranks = {self._rank: {"count": self._count, "doing": self._doing, "at": self._at,
+                              "host": socket.gethostname()}}  # fmt: skip
+        for path in self._folder.glob("rank-*.json"):
+            try:
+                number, found = int(path.stem.removeprefix("rank-")), json.loads(read_regular(path))
+                ranks.setdefault(number, found)
+            except (OSError, ValueError):
+                continue
+        last = min(ranks, key=lambda number: (ranks[number]["count"], ranks[number]["at"]))
+        found = ranks[last]
+        return (
+            f"rank {last} on {found['host']} has made no progress for "
+            f"{time.time() - found['at']:.0f} s: it was {found['doing']}"
+        )
+
+    def _path(self, rank: int) -> Path:
+        return self._folder / f"rank-{rank}.json"
