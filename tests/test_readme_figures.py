@@ -64,7 +64,10 @@ SAID = [
     ("[{steps} steps](examples/receipts/h200/run-nam56r-1xh200.json) took {s:.2f} s each",
      lambda: run("run-nam56r-1xh200")),
     ("took {s:.2f} s per step of {tokens:,} tokens: [{k_gpu:.1f} k tokens/s per GPU, {mfu:.1f} % "
-     "MFU](examples/receipts/h200/run-nam56r-2xh200-dp2.json), {steps} steps",
+     "MFU](examples/receipts/h200/run-nam56r-2xh200-dp2-graph.json), {steps} steps",
+     lambda: run("run-nam56r-2xh200-dp2-graph")),
+    ("without the graph {s:.2f} s, [{k_gpu:.1f} k and {mfu:.1f} "
+     "%](examples/receipts/h200/run-nam56r-2xh200-dp2.json), {steps} steps",
      lambda: run("run-nam56r-2xh200-dp2")),
     ("takes {ms:.0f} ms in FP8", lambda: bench("model-nam56r-quarter-precision", "model")),
     ("and {ms:.0f} ms in bf16",
@@ -90,6 +93,8 @@ ROWS = {
     "layer-m2rnn-prep": [("m2rnn_prep=inductor", "m2rnn_prep=reference")],
     "layer-mamba3-prep": [("mamba3_prep=inductor", "mamba3_prep=reference")],
     "m2rnn-b4-h44": [("cuda",)],
+    "norm": [("triton", "reference", "te")],
+    "router_gating": [("fp32_output", "reference")],
     "model-nam56r-quarter-m2rnn": [("model", "m2rnn=reference")],
 }
 _ROW = re.compile(r"\| ([\d.]+) \| ([^|]*) \| \[[^]]+\]\(examples/receipts/h200/([^)]+)\.json\) \|")
