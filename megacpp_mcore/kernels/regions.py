@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 DRAWS = 3
-FACTOR = 3.0  # a backend rounds in other places and orders than the definition, and in more
+FACTOR = 2.0  # a backend rounds in other places and orders than the definition
 _LEAST = 64  # values in a region: fewer may all be lucky
 _PARTS = {1: 128, 2: 128, 3: 128}  # of an axis, by the tensor's axes; else
 _OTHERWISE = 32

@@ -15,8 +15,8 @@ from megacpp_mcore.surfaces.registry import REGISTRY
 
 SURFACES = [name for name, surface in REGISTRY.items() if surface.case]
 GQA = ["attention.kind=gqa"]
-MIMO = ["mamba3.variant=mimo"]
 EAGER = ["launch.cuda_graph_impl=none"]  # as a bench calls
+MIMO = ["mamba3.variant=mimo"]
 
 
 @pytest.mark.parametrize("surface", SURFACES)

@@ -69,6 +69,8 @@ def shares(case, values, truth, dtype):
 @pytest.mark.parametrize("surface", SURFACES)
 def test_wrong_results_are_refused(surface, dtype):
     case, missed = case_class(surface).samples()["plain"], []
+    if surface.endswith("_core"):  # whole mixers: a parameter's gradient sums roundings of tokens
+        case = dataclasses.replace(case, seq=4 * case.seq)
     truth, values = judged(case, dtype)
     _, others = judged(case, dtype, seed=1)
     assert max(shares(case, values, truth, dtype).values()) <= 1
