@@ -16,7 +16,8 @@ CONFLICT = "conflicts"
 
 @dataclass(frozen=True)
 class Report:
-    """One patch on the new version. details: a sentence per hunk that is not as stated."""
+    """One patch on the new version. details: a sentence per hunk that is not as stated, and
+    one when upstream is said to have a patch that still applies."""
 
     patch: str
     result: str  # AS_IS, MOVED, UPSTREAM or CONFLICT
@@ -67,6 +68,9 @@ def _one(patch: Patch, folder: Path, contents: dict[str, list[bytes] | None]) ->
     if kinds & {UPSTREAM, CONFLICT}:
         return Report(patch.id, CONFLICT, details)
     contents.update(after)
+    if patch.upstream["state"] == "merged":
+        link, where = patch.upstream["link"], patch.upstream["merged_in"]
+        details = (*details, f"said to be merged, and still applies: {link} ({where})")
     return Report(patch.id, MOVED if MOVED in kinds else AS_IS, details)
 
 

@@ -139,6 +139,18 @@ def test_port_already_upstream(lane, tmp_path):
     ]  # fmt: skip
 
 
+def test_port_of_what_is_said_to_be_merged(lane, tmp_path):
+    """A patch that still applies is not there, whatever the manifest says of upstream."""
+    file = lane.lane / "manifest.toml"
+    merged = 'upstream = {state = "merged", link = "https://example.org/1", merged_in = "1.1"}'
+    text = file.read_text().replace('upstream = { state = "not-reported" }', merged, 1)
+    file.write_text(text)
+    found = ported(manifest.load(lane.lane), tmp_path, {})
+    said = "said to be merged, and still applies: https://example.org/1 (1.1)"
+    assert found["alpha"] == ("applies as is", (said,))
+    assert found["beta"] == ("applies as is", ())
+
+
 def test_port_lines_added_at_the_end_of_a_file(tmp_path):
     """The lines before the change are still there when upstream has it: it must not go on twice."""
     after = ONE + b"more = 1\n"
