@@ -161,6 +161,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def small_settings() -> str:
+    """The small recipe's file, without data."""
+    return SMALL
+
+
+@pytest.fixture(scope="session")
 def small_text(corpus: Path) -> str:
     """The small recipe's file, reading the corpus."""
     return f'{SMALL}\n[data]\ndata_path = ["{corpus}"]\n'

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import plain_install
 import pytest
-from conftest import SMALL
 
 pytestmark = pytest.mark.slow
 
@@ -101,14 +100,14 @@ def test_a_receipt_tells_the_code_of_the_wheel_and_of_another(plain, tmp_path):
     assert code(other)["sha256"] != wheel["sha256"]
 
 
-def test_a_plain_install_trains_saves_and_resumes(plain, tmp_path):
+def test_a_plain_install_trains_saves_and_resumes(plain, small_settings, tmp_path):
     """In an empty environment: what a save imports is a dependency, not an extra."""
     text = tmp_path / "text"
     text.mkdir()
     (text / "a.h").write_text("int main() { return 0; }\n" * 400)
     (text / "b.h").write_text("struct point { double x, y; };\n" * 400)
     plain.megacpp(tmp_path, "data", "build", "text", "--out", "corpus")
-    (tmp_path / "small.toml").write_text(SMALL)
+    (tmp_path / "small.toml").write_text(small_settings)
     train = ["train", "small.toml", "--out", "run", "--set", 'data.data_path=["corpus"]',
              "--set", "data.split=50,50,0"]  # fmt: skip
     plain.megacpp(tmp_path, *train, "--steps", "2")

@@ -210,7 +210,7 @@ def test_a_long_run_keeps_no_memory_and_no_descriptor(small_recipe, tmp_path, mo
     # allocators keep some: a leak of a kilobyte a step and parameter tensor would be more
     grown = sum(memory[-third:]) / third - sum(memory[:third]) / third
     assert grown < 2**20 * max(16, steps / 100), f"{grown / 2**20:.1f} MiB more"
-    assert max(descriptors) == min(descriptors) and max(threads) == min(threads)
+    assert max(descriptors) == min(descriptors) and max(threads) <= min(threads) + 2
 
 
 @pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "SIGKILL"])
