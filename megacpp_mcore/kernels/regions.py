@@ -4,7 +4,7 @@ The largest value of a tensor says little of the rest: of a causal attention's g
 are so small beside the first that they may be zero. So a tensor is cut along each axis, and along
 each pair of axes into tiles, and in every region
 
-    rms(error) <= FACTOR * rms(rounding) + allowed * rms(truth)
+    rms(error) <= factor * rms(rounding) + allowed * rms(truth)
 
 `rounding` is the error of the definition itself, computed in the model's dtype instead of the wide
 one: measured in that region, in DRAWS computations whose inputs differ by single roundings, so that
@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 
 DRAWS = 3
-FACTOR = 2.0  # a backend rounds in other places and orders than the definition
+# A backend rounds in other places and orders than the definition. Where its rounding is coarse, no
+# more than twice may be allowed, or 1.05 times a gradient passes; float32's is far finer than that.
+FACTOR, FACTOR_OF_FINE, _FINE = 2.0, 8.0, 1e-4
 _LEAST = 64  # values in a region: fewer may all be lucky
 _PARTS = {1: 128, 2: 128, 3: 128}  # of an axis, by the tensor's axes; else
 _OTHERWISE = 32
@@ -125,13 +127,14 @@ class _Cells:
         size = torch.where(vanishes, usual_size, truth)
         usual = torch.where(vanishes, self.rounding.squared.sum().sqrt() / len(noise) ** 0.5, noise)
         relative = torch.maximum(usual / size, (usual / size).median())
-        bound = FACTOR * relative + self.allowed
+        factor = torch.where(relative < _FINE, FACTOR_OF_FINE, FACTOR)
+        bound = factor * relative + self.allowed
         yield self._worst(error / size, bound, parts, "")
         draws = [_pooled(draw.product, parts).flatten() for draw in self.rounding.draws]
         scales = torch.stack(draws).abs() / size.square()
         chance = torch.maximum(scales.amax(0), scales.median())
         values = math.prod(self.shape) / math.prod(parts)
-        bound = FACTOR * chance + max(1 / 8, min(1.0, 4 / values**0.5)) * bound + self.eps
+        bound = factor * chance + max(1 / 8, min(1.0, 4 / values**0.5)) * bound + self.eps
         found = _pooled(self.product, parts).flatten().abs() / size.square()
         yield self._worst(found, bound, parts, "scale ")
 
