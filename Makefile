@@ -45,7 +45,7 @@ lint: $(STAMP) ## ruff
 # each worker, and each Python that a test starts, compiles what it imports of this checkout.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2
 
-test: lint ## lint and the test suite, five minutes on two cores
+test: lint ## lint and the test suite, nine minutes on two cores
 	$(PYTEST)
 
 gpu-test: ## the tests of tests/gpu that need a GPU: a log per file in examples/receipts/gpu-tests

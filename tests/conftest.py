@@ -104,11 +104,18 @@ SLOW_FILES = (
     "tests/kernels/test_moe_routed.py",
     "tests/kernels/test_rope_qk.py",
     "tests/layers/test_loss.py",
+    "tests/layers/test_moe.py",
     "tests/layers/test_recompute.py",
     "tests/layers/test_stack.py",
+    "tests/patching/test_patch_at_once.py",
+    "tests/patching/test_patch_safety.py",
     "tests/patching/test_patch_verify.py",
     "tests/planner/test_search.py",
+    "tests/stack/test_unpickling.py",
     "tests/surfaces/test_admission.py",
+    "tests/test_bad_input.py",
+    "tests/test_fuzz.py",
+    "tests/training/test_heartbeat.py",
 )
 
 
