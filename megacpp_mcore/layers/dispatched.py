@@ -7,6 +7,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.layers.core_attention import CoreAttentionByLayout, window_of
+from megacpp_mcore.layers.norm import build as build_norm
 from megacpp_mcore.layers.recompute import recomputed
 from megacpp_mcore.layers.router import GatedRouter
 from megacpp_mcore.layers.settings import plugin_settings
@@ -60,12 +61,7 @@ class DispatchedNorm:
     ) -> torch.nn.Module:
         workload = norm_surface.workload(current_device(), config)
         norm = dispatch.decide("norm", workload, plugin_settings(config).backends).load()()
-        more = {"has_residual": True} if has_residual and _fuses_residual(norm) else {}
-        return norm(config=config, hidden_size=hidden_size, eps=eps, **more)
-
-
-def _fuses_residual(norm: type) -> bool:
-    return getattr(norm, "fuses_residual", False)
+        return build_norm(norm, config, hidden_size, eps, has_residual)
 
 
 class DispatchedRouter:

@@ -80,6 +80,15 @@ class _FusedRMSNorm(torch.nn.RMSNorm):
         return self.norm(x, self.weight, self.eps)
 
 
+def build(
+    norm: type, config, hidden_size: int, eps: float, has_residual: bool
+) -> torch.nn.Module:  # fmt: skip
+    """The norm of a backend's class. has_residual: its input is also the layer's residual, which a
+    class with `fuses_residual` returns with the normalised input."""
+    more = {"has_residual": has_residual} if getattr(norm, "fuses_residual", False) else {}
+    return norm(config=config, hidden_size=hidden_size, eps=eps, **more)
+
+
 def _mark_sequence_parallel(norm: torch.nn.Module, config) -> torch.nn.Module:
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel

@@ -90,8 +90,8 @@ SURFACE = Surface(
             dtypes="bf16, fp16, fp32; convolution, gates and norm in fp32, rounded once; the "
             "recurrence as in m2rnn's CUDA kernels",
             fallback=REFERENCE,
-            no_receipt="its own kernels were timed without a layer, 0.42 ms forward and backward, "
-            "at 44 heads and 4 x 4096 tokens",
+            no_receipt="a layer's receipt is wanted: `megacpp bench layer R --against "
+            "m2rnn_core=reference`",
             exit_when="the recurrence's helper warps have convolution and gates inside",
             **_facts,
         ),

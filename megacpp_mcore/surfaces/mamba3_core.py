@@ -100,8 +100,8 @@ SURFACE = Surface(
             "written in place, and beside the scan's two kernels there are six of our own",
             dtypes="bf16; dt, decay, angles, their sums and state in fp32",
             fallback=REFERENCE,
-            no_receipt="a layer with its first version was timed without a receipt of the tree: "
-            "8.37 ms forward and backward at 4 x 4096 tokens, 10.68 with prep and scan",
+            no_receipt="a layer's receipt is wanted: `megacpp bench layer M --against "
+            "mamba3_core=reference`",
             exit_when="a scan of our own has prep and gate inside",
             **_facts,
         ),

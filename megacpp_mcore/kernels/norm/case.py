@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
 from megacpp_mcore.kernels.norm.reference import rms_norm
+from megacpp_mcore.layers.norm import build
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces import norm
 from megacpp_mcore.surfaces.workload import Workload
@@ -59,17 +60,12 @@ class NormCase(Case):
 
     def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
         config = self._config(device, dtype)
-        builder = implementation()
-        fused = getattr(builder, "fuses_residual", False)
-        module = builder(
-            config=config,
-            hidden_size=self.hidden_size,
-            eps=self.eps,
-            **({"has_residual": True} if fused else {}),
-        ).to(device, dtype)
+        module = build(implementation(), config, self.hidden_size, self.eps, has_residual=True)
+        module = module.to(device, dtype)
 
         def call(x: Tensor, weight: Tensor) -> Tensors:
-            y, residual = module(x) if fused else (module(x), x.view_as(x))
+            found = module(x)
+            y, residual = found if isinstance(found, tuple) else (found, x.view_as(x))
             return {"y": y, "residual": residual}
 
         return BoundBackend(call, {"weight": [module.weight]})

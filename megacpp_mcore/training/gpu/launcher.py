@@ -38,6 +38,9 @@ def launch_ranks(
     overrides = [*overrides, f"launch.nproc_per_node={gpus}"]
     recipe = load_recipe(name_or_path, overrides)
     if yardstick:
+        if cuda_graphs.was_auto(recipe):
+            print("megacpp: the yardstick's steps are not captured: Megatron's experts read their "
+                  "counts on the host", file=sys.stderr)  # fmt: skip
         recipe = load_recipe(name_or_path, [*overrides, *_for_the_yardstick(recipe)])
     folder = Path(out or f"runs/{recipe.name}{'-yardstick' * yardstick}")
     _check(recipe, gpus, resume or resume_from is not None)

@@ -147,8 +147,9 @@ class Watch:
             receipt.note("FLOPs leave out the core of attention: its pairs depend on the documents")
         if args.gradient_accumulation_fusion:
             receipt.note(
-                "gradient_accumulation_fusion is of Transformer Engine's modules; all other weight "
-                "gradients are added to the main gradient after their products"
+                "gradient_accumulation_fusion is of Transformer Engine's modules, and of the "
+                "experts where moe_products is hopper; all other weight gradients are added to the "
+                "main gradient after their products"
             )
         if args.world_size > 1:
             receipt.note(f"peak memory, parameters and times are those of rank {args.rank}")
