@@ -14,6 +14,8 @@ COMMANDS = (
     "data",
     "train",
     "generate",
+    "export",
+    "import",
     "report",
     "patch",
     "catalog",
