@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 CLI = [sys.executable, "-m", "megacpp_mcore.cli"]
 EAGER = [
     "backends.moe_experts=grouped_mm", "schedule.check_for_nan_in_loss_and_grad=false",
-    "schedule.manual_gc=true", "schedule.train_iters=20",
+    "schedule.manual_gc=true", "schedule.rerun_mode=disabled", "schedule.train_iters=20",
 ]  # fmt: skip
 GRAPH = [*EAGER, "launch.cuda_graph_impl=full_iteration"]
 EVALUATION = [
