@@ -11,7 +11,18 @@ from megacpp_mcore import __version__
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.terminal import Escaping, printable
 
-COMMANDS = ("translate", "recipe", "data", "train", "report", "patch", "catalog", "doctor", "bench")
+COMMANDS = (
+    "translate",
+    "recipe",
+    "data",
+    "train",
+    "generate",
+    "report",
+    "patch",
+    "catalog",
+    "doctor",
+    "bench",
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
