@@ -126,7 +126,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
         overrides=tuple(overrides),
         origins=dict(settings.origins),
     )
-    recipe = rules.without_auto(recipe)
+    recipe = rules.completed(recipe)
     refused = [refusal.text(recipe) for refusal in rules.refusals(recipe)]
     if len(refused) == 1:
         raise RecipeError(f"recipe {name}: {refused[0]}")
