@@ -8,7 +8,18 @@ import sys
 from megacpp_mcore import __version__
 from megacpp_mcore.errors import MegacppError
 
-COMMANDS = ("translate", "recipe", "data", "train", "report", "patch", "catalog", "doctor", "bench")
+COMMANDS = (
+    "translate",
+    "recipe",
+    "data",
+    "train",
+    "generate",
+    "report",
+    "patch",
+    "catalog",
+    "doctor",
+    "bench",
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -66,8 +66,7 @@ def _table(args: argparse.Namespace) -> int:
     from megacpp_mcore.receipts.table import table
     from megacpp_mcore.surfaces.figures import surfaces_by_receipt
 
-    readme = args.folder.resolve().parents[1] / "README.md"
-    page = table(args.folder, readme.read_text(), surfaces_by_receipt())
+    page = table(args.folder, surfaces_by_receipt())
     write_atomically(args.folder / "README.md", page)
     print(args.folder / "README.md")
     return 0

@@ -27,6 +27,7 @@ from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.receipts.run import RunReceipt, Work
 from megacpp_mcore.training.gpu import decisions, memory
 from megacpp_mcore.training.gpu.compilations import anywhere, captured_bytes, compilations
+from megacpp_mcore.training.gpu.early_gathers import gather_early
 from megacpp_mcore.training.gpu.gather_check import GatherCheck
 from megacpp_mcore.training.gpu.process_start import start_times
 from megacpp_mcore.training.gpu.rank_setup import Launch
@@ -103,8 +104,9 @@ class Watch:
         built = call()
         self.iteration = get_args().iteration
         check_what_was_loaded()
-        if get_args().overlap_param_gather and not self.launch.yardstick:
-            self._gathers = GatherCheck(built[0])
+        if get_args().overlap_param_gather:
+            gather_early(built[0])
+            self._gathers = None if self.launch.yardstick else GatherCheck(built[0])
         self._memory = memory.MemoryWatch(built[0], built[1])
         backends = decisions.gather()  # and refuses ranks that differ
         if _keeps_the_receipt():
