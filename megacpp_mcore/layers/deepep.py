@@ -100,9 +100,9 @@ class DeepEPTokenDispatcher(MoETokenDispatcher):
         super().__init__(config=config, pg_collection=pg_collection)
         self.num_local_experts = num_local_experts
         self.delivers_whole = hasattr(experts, "routed")
+        self.waits = True  # for the number of tokens; else room for as many as there can be
         sms = config.moe_flex_dispatcher_num_sms
         self.link = link_of(self.ep_group, config.hidden_size, sms)
-        self.rows: int | None = None
         self._handle: tuple | None = None
         self._counts: Tensor | None = None
 
@@ -118,8 +118,9 @@ class DeepEPTokenDispatcher(MoETokenDispatcher):
         """tokens [t, h], weights [t, k] -> tokens [r, h], probs [r, local experts]."""
         chosen, self._chosen = self._chosen, None
         experts = self.config.num_moe_experts
+        worst = 0 if self.waits else len(hidden_states) * self.ep_size
         tokens, weights, chosen, counts, self._handle = _Dispatch.apply(
-            hidden_states, probs, chosen, self.link, experts
+            hidden_states, probs, chosen, self.link, experts, worst
         )
         self._counts = torch.tensor(counts)
         self.routing_map, probs = as_map(chosen, weights, self.num_local_experts)
@@ -165,9 +166,9 @@ class DeepEPTokenDispatcher(MoETokenDispatcher):
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weights, chosen, link, experts):
+    def forward(ctx, x, weights, chosen, link, experts, worst):
         x, weights = x.contiguous(), weights.float().contiguous()
-        tokens, chosen, weights, counts, handle = link.dispatch(x, chosen, weights, experts, 0)
+        tokens, chosen, weights, counts, handle = link.dispatch(x, chosen, weights, experts, worst)
         ctx.link, ctx.handle = link, handle
         ctx.mark_non_differentiable(chosen)
         return tokens, weights, chosen, counts, handle
@@ -175,7 +176,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_tokens, d_weights, *_):
         dx, d_weights = ctx.link.combine_with_weights(d_tokens, d_weights, ctx.handle)
-        return dx, d_weights, None, None, None
+        return dx, d_weights, None, None, None, None
 
 
 @dataclass
