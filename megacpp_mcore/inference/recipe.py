@@ -12,6 +12,7 @@ from typing import Any
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import Recipe, load_recipe
+from megacpp_mcore.surfaces.backend import REFERENCE
 
 # What a model is: an exported one is described by these sections, and trains on in any others.
 MODEL_SECTIONS = ("model", "attention", "moe", "mamba3", "m2rnn", "mtp")
@@ -92,7 +93,7 @@ def on_one_device(
                  "create_attention_mask_in_dataloader": False},
         "launch": {"device": device, "distributed_backend": "gloo" if on_cpu else "nccl",
                    "use_cpu_initialization": on_cpu or None},
-        "backends": {"linear": "reference", "norm": "reference"},
+        "backends": dict.fromkeys(("linear", "norm"), REFERENCE),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.toml"
