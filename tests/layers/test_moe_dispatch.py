@@ -338,8 +338,10 @@ def test_gpus_without_nvlink_and_other_chips_are_reasons(monkeypatch):
 
 WORDS = {
     # what a recipe says -> (the request, Megatron's two words)
-    "nothing": ([], (None, "alltoall", "deepep")),
-    "nothing, one rank": (["parallel.expert_model_parallel_size=1"], (None, "alltoall", "deepep")),
+    "nothing": ([], ("auto", "alltoall", "deepep")),
+    "nothing, one rank": (
+        ["parallel.expert_model_parallel_size=1"], ("auto", "alltoall", "deepep")
+    ),
     "ours": (["backends.moe_dispatch=deepep"], ("deepep", "flex", "deepep")),
     "ours, hybrid": (["backends.moe_dispatch=hybridep"], ("hybridep", "flex", "hybridep")),
     "ours, gathered": (["backends.moe_dispatch=allgather"], ("allgather", "allgather", "deepep")),

@@ -29,12 +29,12 @@ def completed(recipe: "Recipe") -> "Recipe":
         return _in_megatrons_words(recipe, named, f"as {KEY}")
     if TYPE not in recipe.origins:
         default = ALLTOALL if recipe.launch.device == "cuda" else ALLGATHER
-        return _in_megatrons_words(recipe, default, f"{KEY} = {shown(_AUTO)}")
+        said = _in_ours(recipe, _AUTO, recipe.origins.get(KEY, "default"))
+        return _in_megatrons_words(said, default, f"{KEY} = {shown(_AUTO)}")
     backend = named_by(recipe.get(TYPE), recipe.get(FLEX))
     if NAME in recipe.backends or backend is None or _nothing_is_exchanged(recipe, backend):
         return recipe
-    backends, origins = recipe.backends | {NAME: backend}, {**recipe.origins, KEY: f"as {TYPE}"}
-    return replace(recipe, backends=backends, origins=origins)
+    return _in_ours(recipe, backend, f"as {TYPE}")
 
 
 def check(r: Rules) -> None:
@@ -46,6 +46,11 @@ def check(r: Rules) -> None:
             r.refuse(
                 r[key] != word, key, f"must be {shown(word)} with {r.told(KEY)}, or be left out"
             )
+
+
+def _in_ours(recipe: "Recipe", backend: str, origin: str) -> "Recipe":
+    backends, origins = recipe.backends | {NAME: backend}, {**recipe.origins, KEY: origin}
+    return replace(recipe, backends=backends, origins=origins)
 
 
 def _in_megatrons_words(recipe: "Recipe", backend: str, origin: str) -> "Recipe":
