@@ -1,6 +1,7 @@
 """Which backend the planner reckons with: the one that is named, or that an H200 would have."""
 
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.surfaces import moe_dispatch
 from megacpp_mcore.surfaces.backend import REFERENCE
 from megacpp_mcore.surfaces.moe_experts import FUSED, GROUPED_MM
 from megacpp_mcore.surfaces.registry import REGISTRY
@@ -31,7 +32,7 @@ def gathers_tokens(recipe: Recipe) -> bool:
         serving(recipe, "moe_experts") == FUSED
         and local
         and (p.expert_tensor_parallel_size or 1) == 1
-        and moe.moe_token_dispatcher_type == "alltoall"
+        and serving(recipe, moe_dispatch.NAME) == moe_dispatch.UNMOVED
         and moe.moe_expert_capacity_factor is None
         and not moe.moe_shared_expert_overlap
     )
