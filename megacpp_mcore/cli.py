@@ -17,6 +17,8 @@ COMMANDS = (
     "data",
     "train",
     "generate",
+    "export",
+    "import",
     "report",
     "patch",
     "catalog",
