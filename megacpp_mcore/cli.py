@@ -17,6 +17,7 @@ COMMANDS = (
     "data",
     "train",
     "generate",
+    "checkpoint",
     "report",
     "patch",
     "catalog",
