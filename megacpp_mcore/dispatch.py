@@ -11,7 +11,8 @@ whose package is installed but broken: that is an error. A run begins with `begi
 record holds nothing of an earlier run in the process.
 
 A decision is said in a short line, or by a run in one line for all (`summary`); its reason is in
-the receipt, and on the terminal where MEGACPP_VERBOSE is 1 (`-v`).
+the receipt, and on the terminal where MEGACPP_VERBOSE is 1 (`-v`), or where another backend serves
+than the one that was named.
 
 A layer decides once, when it is built; nothing here runs in a training step. Importing this module
 imports neither torch nor any optional package: a backend is imported when it is asked about.
@@ -122,7 +123,8 @@ def record(decision: Decision, workload: Workload | None = None) -> Decision:
     _QUESTIONS.setdefault((decision.surface, workload), {})[decision] = None
     if decision not in _DECISIONS:
         _DECISIONS[decision] = None
-        if os.environ.get("RANK", "0") == "0" and (_SAYS_EACH[0] or _verbose()):
+        says = _SAYS_EACH[0] or _told_in_full(decision)
+        if says and os.environ.get("RANK", "0") == "0":
             print(_line(decision), file=sys.stderr, flush=True)
     return decision
 
@@ -258,8 +260,13 @@ def _verbose() -> bool:
     return os.environ.get(VERBOSE, "") not in ("", "0")
 
 
+def _told_in_full(decision: Decision) -> bool:
+    """Another than the one that was named serves: always said with its reason."""
+    return _verbose() or decision.requested not in (AUTO, decision.observed)
+
+
 def _line(decision: Decision) -> str:
     line = f"megacpp: backend of {decision.surface}: {decision.observed}"
-    if not _verbose():
+    if not _told_in_full(decision):
         return line
     return f"{line} (requested {decision.requested}; {decision.reason})"
