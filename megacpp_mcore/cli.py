@@ -19,6 +19,7 @@ COMMANDS = (
     "generate",
     "export",
     "import",
+    "checkpoint",
     "report",
     "patch",
     "catalog",
