@@ -1,9 +1,11 @@
 """`megacpp recipe`: list, show, check and plan recipes, and print Megatron's command line."""
 
 import argparse
+import dataclasses
 import json
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +14,8 @@ from megacpp_mcore.hybrid.flops import count
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.fields import Target
 from megacpp_mcore.recipe.lowering import lower
+from megacpp_mcore.recipe.notes import facts
+from megacpp_mcore.recipe.schema import SECTIONS
 from megacpp_mcore.recipe.source import KEYS, RecipeError, shipped
 
 _ARGS_EPILOG = """\
@@ -39,12 +43,31 @@ examples:
 """
 
 
+_KEYS_EPILOG = """\
+examples:
+  megacpp recipe keys
+  megacpp recipe keys schedule
+"""
+_WIDTH = 110
+
+
 def register(subparsers: Any) -> None:
     """Add `recipe` with its own commands."""
     recipe = subparsers.add_parser("recipe", help="list, show, check, plan and lower recipes")
     commands = recipe.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     commands.add_parser("list", help="the shipped recipes").set_defaults(run=_list)
+
+    keys = commands.add_parser(
+        "keys", help="every key of a recipe: what it takes, its default, where it goes",
+        description="Every key of a recipe, or those of SECTION: what it takes, its default, where "
+        "it goes, and a note on what is ours. What a Megatron flag means is in Megatron's --help.",
+        epilog=_KEYS_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    keys.add_argument("section", metavar="SECTION", nargs="?", choices=[*SECTIONS],
+        help=f"one of {', '.join(SECTIONS)}")  # fmt: skip
+    keys.add_argument("--json", action="store_true", help="as a JSON list")
+    keys.set_defaults(run=_keys)
 
     show = _add(commands, "show", _show, "the resolved recipe, and what each key is lowered to")
     show.add_argument("--all", action="store_true", help="also the keys with default values")
@@ -105,6 +128,22 @@ def _list(args: argparse.Namespace) -> int:
     width = max(len(recipe.name) for recipe in recipes)
     for recipe in recipes:
         print(f"{recipe.name:{width}}  {recipe.description}")
+    return 0
+
+
+def _keys(args: argparse.Namespace) -> int:
+    known = [f for f in facts() if args.section in (None, f.key.partition(".")[0])]
+    if args.json:
+        print(json.dumps([dataclasses.asdict(fact) for fact in known], indent=2))
+        return 0
+    width = max(len(fact.key) for fact in known)
+    for fact in known:
+        default = "required" if fact.required else f"default {fact.default or 'unset'}"
+        words = [f"{fact.takes}; {default}; {fact.goes_to}", *([fact.note] if fact.note else [])]
+        print(textwrap.fill(
+            ". ".join(words), _WIDTH, initial_indent=f"{fact.key:<{width}}  ",
+            subsequent_indent=" " * (width + 2), break_on_hyphens=False,
+        ))  # fmt: skip
     return 0
 
 

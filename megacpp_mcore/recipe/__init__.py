@@ -12,7 +12,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +100,24 @@ class Recipe:
         return self.world_size // (
             p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
         )
+
+
+# What a run that is resumed may have otherwise than its checkpoint: how long it goes on, and how
+# often it logs and saves.
+MAY_CHANGE = ("schedule.train_iters", "schedule.log_interval", "checkpoint.save_interval")
+
+
+def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (value before, value now) of two resolved recipes, section -> key -> value."""
+    changed = {}
+    for section in sorted(set(before) | set(now)):
+        old, new = before.get(section), now.get(section)
+        if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+            old, new = {"": old}, {"": new}
+        for key in sorted(set(old) | set(new)):
+            if old.get(key) != new.get(key):
+                changed[f"{section}.{key}".rstrip(".")] = (old.get(key), new.get(key))
+    return changed
 
 
 def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:

@@ -1,4 +1,4 @@
-"""What adding a backend or a surface takes: CONTRIBUTING.md's walks, held by the source itself."""
+"""What adding a backend or a surface takes: the walks of docs/extending.md, held by the source."""
 
 import ast
 from pathlib import Path
