@@ -20,6 +20,7 @@ COMMANDS = (
     "evaluate",
     "export",
     "import",
+    "checkpoint",
     "report",
     "patch",
     "catalog",
