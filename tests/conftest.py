@@ -1,6 +1,8 @@
 """What every test process needs before the first import of Megatron, and a recipe in miniature."""
 
 import gc
+import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import uuid
 from pathlib import Path
@@ -130,6 +132,10 @@ def pytest_sessionfinish(session, exitstatus):
     if hasattr(session.config, "workerinput"):
         return
     warm.close()
+    if not session.config.getoption("numprocesses", None):
+        # What ends with an interpreter, and so has ended with xdist's workers, ends here.
+        multiprocessing.util._exit_function()
+        multiprocessing.resource_tracker._resource_tracker._stop()
     if left := SUITE.left():
         print("\nThe test suite left behind:", *left, sep="\n  ")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
