@@ -4,6 +4,8 @@ import gc
 import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
+import shutil
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -15,6 +17,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Inductor need not try each vector instruction of this CPU with a program and a Python that imports
 # torch, in every process that compiles: it makes scalar code.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
+# The suite keeps no answers of Megatron's for the user, and finds none of an earlier run.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="megacpp-cache-")
 
 from left_behind import MARK, Marked
 
@@ -136,6 +142,7 @@ def pytest_sessionfinish(session, exitstatus):
         # What ends with an interpreter, and so has ended with xdist's workers, ends here.
         multiprocessing.util._exit_function()
         multiprocessing.resource_tracker._resource_tracker._stop()
+    shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
     if left := SUITE.left():
         print("\nThe test suite left behind:", *left, sep="\n  ")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -16,7 +16,7 @@ exit status: 0 success (status: everything is applied; verify: proved; port: no 
 
   megacpp patch status
   megacpp patch apply
-  megacpp patch revert --only mla-yarn-rope-head-mask
+  megacpp patch revert --only mla-rope-head-mask
   megacpp patch verify
   megacpp patch new my-fix --from edited/ --test reproduce.py --reason '...' --drop-when '...'
 """

@@ -96,12 +96,6 @@ def tokenizer_of(vocab_size: int, eod: int, file: Path | None) -> Bytes | Tokeni
     return Bytes()
 
 
-def shown(text: str) -> str:
-    """Text for a terminal: control characters but newline and tab as escapes, so that what a model
-    writes cannot move the cursor or set a title."""
-    return "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
 def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
     """Raises InferenceError when a prompt has a token that the model does not know."""
     if unknown := [token for token in tokens if not 0 <= token < vocab_size]:

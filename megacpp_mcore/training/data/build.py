@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -17,6 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from megacpp_mcore.files import sha256_file, sync
+from megacpp_mcore.terminal import has_room
 from megacpp_mcore.training.data.files import MANIFEST_SCHEMA, DataError, paths
 
 _DTYPE = np.uint16
@@ -122,7 +124,7 @@ def _write(source: DocumentSource, written: tuple[Path, Path, Path], quiet: bool
             unit=source.unit,
             unit_scale=True,
             desc="data build",
-            disable=True if quiet else None,
+            disable=quiet or not has_room(sys.stderr),
         ) as bar:
             for tokens in source.documents(bar.update):
                 builder.add_document(tokens, [tokens.size])
