@@ -107,7 +107,7 @@ def test_angles_after_65536_steps():
     parts = projected.transpose(0, 1).double().split(
         [*case.parts, projected.shape[-1] - sum(case.parts)], -1
     )  # fmt: skip
-    dt = torch.nn.functional.softplus(parts[4] + dt_bias.double())
+    dt = torch.nn.functional.softplus(parts[4] + tensors["dt_bias"].double())
     turned = (math.pi * parts[7].tanh()[:, :, None] * dt[..., None]).cumsum(1)
     off = (found.double() - turned) / (2 * math.pi)
     assert 2 * math.pi * (off - off.round()).abs().max() < 1e-3
