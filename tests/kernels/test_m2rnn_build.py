@@ -128,7 +128,7 @@ def test_a_file_system_without_locks_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(
         compiler_of.fcntl, "flock", lambda file, how: (_ for _ in ()).throw(OSError(5, "broken"))
     )
-    with pytest.raises(build.KernelBuildError, match="cannot keep or load .* broken"):
+    with pytest.raises(build.KernelBuildError, match=r"cannot keep or load .* broken"):
         build.library("sm_90")
 
 
@@ -142,7 +142,7 @@ def test_a_missing_host_compiler_is_named(monkeypatch, tmp_path):
         return which(name, *args, **kwargs) if there[0] or name.endswith("nvcc") else None
 
     monkeypatch.setattr(shutil, "which", found)
-    with pytest.raises(build.KernelBuildError, match="fatal: no properties$"):
+    with pytest.raises(build.KernelBuildError, match=r"fatal: no properties$"):
         build.library("sm_90")
     there[0] = False
     with pytest.raises(build.KernelBuildError, match=r"no properties\. nvcc needs a host compiler"):
