@@ -77,14 +77,17 @@ def _tile(experts: int) -> dict[str, int]:
 
 
 def probs_gradient(routing: Routing, row_grads: Tensor, dtype: torch.dtype) -> Tensor:
-    """(R,) gradients of row_probs -> those of probs, (tokens, E), 0 where nothing was routed."""
+    """The gradient of probs, (tokens, E), 0 where nothing was routed.
+
+    row_grads: (parts, R), whose sum over parts is that of row_probs.
+    """
     tokens, experts = routing.routing_map.shape
     grads = row_grads.new_empty((tokens, experts), dtype=dtype)
     if tokens:
         tile = _tile(experts)
         triton_kernels.gather_probs[(triton.cdiv(tokens, tile["BLOCK"]),)](
             routing.routing_map.view(torch.uint8), routing.rows, row_grads, grads, tokens, experts,
-            TOPK=routing.topk, **tile,
+            routing.size, TOPK=routing.topk, PARTS=row_grads.shape[0], **tile,
         )  # fmt: skip
     return grads
 
@@ -93,7 +96,8 @@ def probs_gradient(routing: Routing, row_grads: Tensor, dtype: torch.dtype) -> T
 class Gathered:
     """Tokens (tokens, h) in the order of a routing's rows: what a product takes for its rows.
 
-    A product reads the tokens from where they are, or takes `rows`, a copy that is made once.
+    A product reads the tokens from where they are, or takes `rows`, a copy that is made once, by
+    itself or by an earlier product as it went along.
     """
 
     tokens: Tensor

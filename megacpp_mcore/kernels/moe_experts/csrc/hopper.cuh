@@ -117,9 +117,10 @@ __device__ __forceinline__ void store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Until the stores of this thread have read shared memory.
+// Until this thread's stores, but for those of the last kPending commits, have read shared memory.
+template <int kPending>
 __device__ __forceinline__ void store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 __device__ __forceinline__ void store_wait() {
@@ -142,6 +143,11 @@ __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
 __device__ __forceinline__ void proxy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+
+// Between two warpgroups: one goes on, the other waits until it has said so.
+__device__ __forceinline__ void let_follow() { asm volatile("bar.arrive 3, 256;" ::: "memory"); }
+
+__device__ __forceinline__ void follow() { asm volatile("bar.sync 3, 256;" ::: "memory"); }
 
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
