@@ -3,13 +3,7 @@
 from typing import TYPE_CHECKING
 
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
-from megacpp_mcore.surfaces.support import (
-    KERNEL_TESTS,
-    STACK_TESTS,
-    always,
-    cuda_only,
-    triton,
-)
+from megacpp_mcore.surfaces.support import KERNEL_TESTS, STACK_TESTS, always, cuda_only
 from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 
 if TYPE_CHECKING:
@@ -54,10 +48,6 @@ def _fp32_output(workload: Workload) -> str | None:
     )
 
 
-def _one_pass(workload: Workload) -> str | None:
-    return triton(workload) or _asked(workload)
-
-
 _KERNELS = "megacpp_mcore.kernels.router_gating"
 _facts = {
     "layout": "tokens [s, b, h], weight [experts, h] -> logits [s, b, experts]",
@@ -75,16 +65,6 @@ SURFACE = Surface(
             "fp32, and the fp32 gradient of the logits is three bf16 parts",
             dtypes="bf16; logits fp32", fallback=REFERENCE,
             exit_when="Megatron's own product no longer casts the tokens",
-            skips={"float32": "it multiplies bf16"},
-            **_facts,
-        ),
-        Backend(
-            "one_pass", f"{_KERNELS}.one_pass:router_gating", _one_pass,
-            keep="keep",
-            removes="a second reading of the tokens in the backward pass, and the parts of the "
-            "logits' gradient in memory",
-            dtypes="bf16; logits fp32", fallback="fp32_output",
-            exit_when="cuBLAS multiplies by 16 columns at the memory's speed",
             skips={"float32": "it multiplies bf16"},
             **_facts,
         ),

@@ -2,12 +2,10 @@
 
    Rows of A and C beyond an expert's, and C where nothing is to be written, are left alone. */
 
-#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
 enum { FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, ADDED_WEIGHT_GRADIENT };
-enum { SWIGLU, SQUARED_RELU };
 
 static float wide(uint16_t x) {
   uint32_t bits = (uint32_t)x << 16;
@@ -87,25 +85,6 @@ int grouped_product_and_copy(int tile, const void* a, const void* b, void* c, co
   if (grouped_product(INPUT_GRADIENT, tile, a, 0, b, c, 0, ends, size, experts, 0, n, k, stream))
     return 1;
   copy_rows(tokens, source, rows, ends[experts - 1], width);
-  return 0;
-}
-
-int grouped_up(int activation, const void* tokens, const int* source, const void* w1, void* h,
-               const float* probs, void* a, const int* ends, int64_t rows, int experts, int n,
-               int k, void* stream) {
-  const int gated = activation == SWIGLU, f = gated ? n / 2 : n;
-  if (refused(ends, rows, experts) || stream || activation > SQUARED_RELU) return 1;
-  for (int e = 0; e < experts; ++e)
-    rows_times_weights(1, tokens, source, (const uint16_t*)w1 + (int64_t)e * n * k, h,
-                       e ? ends[e - 1] : 0, ends[e], n, k);
-  for (int r = 0; r < ends[experts - 1]; ++r) {
-    for (int j = 0; j < f; ++j) {
-      const uint16_t* of_row = (uint16_t*)h + (int64_t)r * n;
-      const float x = wide(of_row[j]), up = gated ? wide(of_row[f + j]) : 0;
-      const float value = gated ? x / (1 + expf(-x)) * up : x > 0 ? x * x : 0;
-      ((uint16_t*)a)[(int64_t)r * f + j] = narrow(value * probs[r]);
-    }
-  }
   return 0;
 }
 

@@ -26,7 +26,7 @@ def compiled(tmp_path_factory):
     if compiler is None:
         pytest.skip("no C compiler")
     path = tmp_path_factory.mktemp("grouped") / "grouped.so"
-    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", path, _SOURCE, "-lm"], check=True)
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", path, _SOURCE], check=True)
     return path
 
 
@@ -87,7 +87,7 @@ def test_products_gather_and_copies_are_left_by_others(activation):
     )
     dh, a, row_grads = found
     torch.testing.assert_close((dh[:used], a[:used]), expected[:2], rtol=2**-6, atol=2**-6)
-    torch.testing.assert_close(row_grads.sum(0)[:used], expected[2][0], rtol=2**-6, atol=2**-6)
+    torch.testing.assert_close(row_grads[:used], expected[2], rtol=2**-6, atol=2**-6)
     hopper_products.input_gradient(dh, w1, ends, copied)
     assert torch.equal(vars(copied)["rows"][:used], tokens.rows[:used])
 

@@ -35,10 +35,12 @@ def activate(h: Tensor, probs: Tensor, ends: Tensor, activation: str) -> Tensor:
 def activate_backward(
     da: Tensor, h: Tensor, probs: Tensor, ends: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of h and, float32 (1, R), of probs, from that of activate's output; and that
-    output."""
+    """The gradients of h and probs, float32, from that of activate's output; and that output.
+
+    They are returned as (dh, output, dprobs).
+    """
     size, width = da.shape
-    dh, a, row_grads = torch.empty_like(h), torch.empty_like(da), torch.empty_like(probs)[None]
+    dh, a, row_grads = torch.empty_like(h), torch.empty_like(da), torch.empty_like(probs)
     rows = _rows_of_a_program(h)
     if size:
         triton_kernels.activate_backward[(triton.cdiv(size, rows),)](

@@ -123,7 +123,7 @@ class _Sorted(torch.autograd.Function):
         dh, dw2, row_grads = _down_backward(ctx, dy.contiguous(), h, w2, rows)
         dw1 = _weight_gradient(ctx, 3, dh, x, ends)
         dx = ctx.weights.products.input_gradient(dh, w1, ends)
-        return dx, None, row_grads.sum(0).to(ctx.dtype), dw1, dw2, None
+        return dx, None, row_grads.to(ctx.dtype), dw1, dw2, None
 
 
 class _SortedRows(NamedTuple):
@@ -136,7 +136,7 @@ class _SortedRows(NamedTuple):
 def _down_backward(
     ctx, dy: Tensor | Gathered, h: Tensor, w2: Tensor, rows: Routing | _SortedRows
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """dH, fc2's weight gradient and the gradients of the rows' probabilities, (parts, R)."""
+    """dH, fc2's weight gradient and the gradient of the rows' probabilities."""
     experts = ctx.weights
     dh, a, row_grads = experts.products.down_gradient(
         dy, w2, h, rows.row_probs, rows.ends, experts.activation

@@ -17,11 +17,7 @@ from torch import Tensor
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels import nvcc
-from megacpp_mcore.kernels.moe_experts.activation import (
-    ACTIVATIONS,
-    activate_backward,
-    inner_width,
-)
+from megacpp_mcore.kernels.moe_experts.activation import activate, activate_backward
 from megacpp_mcore.kernels.moe_experts.routing import Gathered, rows_of
 
 NAME = "hopper"
@@ -29,7 +25,6 @@ ALIGN = 128
 MOST_EXPERTS = 256
 _SOURCE = Path(__file__).parent / "csrc" / "grouped.cu"
 # As in grouped.cuh.
-# ACTIVATIONS are in its order, too.
 _FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _ADDED_WEIGHT_GRADIENT = range(4)
 _TILES = (256, 224)  # columns
 
@@ -60,17 +55,11 @@ def forward(x: Tensor | Gathered, w: Tensor, ends: Tensor) -> Tensor:
 
 
 def up(
-    x: Gathered, w: Tensor, probs: Tensor, ends: Tensor, activation: str
+    x: Tensor | Gathered, w: Tensor, probs: Tensor, ends: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
     """As of torch_products."""
-    tokens = x.tokens.contiguous()
-    h = tokens.new_empty(len(x), w.shape[1])
-    a = tokens.new_empty(len(x), inner_width(h, activation))
-    _call(
-        "grouped_up", ACTIVATIONS.index(activation), tokens, x.routing.token, w, h, probs, a, ends,
-        len(x), ends.shape[0], h.shape[1], tokens.shape[1],
-    )  # fmt: skip
-    return h, a
+    h = forward(x, w, ends)
+    return h, activate(h, probs, ends, activation)
 
 
 def input_gradient(
@@ -164,5 +153,4 @@ def _kernels() -> ctypes.CDLL:
     found.grouped_product_and_copy.argtypes = (
         number, *(pointer,) * 4, rows, *(number,) * 3, *(pointer,) * 3, number, pointer,
     )  # fmt: skip
-    found.grouped_up.argtypes = (number, *(pointer,) * 7, rows, *(number,) * 3, pointer)
     return found

@@ -77,17 +77,14 @@ def _tile(experts: int) -> dict[str, int]:
 
 
 def probs_gradient(routing: Routing, row_grads: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient of probs, (tokens, E), 0 where nothing was routed.
-
-    row_grads: (parts, R), whose sum over parts is that of row_probs.
-    """
+    """(R,) gradients of row_probs -> those of probs, (tokens, E), 0 where nothing was routed."""
     tokens, experts = routing.routing_map.shape
     grads = row_grads.new_empty((tokens, experts), dtype=dtype)
     if tokens:
         tile = _tile(experts)
         triton_kernels.gather_probs[(triton.cdiv(tokens, tile["BLOCK"]),)](
             routing.routing_map.view(torch.uint8), routing.rows, row_grads, grads, tokens, experts,
-            routing.size, TOPK=routing.topk, PARTS=row_grads.shape[0], **tile,
+            TOPK=routing.topk, **tile,
         )  # fmt: skip
     return grads
 

@@ -38,8 +38,8 @@ def input_gradient(
 def down_gradient(
     dy: Tensor | Gathered, w: Tensor, h: Tensor, probs: Tensor, ends: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of h (R, n), fc2's input (R, f) and the gradients of probs, float32 (parts, R),
-    which are to be added up; of `up` and of fc2's output, dy."""
+    """From the gradient of fc2's output: that of h (R, n), fc2's input (R, f), and the gradient of
+    probs (R,), float32."""
     da = input_gradient(dy, w, ends)
     return activate_backward(da, h, probs, ends, activation)
 

@@ -183,19 +183,16 @@ def activate_backward(
 
 @triton.jit
 def gather_probs(
-    routing_map, rows, row_grads, grads, TOKENS, EXPERTS, ROWS, TOPK: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    routing_map, rows, row_grads, grads, TOKENS, EXPERTS, TOPK: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """grads[t, e] = the sum of row_grads[:, the pair's row], 0 where there is none."""
+    """grads[t, e] = row_grads of the pair's row, 0 where there is none."""
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
     e = tl.arange(0, WIDTH)[None, :]
     chosen = _chosen(routing_map, t, e, TOKENS, EXPERTS)
     slot = tl.cumsum(chosen, 1) - chosen
     kept = (chosen != 0) & (slot < TOPK)
     row = tl.load(rows + t * TOPK + slot, mask=kept, other=0)
-    grad = tl.zeros([BLOCK, WIDTH], tl.float32)
-    for part in range(PARTS):
-        at = row_grads + part * ROWS.to(tl.int64) + row
-        grad += tl.load(at, mask=kept & (row >= 0), other=0.0)
+    grad = tl.load(row_grads + row, mask=kept & (row >= 0), other=0.0)
     at = t.to(tl.int64) * EXPERTS + e
     tl.store(grads + at, grad.to(grads.dtype.element_ty), mask=(t < TOKENS) & (e < EXPERTS))

@@ -24,16 +24,11 @@ def router_gating(x: Tensor, weight: Tensor) -> Tensor:
     x (..., h), weight (E, h) -> logits (..., E) in float32. Raises RouterGatingError for another
     dtype.
     """
-    refuse_other_dtypes(x, weight)
-    return _RouterGating.apply(x, weight)
-
-
-def refuse_other_dtypes(x: Tensor, weight: Tensor) -> None:
-    """Raises RouterGatingError for tokens or a weight that are not bf16."""
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         raise RouterGatingError(
             f"x is {x.dtype} and the weight {weight.dtype}; both must be torch.bfloat16"
         )
+    return _RouterGating.apply(x, weight)
 
 
 class _RouterGating(torch.autograd.Function):

@@ -35,9 +35,9 @@ bool describe(CUtensorMap* map, const void* data, bool wide, int rank, const uin
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// more: of kGatherKeep, A's rows (rows, k); of kGatherActivate, fc2's input (rows, n or n / 2).
+// kept: of kGatherKeep, where A's rows (rows, k) are left.
 template <int kKind, int kTileN, int kMore = kNothing>
-cudaError_t run(const void* a, const void* b, void* c, void* more, const Problem& p,
+cudaError_t run(const void* a, const void* b, void* c, void* kept, const Problem& p,
                 cudaStream_t stream) {
   constexpr uint32_t kColumns = kAdded<kKind> || kTileN % 64 ? 32 : 64;
   const uint64_t r = p.rows, e = p.experts, m = p.m, n = p.n, k = p.k;
@@ -52,15 +52,9 @@ cudaError_t run(const void* a, const void* b, void* c, void* more, const Problem
       ok = ok && describe(&of_a, a, false, 2, {k, r, 1}, {64, kTileM, 1});
     }
     if constexpr (kMore == kGatherKeep) {
-      ok = ok && describe(&of_rows, more, false, 2, {k, r, 1}, {64, 64, 1});
+      ok = ok && describe(&of_rows, kept, false, 2, {k, r, 1}, {64, 64, 1});
     }
-    if constexpr (kMore == kGatherActivate) {
-      const uint64_t halves = p.gated() ? 2 : 1, f = n / halves;
-      ok = ok && describe(&of_c, c, false, 3, {f, halves, r}, {kColumns, 1, 64}) &&
-           describe(&of_rows, more, false, 2, {f, r, 1}, {kColumns, 64, 1});
-    } else {
-      ok = ok && describe(&of_c, c, false, 2, {n, r, 1}, {kColumns, 64, 1});
-    }
+    ok = ok && describe(&of_c, c, false, 2, {n, r, 1}, {kColumns, 64, 1});
     if constexpr (kKind == kForward) {
       ok = ok && describe(&of_b, b, false, 3, {k, n, e}, {64, kTileN / 2, 1});
     } else {
@@ -101,12 +95,8 @@ cudaError_t run_kind(int kind, const void* a, const void* b, void* c, void* kept
 
 const uint8_t* bytes(const void* data) { return static_cast<const uint8_t*>(data); }
 
-int lead_of_all = 0;
-
 }  // namespace
 }  // namespace grouped
-
-extern "C" void grouped_lead(int lead) { grouped::lead_of_all = lead; }
 
 // tile: columns of a block's tile, 256 or 224. rows: of A. source: null, or where kForward's or
 // kInputGradient's rows of A are among those of a; the latter leaves them in kept (rows, k).
@@ -114,8 +104,7 @@ extern "C" int grouped_product(int kind, int tile, const void* a, const int* sou
                                void* c, void* kept, const int* ends, int64_t rows, int experts,
                                int m, int n, int k, cudaStream_t stream) {
   using namespace grouped;
-  Problem p{ends, experts, m, n, k, rows, bytes(a), source};
-  p.lead = lead_of_all;
+  const Problem p{ends, experts, m, n, k, rows, bytes(a), source};
   return tile == 224 ? run_kind<224>(kind, a, b, c, kept, p, stream)
                      : run_kind<256>(kind, a, b, c, kept, p, stream);
 }
@@ -128,20 +117,8 @@ extern "C" int grouped_product_and_copy(int tile, const void* a, const void* b, 
   using namespace grouped;
   Problem p{ends, experts, 0, n, k, size};
   p.copy = {bytes(tokens), source, static_cast<uint8_t*>(rows), width / 8};
-  p.lead = lead_of_all;
   return tile == 224 ? run_kind<224>(kInputGradient, a, b, c, nullptr, p, stream)
                      : run_kind<256>(kInputGradient, a, b, c, nullptr, p, stream);
-}
-
-// h (rows, n) = tokens[source] w1[e]^T and a = probs activation(h): (rows, n / 2) where gated, with
-// the rows of gate in w1 (experts, n, k) before those of up.
-extern "C" int grouped_up(int activation, const void* tokens, const int* source, const void* w1,
-                          void* h, const float* probs, void* a, const int* ends, int64_t rows,
-                          int experts, int n, int k, cudaStream_t stream) {
-  using namespace grouped;
-  Problem p{ends, experts, 0, n, k, rows, bytes(tokens), source, activation, probs};
-  p.lead = lead_of_all;
-  return run<kForward, 256, kGatherActivate>(nullptr, w1, h, a, p, stream);
 }
 
 extern "C" const char* grouped_error(int error) {

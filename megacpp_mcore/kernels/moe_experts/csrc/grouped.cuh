@@ -7,8 +7,6 @@
 // warps may copy rows for a later product meanwhile.
 
 #pragma once
-#include <cuda_bf16.h>
-
 #include "hopper.cuh"
 #include "wgmma.cuh"
 
@@ -34,16 +32,13 @@ enum Kind {
 // What more a product does.
 enum More {
   kNothing,
-  kGather,          // loads A's rows from where `source` says
-  kGatherKeep,      // and leaves them in memory for a later product
-  kGatherActivate,  // and stores fc2's input beside C, which is fc1's output
-  kCopy,            // copies rows for a later product
+  kGather,      // loads A's rows from where `source` says
+  kGatherKeep,  // and leaves them in memory for a later product
+  kCopy,        // copies rows for a later product
 };
 
 template <int kMore>
-constexpr bool kGathered = kMore == kGather || kMore == kGatherKeep || kMore == kGatherActivate;
-
-enum Activation { kSwiglu, kSquaredRelu };
+constexpr bool kGathered = kMore == kGather || kMore == kGatherKeep;
 
 constexpr int kThreads = 3 * 128;
 
@@ -63,13 +58,7 @@ struct Problem {
   // Where A is gathered: its row r is row source[r] of tokens (., K), or zeros if that is negative.
   const uint8_t* tokens;
   const int* source;
-  int activation;      // of kGatherActivate
-  const float* probs;  // (rows,)
-  int lead;            // steps by which the first warpgroup is ahead of the second
   Copy copy;
-
-  // Half of C's columns are of gate, the others of up.
-  __host__ __device__ bool gated() const { return activation == kSwiglu; }
 };
 
 struct Shared {
@@ -134,15 +123,13 @@ struct Tiles : Tile {
   }
 };
 
-// B of one step, by one thread: this block's half of it, to both blocks. up: B's first row of up,
-// where half of a tile's columns are of gate, and the others of up.
+// B of one step, by one thread: this block's half of it, to both blocks.
 template <int kKind, int kTileN>
 __device__ __forceinline__ void load_b(uint32_t b, const CUtensorMap* map_b, uint32_t full,
-                                       const Tile& tiles, uint32_t rank, int k, int up = 0) {
+                                       const Tile& tiles, uint32_t rank, int k) {
   b += rank * kHalfB<kKind, kTileN>;
   if constexpr (kKind == kForward) {
-    const int column = up ? tiles.column / 2 + static_cast<int>(rank) * up
-                          : tiles.column + static_cast<int>(rank) * (kTileN / 2);
+    const int column = tiles.column + static_cast<int>(rank) * (kTileN / 2);
     load_3d_both(b, map_b, full, k, column, tiles.expert);
   } else {
     const int column = tiles.column + static_cast<int>(rank) * 128;
@@ -198,7 +185,7 @@ __device__ void load(Shared& shared, const Problem& p, const CUtensorMap* map_a,
 
 // As `load`, by all threads of a warpgroup: they copy A's rows from where `source` says.
 template <int kKind, int kTileN>
-__device__ void load_gathered(Shared& shared, const Problem& p, const CUtensorMap* map_b, int up) {
+__device__ void load_gathered(Shared& shared, const Problem& p, const CUtensorMap* map_b) {
   constexpr int kApart = 16, kRows = kTileM / kApart;  // between a thread's rows; rows
   const uint32_t rank = cluster_rank();
   const int thread = threadIdx.x, chunk = thread % 8, first = thread / 8;
@@ -222,7 +209,7 @@ __device__ void load_gathered(Shared& shared, const Problem& p, const CUtensorMa
       if (thread == 0) {
         barrier_expect(full, 2 * kHalfB<kKind, kTileN>);
         load_b<kKind, kTileN>(address(shared.b[ring.stage]), map_b, full, tiles, rank,
-                              step * kTileK, up);
+                              step * kTileK);
       }
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -241,12 +228,14 @@ __device__ __forceinline__ uint32_t packed(float low, float high) {
   return both;
 }
 
-// A warpgroup's 64 rows, the first kColumns * kBoxes of their columns, to shared memory and, by
-// `issue`, from there to memory, as many boxes of columns at a time as its part of `staged` holds.
-template <int kTileN, int kColumns, int kBoxes, bool kWide, class Issue>
+// A warpgroup's 64 rows to memory, as many columns at a time as its part of `staged` holds.
+template <int kKind, int kTileN>
 __device__ __forceinline__ void store(const float (&sums)[kTileN / 2], uint32_t staged, int group,
-                                      bool stored, Issue issue) {
-  constexpr int kRowBytes = kColumns * (kWide ? 4 : 2), kAtOnce = kStaged / (64 * kRowBytes);
+                                      const CUtensorMap* map_c, const Tile& tile, int row,
+                                      bool stored) {
+  constexpr int kColumns = kAdded<kKind> || kTileN % 64 ? 32 : 64;  // of a box of the copy engine
+  constexpr int kRowBytes = kColumns * (kAdded<kKind> ? 4 : 2);
+  constexpr int kBoxes = kTileN / kColumns, kAtOnce = kStaged / (64 * kRowBytes);
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
 #pragma unroll
   for (int first = 0; first < kBoxes; first += kAtOnce) {
@@ -255,7 +244,7 @@ __device__ __forceinline__ void store(const float (&sums)[kTileN / 2], uint32_t 
 #pragma unroll
     for (int box = first; box < first + kAtOnce && box < kBoxes; ++box) {
       const uint32_t at = staged + (box - first) * 64 * kRowBytes;
-      if constexpr (kWide) {
+      if constexpr (kAdded<kKind>) {
 #pragma unroll
         for (int j = 4 * box; j < 4 * box + 4; ++j) {
 #pragma unroll
@@ -285,77 +274,22 @@ __device__ __forceinline__ void store(const float (&sums)[kTileN / 2], uint32_t 
     if (thread == 0 && stored) {
 #pragma unroll
       for (int box = first; box < first + kAtOnce && box < kBoxes; ++box) {
-        issue(staged + (box - first) * 64 * kRowBytes, box);
+        const uint32_t from = staged + (box - first) * 64 * kRowBytes;
+        const int column = tile.column + box * kColumns;
+        if constexpr (kAdded<kKind>) {
+          add_3d(map_c, from, column, row, tile.expert);
+        } else if constexpr (kOfWeights<kKind>) {
+          store_3d(map_c, from, column, row, tile.expert);
+        } else {
+          store_2d(map_c, from, column, row);
+        }
       }
       store_commit();
     }
   }
 }
 
-__device__ __forceinline__ float rounded(float x) {
-  return __bfloat162float(__float2bfloat16_rn(x));
-}
-
-// A tile of fc1's output to that of fc2's input: prob silu(gate) up, in the columns of gate, or
-// prob relu(value)^2. C is rounded first, as the backward pass reads it.
-__device__ __forceinline__ void activate(float (&sums)[128], bool gated, const float (&probs)[2]) {
-#pragma unroll
-  for (int i = 0; i < 64; ++i) {
-    const float prob = probs[i / 2 % 2], gate = rounded(sums[i]), up = rounded(sums[64 + i]);
-    if (gated) {
-      sums[i] = __fdividef(gate, 1.f + __expf(-gate)) * up * prob;
-    } else {
-      const float low = fmaxf(gate, 0.f), high = fmaxf(up, 0.f);
-      sums[i] = low * low * prob;
-      sums[64 + i] = high * high * prob;
-    }
-  }
-}
-
-// A finished tile's rows of a warpgroup to C, and to fc2's input.
-template <int kKind, int kTileN, int kMore>
-__device__ __forceinline__ void store_tile(float (&sums)[kTileN / 2], uint32_t staged, int group,
-                                           const CUtensorMap* map_c, const CUtensorMap* map_rows,
-                                           const Problem& p, const Tile& tile, int row,
-                                           bool stored) {
-  constexpr int kColumns = kAdded<kKind> || kTileN % 64 ? 32 : 64;  // of a box of the copy engine
-  constexpr int kBoxes = kTileN / kColumns;
-  const int column = tile.column;
-  if constexpr (kMore == kGatherActivate) {
-    const bool gated = p.gated();
-    const int first = gated ? column / 2 : column;
-    store<kTileN, kColumns, kBoxes, false>(sums, staged, group, stored, [&](uint32_t from, int box) {
-      const int part = gated ? box / (kBoxes / 2) : 0;
-      store_3d(map_c, from, first + (box - part * (kBoxes / 2)) * kColumns, part, row);
-    });
-    const int top = row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    const float probs[2] = {stored ? __ldg(p.probs + top) : 0.f,
-                            stored ? __ldg(p.probs + top + 8) : 0.f};
-    activate(sums, gated, probs);
-    const auto issue = [&](uint32_t from, int box) {
-      store_2d(map_rows, from, first + box * kColumns, row);
-    };
-    if (gated) {
-      store<kTileN, kColumns, kBoxes / 2, false>(sums, staged, group, stored, issue);
-    } else {
-      store<kTileN, kColumns, kBoxes, false>(sums, staged, group, stored, issue);
-    }
-  } else {
-    store<kTileN, kColumns, kBoxes, kAdded<kKind>>(
-        sums, staged, group, stored, [&](uint32_t from, int box) {
-          const int at = column + box * kColumns;
-          if constexpr (kAdded<kKind>) {
-            add_3d(map_c, from, at, row, tile.expert);
-          } else if constexpr (kOfWeights<kKind>) {
-            store_3d(map_c, from, at, row, tile.expert);
-          } else {
-            store_2d(map_c, from, at, row);
-          }
-        });
-  }
-}
-
-// map_rows: of kGatherKeep, A's rows; of kGatherActivate, fc2's input.
+// map_rows: of kGatherKeep, where A's rows are left.
 template <int kKind, int kTileN, int kMore>
 __device__ void multiply(Shared& shared, const Problem& p, const CUtensorMap* map_c,
                          const CUtensorMap* map_rows, int group) {
@@ -382,10 +316,7 @@ __device__ void multiply(Shared& shared, const Problem& p, const CUtensorMap* ma
       more = tiles.next();
       continue;
     }
-    // Of fewer steps than stages, the first might be two tiles ahead, which the barrier cannot tell.
-    const int lead = steps > kStages ? p.lead : 0;
     int used = 0;  // the stage that the products before the last ones read
-    if (lead && group == 1) follow();
     if (steps == 0) {
 #pragma unroll
       for (int i = 0; i < kTileN / 2; ++i) sums[i] = 0.f;
@@ -410,7 +341,6 @@ __device__ void multiply(Shared& shared, const Problem& p, const CUtensorMap* ma
                                                        step > 0 || i > 0);
       }
       wgmma_commit();
-      if (group == 0 && step + 1 == lead) let_follow();
       if (step > 0) {
         wgmma_wait<1>();
         if (keeps) store_wait_read<1>();  // of the stage before
@@ -425,7 +355,7 @@ __device__ void multiply(Shared& shared, const Problem& p, const CUtensorMap* ma
     if (steps > 0 && thread < kBlocks) barrier_arrive(address(&shared.empty[used]), thread);
     const bool inside = kOfWeights<kKind> ? row < p.m : row < done.end;
     const bool stored = inside && !(kAdded<kKind> && steps == 0);
-    store_tile<kKind, kTileN, kMore>(sums, staged, group, map_c, map_rows, p, done, row, stored);
+    store<kKind, kTileN>(sums, staged, group, map_c, done, row, stored);
   }
   if (thread < kBlocks) store_wait();
 }
@@ -489,8 +419,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
   if (warpgroup == 0) {
     fewer_registers<kLoadRegisters<kMore>>();
     if constexpr (kGathered<kMore>) {
-      const bool halves = kMore == kGatherActivate && p.gated();
-      load_gathered<kKind, kTileN>(shared, p, &map_b, halves ? p.n / 2 : 0);
+      load_gathered<kKind, kTileN>(shared, p, &map_b);
     } else if (threadIdx.x < 32) {
       if (threadIdx.x == 0) load<kKind, kTileN>(shared, p, &map_a, &map_b);
     } else if (kMore == kCopy && threadIdx.x >= 64) {

@@ -144,11 +144,6 @@ __device__ __forceinline__ void proxy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Between two warpgroups: one goes on, the other waits until it has said so.
-__device__ __forceinline__ void let_follow() { asm volatile("bar.arrive 3, 256;" ::: "memory"); }
-
-__device__ __forceinline__ void follow() { asm volatile("bar.sync 3, 256;" ::: "memory"); }
-
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
