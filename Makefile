@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env data train test gpu-test check lint clean
+.PHONY: help env data train test gpu-test check lint docs clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -53,6 +53,9 @@ gpu-test: ## the tests of tests/gpu that need a GPU: a log per file in examples/
 
 check: lint ## lint and the tests not marked slow, a minute: before every commit
 	$(PYTEST) -m 'not gpu and not slow'
+
+docs: $(STAMP) ## render README, docs/ and the table of receipts from receipts, schema and catalog
+	$(BIN)/python -m megacpp_mcore.pages
 
 clean: ## remove the environment, the runs and the caches
 	rm -rf $(VENV) runs build dist .pytest_cache .hypothesis .ruff_cache

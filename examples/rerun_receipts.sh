@@ -61,7 +61,9 @@ if [ "$gpus" = 1 ]; then
     --set mtp.mtp_num_layers=2
   bench 40 layer-mla layer A --against mla_rope=megatron
   bench 40 layer-mla-core layer A --against core_attention=sdpa_cudnn core_attention=flash_3
-  bench 30 layer-m2rnn layer R
+  bench 50 layer-moe layer E --against moe_experts=grouped_mm
+  bench 50 layer-mamba3 layer M --against mamba3_core=reference
+  bench 50 layer-m2rnn-core layer R --against m2rnn_core=reference
   bench 40 layer-m2rnn-prep layer R --against m2rnn_prep=reference m2rnn_prep=inductor
   bench 40 layer-mamba3-prep layer M --against mamba3_prep=reference mamba3_prep=inductor
   bench 45 linear_cross_entropy linear_cross_entropy
@@ -89,9 +91,9 @@ if [ "$gpus" = 1 ]; then
     --set precision.fp8_recipe=tensorwise --set schedule.micro_batch_size=4 \
     --set schedule.global_batch_size=4 --set model.vocab_size=257
 else
-  batch=(--set schedule.micro_batch_size=4 --set "schedule.global_batch_size=$((4 * gpus))")
-  train 130 "run-nam56r-${gpus}xh200" nam56r 50 "${batch[@]}"
-  train 140 "run-nam56r-${gpus}xh200-yardstick" nam56r 50 "${batch[@]}" --yardstick
+  batch=(--set "schedule.global_batch_size=$((16 * gpus))") # four micro batches a GPU
+  train 240 "run-nam56r-${gpus}xh200-dp${gpus}-graph" nam56r 60 "${batch[@]}"
+  train 380 "run-nam56r-${gpus}xh200-yardstick" nam56r 60 "${batch[@]}" --yardstick
 fi
 [ "${DRY:-}" ] || megacpp report table "$here/receipts"
 for name in "${failed[@]+"${failed[@]}"}"; do echo "failed: $name" >&2; done

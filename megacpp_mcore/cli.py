@@ -1,14 +1,32 @@
 """The `megacpp` command: argument parsing and printing only."""
 
 import argparse
+import contextlib
 import importlib
 import os
+import signal
 import sys
 
 from megacpp_mcore import __version__
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.terminal import Escaping, printable
 
-COMMANDS = ("translate", "recipe", "data", "train", "report", "patch", "catalog", "doctor", "bench")
+COMMANDS = (
+    "translate",
+    "recipe",
+    "data",
+    "train",
+    "generate",
+    "evaluate",
+    "export",
+    "import",
+    "checkpoint",
+    "report",
+    "patch",
+    "catalog",
+    "doctor",
+    "bench",
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -22,13 +40,18 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Returns its exit status: 0 done, 2 refused, 1 failed (why, on stderr)."""
-    args = build_parser().parse_args(argv)
+    """Run one command. Returns its exit status: 0 done, 2 refused, 1 failed (why, on stderr), 130
+    after Ctrl-C."""
     try:
-        return args.run(args)
+        args = build_parser().parse_args(argv)
+        with contextlib.redirect_stdout(Escaping(sys.stdout)):
+            return args.run(args)
     except MegacppError as error:
-        print(f"megacpp: {error}", file=sys.stderr)
+        print(f"megacpp: {printable(str(error))}", file=sys.stderr)
         return error.exit_status
+    except KeyboardInterrupt:
+        print("megacpp: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         # The reader (head, less) has closed the pipe: keep Python from flushing stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,6 +10,10 @@ With `strict`, which a run sets from its recipe's launch.strict, `auto` does not
 whose package is installed but broken: that is an error. A run begins with `begin`, so that its
 record holds nothing of an earlier run in the process.
 
+A decision is said in a short line, or by a run in one line for all (`summary`); its reason is in
+the receipt, and on the terminal where MEGACPP_VERBOSE is 1 (`-v`), or where another backend serves
+than the one that was named.
+
 A layer decides once, when it is built; nothing here runs in a training step. Importing this module
 imports neither torch nor any optional package: a backend is imported when it is asked about.
 """
@@ -28,13 +32,14 @@ from megacpp_mcore.surfaces.support import Broken
 from megacpp_mcore.surfaces.workload import Workload
 
 __all__ = [
-    "AUTO", "ENVIRONMENT_VARIABLE", "Backend", "Decision", "DispatchError", "Workload", "begin",
-    "check_requests", "choices", "choose", "decide", "decisions", "forced_backends", "forget",
-    "questions", "requested", "strict", "verdicts",
+    "AUTO", "ENVIRONMENT_VARIABLE", "VERBOSE", "Backend", "Decision", "DispatchError", "Workload",
+    "begin", "check_requests", "choices", "choose", "decide", "decisions", "forced_backends",
+    "forget", "questions", "requested", "strict", "summary", "verdicts",
 ]  # fmt: skip
 
 AUTO = "auto"
 ENVIRONMENT_VARIABLE = "MEGACPP_BACKENDS"
+VERBOSE = "MEGACPP_VERBOSE"  # 1: a line with the reason for each decision
 
 
 class DispatchError(MegacppError):
@@ -107,7 +112,8 @@ def decide(surface: str, workload: Workload, requests: Mapping[str, str] | None 
     """Choose the backend that serves `surface` for `workload`, and record the decision.
 
     requests: the recipe's `[backends]`; MEGACPP_BACKENDS goes before it. A decision that this
-    process has not made before is printed on stderr by rank 0. Raises DispatchError as `choose`.
+    process has not made before is printed on stderr by rank 0, unless the run says all at once.
+    Raises DispatchError as `choose`.
     """
     return record(choose(surface, workload, requests), workload)
 
@@ -117,7 +123,8 @@ def record(decision: Decision, workload: Workload | None = None) -> Decision:
     _QUESTIONS.setdefault((decision.surface, workload), {})[decision] = None
     if decision not in _DECISIONS:
         _DECISIONS[decision] = None
-        if os.environ.get("RANK", "0") == "0":
+        says = _SAYS_EACH[0] or _told_in_full(decision)
+        if says and os.environ.get("RANK", "0") == "0":
             print(_line(decision), file=sys.stderr, flush=True)
     return decision
 
@@ -166,10 +173,22 @@ def questions() -> dict[tuple[str, Workload | None], tuple[Decision, ...]]:
     return {question: tuple(decisions) for question, decisions in _QUESTIONS.items()}
 
 
-def begin() -> None:
-    """Drop the record: a run begins."""
+def begin(*, say_each: bool = True) -> None:
+    """Drop the record: a run begins. say_each: decisions are printed as they are made; else the
+    run prints `summary` when the model is built."""
     _DECISIONS.clear()
     _QUESTIONS.clear()
+    _SAYS_EACH[0] = say_each
+
+
+def summary() -> str:
+    """All decisions so far in one line, those of one backend's name together."""
+    served: dict[str, dict[str, None]] = {}
+    for decision in _DECISIONS:
+        served.setdefault(decision.observed, {})[decision.surface] = None
+    listed = "; ".join(f"{name}: {', '.join(surfaces)}" for name, surfaces in served.items())
+    why = "" if _verbose() else " (why: -v, or the receipt)"
+    return f"megacpp: backends {listed}{why}"
 
 
 def forget() -> None:
@@ -183,6 +202,7 @@ def forget() -> None:
 _DECISIONS: dict[Decision, None] = {}
 _QUESTIONS: dict[tuple[str, Workload | None], dict[Decision, None]] = {}
 _STRICT = [False]
+_SAYS_EACH = [True]
 
 
 @functools.cache
@@ -236,8 +256,17 @@ def _unknown(surface: str) -> str:
     return f"unknown surface {surface!r}; the surfaces are {', '.join(REGISTRY)}"
 
 
+def _verbose() -> bool:
+    return os.environ.get(VERBOSE, "") not in ("", "0")
+
+
+def _told_in_full(decision: Decision) -> bool:
+    """Another than the one that was named serves: always said with its reason."""
+    return _verbose() or decision.requested not in (AUTO, decision.observed)
+
+
 def _line(decision: Decision) -> str:
-    return (
-        f"megacpp: backend of {decision.surface}: {decision.observed} "
-        f"(requested {decision.requested}; {decision.reason})"
-    )
+    line = f"megacpp: backend of {decision.surface}: {decision.observed}"
+    if not _told_in_full(decision):
+        return line
+    return f"{line} (requested {decision.requested}; {decision.reason})"

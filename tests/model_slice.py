@@ -34,6 +34,8 @@ _ON_GPU = [
 # Surfaces of layers, and backends of variants, that the recipe as it is does not have.
 _OTHERS = {
     "rope_qk": ("attention.kind=gqa", "attention.num_query_groups=2"),
+    # A bf16 product on a GPU takes experts in multiples of 8; all of them are chosen again.
+    "router_gating": ("moe.num_experts=8", "moe.moe_router_topk=8"),
     "mamba_ssm_mimo": ("mamba3.variant=mimo",),
 }
 # Triton's interpreter takes milliseconds a program, and RoPE's kernels have one a token: 24 tokens

@@ -163,7 +163,12 @@ class TestRecord:
         jsonschema.validate(asdict(dispatch.decide(toy, CPU)), schema)
 
     def test_rank_0_prints_each_distinct_decision_once(self, toy, monkeypatch, capsys):
+        """With its reason where that is asked for; else in a short line."""
+        dispatch.decide(toy, CPU)
+        assert capsys.readouterr().err == "megacpp: backend of toy: slow\n"
+        dispatch.begin()
         monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv(dispatch.VERBOSE, "1")
         for _ in range(3):
             dispatch.decide(toy, CPU)
         dispatch.decide(toy, CPU, {toy: "slow"})
@@ -174,6 +179,18 @@ class TestRecord:
             "megacpp: backend of toy: slow (requested slow; named in the recipe's [backends])",
         ]
         assert out == ""
+
+    def test_a_run_says_all_of_them_in_one_line(self, toy, monkeypatch, capsys):
+        dispatch.begin(say_each=False)
+        dispatch.decide(toy, CPU)
+        dispatch.decide(toy, CPU, {toy: "slow"})
+        assert capsys.readouterr().err == ""
+        assert dispatch.summary() == "megacpp: backends slow: toy (why: -v, or the receipt)"
+        monkeypatch.setenv(dispatch.VERBOSE, "1")
+        dispatch.begin(say_each=False)
+        dispatch.decide(toy, CPU)
+        assert "fast: dim 64; at most 32" in capsys.readouterr().err
+        assert dispatch.summary() == "megacpp: backends slow: toy"
 
     def test_other_ranks_record_and_print_nothing(self, toy, monkeypatch, capsys):
         monkeypatch.setenv("RANK", "3")

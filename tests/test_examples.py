@@ -184,7 +184,7 @@ def test_a_block_of_your_own_learns(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "first"), [("1", "run-nam56r-1xh200-graph"), ("2", "run-nam56r-2xh200")]
+    ("gpus", "first"), [("1", "run-nam56r-1xh200-graph"), ("2", "run-nam56r-2xh200-dp2-graph")]
 )
 def test_rerun_receipts_fits_its_minutes_and_names_what_it_leaves_out(gpus, first, tmp_path):
     done = subprocess.run(

@@ -385,7 +385,7 @@ def test_a_loss_or_a_gradient_that_is_not_finite_ends_the_run(gpu_recipe):
 
 
 def test_data_of_another_vocabulary_is_refused_before_the_model(small_recipe, overrides):
-    from megacpp_mcore.training.gpu.data import check_data
+    from megacpp_mcore.training.data.blend import check_data
 
     def refused(what: str, *more: str) -> None:
         with pytest.raises(MegacppError, match=what):
@@ -706,7 +706,7 @@ def test_train_on_gpus_refuses_what_it_cannot_do(gpu_recipe, small_recipe, overr
 def on_a_machine_with_gpus(monkeypatch):
     """The launcher as on two GPUs, whose ranks end as told: (what they were started with, end)."""
     started, ends = [], [RanksOutcome(0)]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(launcher, "_devices", lambda: 2)
 
     def ranks(module, argv, count):
         started.append((module, argv, count))

@@ -16,7 +16,7 @@ exit status: 0 success (status: everything is applied; verify: proved; port: no 
 
   megacpp patch status
   megacpp patch apply
-  megacpp patch revert --only mla-yarn-rope-head-mask
+  megacpp patch revert --only mla-rope-head-mask
   megacpp patch verify
   megacpp patch new my-fix --from edited/ --test reproduce.py --reason '...' --drop-when '...'
 """
@@ -79,10 +79,15 @@ def register(subparsers: Any) -> None:
     argument = add("export", run_export, "print a patch as a mail for `git am`", "--site")
     argument("id", metavar="ID")
     argument("--author", metavar="'NAME <ADDRESS>'", help="default: git's user")
-    text = "how the lane fares on another version; changes nothing"
+    text = "how the lane fares on another version, which it does not change"
     argument = add("port", run_port, text, "--only")
     argument("--to", metavar="VERSION", required=True, help="installed in --site")
     argument("--site", metavar="DIR", type=Path, required=True)
+    of = "site-packages with the pinned versions, for merges (default: this Python's)"
+    argument("--base", metavar="DIR", type=Path, help=of)
+    argument("--no-test", action="store_true", help="run no reproducer where the lines do not tell")
+    argument("--timeout", metavar="SECONDS", type=float, default=600.0, help="per reproducer")
+    argument("--write", metavar="DIR", type=Path, help="make the lane of what applies there")
     argument("--json", action="store_true")
 
 
@@ -222,7 +227,9 @@ def run_port(args: argparse.Namespace) -> int:
     """Print the result for each patch. Returns 0 if none conflicts."""
     from megacpp_mcore.patching import manifest, port
 
-    reports = port.port(manifest.load(args.lane), args.to, args.site, args.only)
+    lane, timeout = manifest.load(args.lane), None if args.no_test else args.timeout
+    more = (args.only, args.base, timeout, args.write)
+    reports = port.port(lane, args.to, args.site, *more)
     if args.json:
         _print_json([dataclasses.asdict(report) for report in reports])
     else:
@@ -230,6 +237,8 @@ def run_port(args: argparse.Namespace) -> int:
             print(f"{report.result:<16}  {report.patch}")
             for detail in report.details:
                 print(f"    {detail}")
+        if args.write:
+            print(f"wrote {args.write}")
     return 1 if any(report.result == port.CONFLICT for report in reports) else 0
 
 

@@ -11,6 +11,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
     show = actions.add_parser("show", help="print a receipt as one page")
     show.add_argument("receipt", type=Path)
+    show.add_argument("-v", "--verbose", action="store_true",
+        help="with the reason of every backend, every slow step, and the formulas")  # fmt: skip
     show.set_defaults(run=_show)
 
     compare = actions.add_parser("compare", help="compare B with A; prints keep, drop or undecided")
@@ -36,7 +38,7 @@ def _show(args: argparse.Namespace) -> int:
     from megacpp_mcore import receipts
     from megacpp_mcore.receipts.show import show
 
-    print(show(receipts.read(args.receipt), str(args.receipt)))
+    print(show(receipts.read(args.receipt), str(args.receipt), verbose=args.verbose))
     return 0
 
 
@@ -66,8 +68,7 @@ def _table(args: argparse.Namespace) -> int:
     from megacpp_mcore.receipts.table import table
     from megacpp_mcore.surfaces.figures import surfaces_by_receipt
 
-    readme = args.folder.resolve().parents[1] / "README.md"
-    page = table(args.folder, readme.read_text(), surfaces_by_receipt())
+    page = table(args.folder, surfaces_by_receipt())
     write_atomically(args.folder / "README.md", page)
     print(args.folder / "README.md")
     return 0

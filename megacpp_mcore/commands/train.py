@@ -1,8 +1,13 @@
 """`megacpp train`: train a recipe on this machine's CPU, or with --gpus on its GPUs."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
+
+from megacpp_mcore import dispatch
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.recipe import Recipe, load_recipe
 
 
 def register(subparsers: Any) -> None:
@@ -34,41 +39,33 @@ def register(subparsers: Any) -> None:
         help="resume from the complete checkpoint of iteration ITER, not from the newest one; "
         "newer ones are renamed to superseded-...")  # fmt: skip
     add("--overwrite", action="store_true", help="replace the run that DIR holds")
+    add("-v", "--verbose", action="store_true",
+        help="say why each backend was chosen, as MEGACPP_VERBOSE=1 does; the receipt says it "
+        "always")  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, then print the result and draw its curves."""
-    from megacpp_mcore.errors import MegacppError
-    from megacpp_mcore.recipe import load_recipe
-    from megacpp_mcore.stack import bridges
-
-    if args.steps is not None and args.steps < 1:
-        raise MegacppError(f"--steps {args.steps}: at least 1 is needed")
     resumes = args.resume or args.resume_from is not None
-    if resumes and args.overwrite:
-        raise MegacppError(
-            "--resume and --resume-from continue the run in DIR, --overwrite removes it: give only "
-            "one of them"
-        )
-    if args.resume_from is not None and args.resume_from < 1:
-        raise MegacppError(f"--resume-from {args.resume_from}: an iteration is at least 1")
+    _check_options(args, resumes)
+    if args.verbose:
+        os.environ[dispatch.VERBOSE] = "1"  # the ranks', too
     if args.gpus is not None:
         from megacpp_mcore.training.gpu import launcher
 
-        if args.steps is not None or args.overwrite:
-            raise MegacppError(
-                "--steps and --overwrite are for CPU runs: with --gpus, set schedule.train_iters=N "
-                "and choose another --out"
-            )
         return launcher.launch_ranks(
             args.recipe, args.overrides, args.gpus, args.out,
             yardstick=args.yardstick, resume=resumes, resume_from=args.resume_from,
         )  # fmt: skip
-    if args.yardstick:
-        raise MegacppError("--yardstick needs --gpus N: Megatron's own blocks run on GPUs only")
     recipe = load_recipe(args.recipe, args.overrides)
     out = Path(args.out or f"runs/{recipe.name}")
+    _refuse_early(recipe, out, args)
+    if args.resume and (done := _finished(recipe, out, args.steps)):
+        print(done)
+        return 0
+
+    from megacpp_mcore.stack import bridges  # imports torch
 
     bridges.before_megatron()
     from megacpp_mcore.training.cpu.train import train
@@ -77,22 +74,82 @@ def run(args: argparse.Namespace) -> int:
         recipe, out, steps=args.steps, resume=args.resume, resume_from=args.resume_from,
         overwrite=args.overwrite,
     )  # fmt: skip
-    _report(outcome.receipt, out)
+    _report(outcome.receipt, out, args.verbose)
     return outcome.exit_status
 
 
-def _report(receipt: dict[str, Any], out: Path) -> None:
+def _check_options(args: argparse.Namespace, resumes: bool) -> None:
+    if args.steps is not None and args.steps < 1:
+        raise MegacppError(f"--steps {args.steps}: at least 1 is needed")
+    if resumes and args.overwrite:
+        raise MegacppError(
+            "--resume and --resume-from continue the run in DIR, --overwrite removes it: give only "
+            "one of them"
+        )
+    if args.resume_from is not None and args.resume_from < 1:
+        raise MegacppError(f"--resume-from {args.resume_from}: an iteration is at least 1")
+    if args.gpus is not None and (args.steps is not None or args.overwrite):
+        raise MegacppError(
+            "--steps and --overwrite are for CPU runs: with --gpus, set schedule.train_iters=N "
+            "and choose another --out"
+        )
+    if args.gpus is None and args.yardstick:
+        raise MegacppError("--yardstick needs --gpus N: Megatron's own blocks run on GPUs only")
+
+
+def _refuse_early(recipe: Recipe, out: Path, args: argparse.Namespace) -> None:
+    """What a run on the CPU would refuse after importing torch and Megatron, before that."""
+    from megacpp_mcore.recipe import patch_needs
+    from megacpp_mcore.training.cpu import support
+    from megacpp_mcore.training.data.blend import check_data
+    from megacpp_mcore.training.packages import check_packages
+    from megacpp_mcore.training.run_folder import RunFolder
+
+    support.check(recipe, args.steps)
+    check_packages(recipe)
+    patch_needs.check(recipe)
+    resumes = args.resume or args.resume_from is not None
+    if not (resumes or args.overwrite):
+        RunFolder(out).refuse_a_run()
+    check_data(recipe)
+
+
+def _finished(recipe: Recipe, out: Path, steps: int | None) -> str | None:
+    """What to say where the run in `out` has nothing left to train, else None."""
+    from megacpp_mcore.receipts import read
+    from megacpp_mcore.training.checkpoints import folder
+    from megacpp_mcore.training.run_folder import RunFolder
+
+    run = RunFolder(out)
+    saved = folder.complete(run.checkpoints)
+    last = steps or recipe.schedule.train_iters
+    if not saved or saved[-1] < last or not run.receipt.exists():
+        return None
+    result = read(run.receipt)["result"]
+    if result["status"] != "complete" or result["steps"] < last:
+        return None
+    longer = "--set schedule.train_iters=N"
+    if last < recipe.schedule.train_iters:
+        longer = f"--steps N (the schedule has {recipe.schedule.train_iters}), or {longer}"
+    return (
+        f"the run in {out} is complete at step {saved[-1]}: nothing is left to train. To extend "
+        f"it, resume with {longer}; to see it, megacpp report show {run.receipt}"
+    )
+
+
+def _report(receipt: dict[str, Any], out: Path, verbose: bool) -> None:
     from megacpp_mcore.receipts.plot import plot
-    from megacpp_mcore.receipts.show import show
+    from megacpp_mcore.receipts.run import FINAL_WINDOW
+    from megacpp_mcore.receipts.show import beside, show
 
     plot(receipt, out / "curves.png")
-    print(show(receipt, str(out / "receipt.json")))
-    result = receipt["result"]
-    if "unigram_entropy" in result and result["final_loss"] is not None:
-        gain = result["unigram_entropy"] - result["final_loss"]
+    print(show(receipt, str(out / "receipt.json"), verbose=verbose))
+    result, steps = receipt["result"], len(receipt["series"]["step"])
+    if "unigram_entropy" in result and (loss := result["final_loss"]) is not None:
+        entropy = result["unigram_entropy"]
         print(
-            f"\nfinal training loss {result['final_loss']:.4f} nats per token, {gain:.4f} below "
-            f"the corpus's unigram entropy {result['unigram_entropy']:.4f} (bigram "
-            f"{result['bigram_entropy']:.4f})"
+            f"\ntraining loss {loss:.4f} nats per token, the mean of the last "
+            f"{min(FINAL_WINDOW, steps)} steps: {beside(loss, entropy, 4)} the corpus's unigram "
+            f"entropy {entropy:.4f} (bigram {result['bigram_entropy']:.4f})"
         )
     print(f"curves  {out / 'curves.png'}")

@@ -2,13 +2,20 @@
 
 from dataclasses import replace
 
+import torch
 from megatron.core.transformer import attention as upstream
+from megatron.core.typed_torch import apply_module
+from megatron.core.utils import deprecate_inference_params
 from torch import Tensor
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.kernels.mla_rope import RotaryTable
+from megacpp_mcore.kernels.mla_rope.reference import rotate
 from megacpp_mcore.kernels.rope_qk import RopeQK
+from megacpp_mcore.layers.core_attention import window_of
 from megacpp_mcore.layers.documents import document_offsets
+from megacpp_mcore.layers.inference_state import Rows, attend, rotate_at
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.surfaces import rope_qk
 from megacpp_mcore.surfaces.workload import current_device
@@ -24,7 +31,8 @@ class SelfAttention(upstream.SelfAttention):
     Upstream splits the projection, copies the queries into one tensor, and rotates queries and keys
     in separate calls. Here a backend of the surface `rope_qk` does all of this on the GEMM's output
     in get_query_key_value_tensors, and upstream's forward receives no angles to apply. Upstream's
-    own path runs when dispatch chose `megatron`, during generation, and without RoPE.
+    own path runs when dispatch chose `megatron`, and without RoPE. Under a static inference context
+    the layer has a cache of keys and values, for any number of next tokens.
 
     A spec is made before the config is known, so it may name Q/K norms that only a config with
     qk_layernorm uses; they are dropped otherwise.
@@ -51,19 +59,63 @@ class SelfAttention(upstream.SelfAttention):
         Raises AttentionError when angles differ between queries and keys or between the rows of a
         batch, and when a document is longer than the table of angles.
         """
+        context = deprecate_inference_params(inference_context, inference_params)
+        if context is not None and context.is_static_batching():
+            if packed_seq_params is not None:
+                raise AttentionError(
+                    "packed documents are not supported at inference; pass one sequence per batch "
+                    "row"
+                )
+            return self._infer(hidden_states, context, rotary_pos_emb)
         fused = self.rope is not None and self._uses_rope() and rotary_pos_emb is not None
-        if fused and inference_context is None and inference_params is None:
+        if fused and context is None:
             self._angles = self._table(rotary_pos_emb)
             self._offsets = _offsets(packed_seq_params, self._angles)
             rotary_pos_emb = None
         try:
             return super().forward(
-                hidden_states, attention_mask, key_value_states, inference_context,
-                rotary_pos_emb, *args, packed_seq_params=packed_seq_params,
-                inference_params=inference_params, **kwargs,
+                hidden_states, attention_mask, key_value_states, context, rotary_pos_emb, *args,
+                packed_seq_params=packed_seq_params, **kwargs,
             )  # fmt: skip
         finally:
             self._angles = self._offsets = None
+
+    def _infer(
+        self, hidden_states: Tensor, context, rotary_pos_emb
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of the next tokens, [s, b, h], to all that the context has keys of."""
+        if self.config.attention_output_gate or self.config.softmax_type != "vanilla":
+            raise AttentionError(
+                f"attention_output_gate {self.config.attention_output_gate} and softmax_type "
+                f"{self.config.softmax_type!r} are not supported at inference; only false and "
+                "'vanilla' are"
+            )
+        q, k, v = super().get_query_key_value_tensors(hidden_states)[:3]
+        rows = Rows(context, *hidden_states.shape[:2], hidden_states.device)
+        if rotary_pos_emb is not None and self._uses_rope():
+            angles = self._table(rotary_pos_emb)
+            mscale = self._yarn_concentration_factor
+            table = RotaryTable.of(angles.to(torch.promote_types(q.dtype, torch.float32)), mscale)
+            angles = rotate_at(table, rows.positions)
+            q, k = (self._rotate(x, angles) for x in (q, k))
+        cache = rows.store(self.layer_number, k.transpose(0, 1), v.transpose(0, 1))
+        k, v = (x.transpose(1, 2) for x in cache)  # (b, g, t, d)
+        q = q.permute(1, 2, 0, 3).unflatten(1, (k.shape[1], -1))
+        scale = self.config.softmax_scale or self.config.kv_channels**-0.5
+        window = window_of(self.config, self.layer_number)
+        y = attend(q, k, v, rows.positions, scale=scale, window=window)
+        y = y.flatten(1, 2).permute(2, 0, 1, 3).flatten(2)
+        return apply_module(self.linear_proj)(y.to(hidden_states.dtype))
+
+    def _rotate(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """x [s, b, heads, d] at the angles of its tokens, paired as Megatron's GQA pairs them."""
+        rotated = rotate(x, *angles, interleaved=self.config.rotary_interleaved)
+        if not self.config.rotary_interleaved:
+            return rotated
+        # `rotate` leaves the elements of a pair apart; here they stay neighbours.
+        pairs = 2 * angles[0].shape[-1]
+        together = rotated[..., :pairs].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        return torch.cat((together, rotated[..., pairs:]), dim=-1)
 
     def get_query_key_value_tensors(
         self, hidden_states, key_value_states=None, output_gate=False, split_qkv=True

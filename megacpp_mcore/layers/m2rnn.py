@@ -71,6 +71,8 @@ class M2RNNState(NamedTuple):
     conv: Tensor
     recurrent: Tensor
 
+    batch_dims = (1, 0)  # where rows are joined
+
 
 class M2RNNMixer(RecurrentMixer):
     """M2RNN with the constructor and forward of a TransformerLayer's `self_attention`.

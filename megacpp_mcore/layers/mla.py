@@ -1,13 +1,15 @@
 """The A block as MLA: Megatron's module, with one dispatched operator between its projections and
 its core attention.
 
-Modules, parameters and checkpoint keys are Megatron's. Inference, and training with the mla_rope
-backend `megatron`, use Megatron's own path entirely.
+Modules, parameters and checkpoint keys are Megatron's. Training with the mla_rope backend
+`megatron` uses Megatron's own path entirely. Inference with a static context keeps latents, of
+kv_lora_rank + qk_pos_emb_head_dim values a token, where Megatron keeps every head's key and value.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -21,12 +23,15 @@ from megatron.core.transformer.experimental_attention_variant import absorbed_ml
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.typed_torch import apply_module
+from megatron.core.utils import deprecate_inference_params
 from torch import Tensor
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.mla_rope import RotaryTable
+from megacpp_mcore.kernels.mla_rope.reference import rotate
 from megacpp_mcore.layers.documents import document_offsets
+from megacpp_mcore.layers.inference_state import Rows, attend, rotate_at
 from megacpp_mcore.layers.param_gather import wait_for_param_gather
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.surfaces import mla_rope
@@ -72,6 +77,64 @@ class _DispatchedMLA(upstream.MLASelfAttention):
             submodules = replace(submodules, q_layernorm=IdentityOp, kv_layernorm=IdentityOp)
         return super()._resolve_qk_norm_config(submodules)
 
+    def forward(
+        self, hidden_states, attention_mask, key_value_states=None, inference_context=None,
+        *args, inference_params=None, packed_seq_params=None, **kwargs,
+    ):  # fmt: skip
+        """As upstream's, with a cache of latents under a static inference context."""
+        context = deprecate_inference_params(inference_context, inference_params)
+        if context is None or not context.is_static_batching():
+            return super().forward(
+                hidden_states, attention_mask, key_value_states, context, *args,
+                packed_seq_params=packed_seq_params, **kwargs,
+            )  # fmt: skip
+        if packed_seq_params is not None:
+            raise MLAError(
+                "packed documents are not supported at inference; pass one sequence per batch row"
+            )
+        return self._infer(hidden_states, context)
+
+    def _infer(self, hidden_states: Tensor, context) -> tuple[Tensor, Tensor | None]:
+        """Attention of the next tokens, [s, b, h], to all that the context has latents of.
+
+        The heads' keys and values are never made: a head's query times its key is the query times
+        the key's up-projection, times the latent (DeepSeek-V2, 2.1.2), and likewise the output.
+        """
+        up = self.linear_kv_up_proj
+        if self.tp_group.size() > 1 or hasattr(up, "layer_norm_weight"):
+            raise MLAError(
+                "inference with a cache of latents takes one tensor-parallel rank, and linears "
+                'without a norm inside: set tensor_model_parallel_size = 1 and norm = "reference" '
+                "in [backends]"
+            )
+        q_latent, kv_latent, k_pos = self._latents(hidden_states)
+        if self.config.q_lora_rank is not None:
+            q_latent = apply_module(self.q_layernorm)(q_latent)
+        kv_latent = apply_module(self.kv_layernorm)(kv_latent)
+        tokens, batch = hidden_states.shape[:2]
+        rows = Rows(context, tokens, batch, hidden_states.device)
+        angles = rotate_at(self._rotary_table(rows.capacity, k_pos.device), rows.positions)
+        k_pos = rotate(k_pos.unsqueeze(2), *angles, interleaved=True).squeeze(2)
+        cache = rows.store(self.layer_number, k_pos.transpose(0, 1), kv_latent.transpose(0, 1))
+
+        compressed = self.config.q_lora_rank is not None
+        q, _ = (self.linear_q_up_proj if compressed else self.linear_q_proj)(q_latent)
+        heads, plain = self.num_attention_heads_per_partition, self.config.qk_head_dim
+        q = q.unflatten(-1, (heads, -1))
+        q_plain, q_pos = q.split([plain, q.shape[-1] - plain], dim=-1)
+        q_pos = rotate(q_pos, *angles, interleaved=True)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        weight = up.weight.to(wide).unflatten(0, (heads, -1))  # (heads, plain + v, rank)
+        to_keys, to_values = weight[:, :plain], weight[:, plain:]
+        q_plain = torch.einsum("sbhd,hdr->sbhr", q_plain.to(wide), to_keys)
+        q = torch.cat((q_plain, q_pos.to(wide)), dim=-1).permute(1, 2, 0, 3).unsqueeze(1)
+        k = torch.cat((cache.values, cache.keys), dim=-1).unsqueeze(1)
+        y = attend(
+            q, k, cache.values.unsqueeze(1), rows.positions, scale=self.softmax_scale
+        ).squeeze(1)  # fmt: skip
+        y = torch.einsum("bhsr,hvr->sbhv", y, to_values).flatten(2)
+        return apply_module(self.linear_proj)(y.to(hidden_states.dtype))
+
     def get_query_key_value_tensors(
         self, hidden_states, key_value_states=None, position_ids=None, packed_seq_params=None,
         inference_context=None, *, inference_params=None,
@@ -81,8 +144,7 @@ class _DispatchedMLA(upstream.MLASelfAttention):
         Positions restart at zero in every document of packed_seq_params. (Upstream does not restart
         them when max_seqlen_q equals the length of the row.)
         """
-        inference = inference_context is not None or inference_params is not None
-        if self._rope is None or inference:
+        if self._rope is None or inference_context is not None or inference_params is not None:
             return super().get_query_key_value_tensors(
                 hidden_states, key_value_states, position_ids, packed_seq_params,
                 inference_context, inference_params=inference_params,

@@ -1,77 +1,192 @@
-"""What the lane would meet on another version of a package. Reads only."""
+"""What the lane meets on another version of a package, and the lane refreshed for that version."""
 
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megacpp_mcore.patching import PatchError, diffs, site
+import tomlkit
+
+from megacpp_mcore.files import write_atomically
+from megacpp_mcore.patching import PatchError, diffs, site, state, verify
 from megacpp_mcore.patching.diffs import FileDiff, Hunk
-from megacpp_mcore.patching.manifest import Manifest, Patch
+from megacpp_mcore.patching.manifest import MANIFEST, REPRODUCERS, Manifest, Patch, load
+from megacpp_mcore.patching.new import Changes, file_tables, patch_text
 
 AS_IS = "applies as is"
 MOVED = "applies, moved"
+MERGED = "applies, merged"
 UPSTREAM = "already upstream"
 CONFLICT = "conflicts"
+
+Contents = dict[str, bytes | None]  # path -> a file's bytes, None where there is no file
 
 
 @dataclass(frozen=True)
 class Report:
-    """One patch on the new version. details: a sentence per hunk that is not as stated, and
-    one when upstream is said to have a patch that still applies."""
+    """One patch on the new version. details: a sentence per hunk that is not as stated, what the
+    reproducer saw, and one when upstream is said to have a patch that still applies."""
 
     patch: str
-    result: str  # AS_IS, MOVED, UPSTREAM or CONFLICT
+    result: str  # AS_IS, MOVED, MERGED, UPSTREAM or CONFLICT
     details: tuple[str, ...]
 
 
 def port(
-    manifest: Manifest, version: str, folder: Path, only: Collection[str] = ()
+    manifest: Manifest,
+    version: str,
+    folder: Path,
+    only: Collection[str] = (),
+    base: Path | None = None,
+    timeout: float | None = None,
+    target: Path | None = None,
 ) -> list[Report]:
     """Report per patch how it fares on `version`, installed in `folder`.
 
-    "already upstream" needs every hunk's lines after the change to be there and those before it
-    not. "applies, moved" needs every hunk's lines to be there exactly once, and not changed
-    elsewhere; the diff must be made again at the new lines before the lane can take it. Each patch
-    is tried with the earlier ones applied, as far as they apply. Raises PatchError when no package
-    of the lane has that version.
+    "already upstream": every hunk's lines after the change are there and those before it not, or a
+    merge changes nothing, or the reproducer shows right behaviour without the patch. "applies,
+    moved": every hunk's lines are there exactly once, and not changed elsewhere. "applies, merged":
+    git merges the patch into the new file, from the pinned one. Each patch is tried with the
+    earlier ones applied, as far as they apply.
+    base: site-packages with the pinned versions, patched or not (default: this interpreter's).
+    timeout: seconds for a reproducer; None runs none. It runs on `folder` as it is, where the lines
+    do not settle the matter: not all of them apply, or upstream is said to have the patch.
+    target: a new folder for the lane of `version`: every patch that applies, refreshed. Raises
+    PatchError when no package of the lane has that version.
     """
-    manifest.check_diffs()
-    selected = manifest.select(only)
+    selected = manifest.check_diffs().select(only)
     found = [site.find(package, folder) for package in manifest.packages]
     there = {each.package: each.site for each in found if each and each.version == version}
     if not there or any(only and patch.package not in there for patch in selected):
         seen = ", ".join(f"{each.package} {each.version}" for each in found if each)
         seen = seen or f"none of {', '.join(manifest.packages)}"
         raise PatchError(f"no package of the lane in {folder} has version {version}; found {seen}")
-    contents: dict[str, list[bytes] | None] = {}
-    patches = [patch for patch in manifest.patches if patch.package in there]
-    reports = [_one(patch, there[patch.package], contents) for patch in patches]
-    return [report for patch, report in zip(patches, reports, strict=True) if patch in selected]
+    if target and (only or target.exists()):
+        raise PatchError(f"{target}: " + ("exists" if target.exists() else "needs the whole lane"))
+    contents: Contents = {}
+    reports: list[Report] = []
+    changes: dict[str, Changes] = {}
+    for patch in [patch for patch in manifest.patches if patch.package in there]:
+        where = there[patch.package]
+        before = {path: contents.get(path, _read(where / path)) for path in patch.diffs}
+        report, after = _textual(patch, before)
+        if report.result == CONFLICT:
+            report, after = _merged(manifest, patch, base, before, report)
+        unsettled = report.result in (CONFLICT, MERGED) or patch.upstream["state"] == "merged"
+        if timeout is not None and unsettled and report.result != UPSTREAM:
+            report = _tried(report, verify.run(patch.reproducer, where, (), timeout))
+        reports.append(report)
+        if report.result in (AS_IS, MOVED, MERGED):
+            contents.update(after)
+            changed = [path for path in after if after[path] != before[path]]
+            changes[patch.id] = {path: (before[path], after[path]) for path in changed}
+    if target:
+        _write(manifest, target, version, there, changes)
+    return [each for each in reports if each.patch in {patch.id for patch in selected}]
 
 
-def _one(patch: Patch, folder: Path, contents: dict[str, list[bytes] | None]) -> Report:
-    """Try one patch; when all of it applies, `contents` has it afterwards."""
+def _read(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
+def _textual(patch: Patch, before: Contents) -> tuple[Report, Contents]:
+    """The patch by its hunks' lines alone, and the files with it where all of it applies."""
     judged: list[tuple[str, str]] = []
-    after: dict[str, list[bytes] | None] = {}
+    after: Contents = {}
     for path, diff in patch.diffs.items():
-        if path not in contents:
-            file = folder / path
-            contents[path] = diffs.split_lines(file.read_bytes()) if file.is_file() else None
-        found, after[path] = _file(diff, contents[path])
+        lines = None if before[path] is None else diffs.split_lines(before[path])
+        found, lines = _file(diff, lines)
         judged += found
+        after[path] = None if lines is None else b"".join(lines)
     kinds = {kind for kind, _ in judged}
     details = tuple(detail for _, detail in judged if detail)
     if kinds == {UPSTREAM}:
-        return Report(patch.id, UPSTREAM, ())
+        return Report(patch.id, UPSTREAM, ()), before
     if UPSTREAM in kinds:
         details = (*details, "part of the patch is already there")
     if kinds & {UPSTREAM, CONFLICT}:
-        return Report(patch.id, CONFLICT, details)
-    contents.update(after)
+        return Report(patch.id, CONFLICT, details), before
     if patch.upstream["state"] == "merged":
         link, where = patch.upstream["link"], patch.upstream["merged_in"]
         details = (*details, f"said to be merged, and still applies: {link} ({where})")
-    return Report(patch.id, MOVED if MOVED in kinds else AS_IS, details)
+    return Report(patch.id, MOVED if MOVED in kinds else AS_IS, details), after
+
+
+def _merged(
+    manifest: Manifest, patch: Patch, base: Path | None, theirs: Contents, textual: Report
+) -> tuple[Report, Contents]:
+    """The patch by a three-way merge of each of its files; `textual` where that is not possible."""
+    pinned, git = state.read(manifest, patch.package, base), shutil.which("git")
+    if not git or pinned.installed is None or pinned.problem:
+        why = pinned.problem or f"{patch.package} {pinned.pinned} is not installed"
+        why = f"not merged: {why}" if git else "not merged: git is not installed"
+        return replace(textual, details=(*textual.details, why)), theirs
+    after: Contents = {}
+    for path in patch.diffs:
+        original, chain = (
+            state.original(manifest, pinned, path),
+            manifest.chain(patch.package, path),
+        )
+        ids = [each for each, _ in chain]
+        earlier = ids[: ids.index(patch.id)]
+        files = (diffs.compose(original, chain, ids) for ids in ([*earlier, patch.id], earlier))
+        after[path] = _three_way(git, *files, theirs[path])
+        if after[path] is None:
+            return textual, theirs
+    if after == theirs:
+        return Report(patch.id, UPSTREAM, ("a three-way merge with it changes nothing",)), theirs
+    return replace(textual, result=MERGED), after
+
+
+def _three_way(git: str, ours: bytes, base: bytes | None, theirs: bytes | None) -> bytes | None:
+    """What git makes of both changes to a file; None when they conflict or a side has no file."""
+    if base is None or theirs is None:
+        return ours if base == theirs or ours == theirs else None
+    with tempfile.TemporaryDirectory(prefix="megacpp-merge-") as scratch:
+        names = [Path(scratch, name) for name in ("lane", "pinned", "new")]
+        for name, data in zip(names, (ours, base, theirs), strict=True):
+            name.write_bytes(data)
+        done = subprocess.run([git, "merge-file", "-p", "-q", *names], capture_output=True)
+    return None if done.returncode else done.stdout
+
+
+def _tried(report: Report, run: verify.Run) -> Report:
+    """The report with what the reproducer shows on the new version without the lane."""
+    saw = f"without the patch: {run.meaning}: {run.saw or 'it printed nothing'}"
+    if run.status == verify.RIGHT:
+        return Report(report.patch, UPSTREAM, (saw,))
+    return replace(report, details=(*report.details, saw))
+
+
+def _write(
+    manifest: Manifest,
+    target: Path,
+    version: str,
+    there: Collection[str],
+    changes: dict[str, Changes],
+) -> None:
+    """A copy of the lane for `version` of the packages `there`, with the patches of `changes`."""
+    shutil.copytree(manifest.lane, target, ignore=shutil.ignore_patterns("__pycache__"))
+    document = tomlkit.parse((target / MANIFEST).read_text(encoding="utf-8"))
+    for package in document["package"]:
+        if package["name"] in there:
+            package["version"] = version
+    kept = tomlkit.aot()
+    for entry, patch in zip(document["patch"], manifest.patches, strict=True):
+        if patch.package in there and patch.id not in changes:
+            (target / patch.file).unlink()
+            (target / REPRODUCERS / patch.test).unlink()
+            continue
+        kept.append(entry)
+        if patch.package in there:
+            text = patch_text(diffs.header_of(patch.text), changes[patch.id])
+            write_atomically(target / patch.file, text)
+            entry["files"] = file_tables(changes[patch.id])
+    document["patch"] = kept
+    write_atomically(target / MANIFEST, tomlkit.dumps(document))
+    load(target).check_diffs()
 
 
 def _file(

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacpp_mcore.patching import PatchError, diffs, state
+from megacpp_mcore.patching import PatchError, state
 from megacpp_mcore.patching.manifest import Manifest, Patch
 from megacpp_mcore.patching.state import PackageState
 
@@ -24,8 +24,9 @@ NOT_RUN = "not run here"
 FAILED = "failed"
 
 # the reproducer's contract
-RIGHT, DEFECT, CANNOT_RUN = 0, 1, 77
+RIGHT, DEFECT, CANNOT_RUN, INAPPLICABLE = 0, 1, 77, 78
 _MEANING = {RIGHT: "right behaviour", DEFECT: "defect shown", CANNOT_RUN: "cannot run here"}
+_MEANING[INAPPLICABLE] = "inapplicable"
 _LOG_LINES = 40
 
 
@@ -105,7 +106,7 @@ def _prove(
             _copy_package(manifest, each, pristine, ())
             _copy_package(manifest, each, patched, [p.id for p in manifest.of(each.package)])
         for patch in selected:
-            runs = [_run(patch.reproducer, tree, sites, timeout) for tree in trees]
+            runs = [run(patch.reproducer, tree, sites, timeout) for tree in trees]
             yield Proof(patch.id, *_judge(patch, *runs), *runs)
 
 
@@ -117,15 +118,14 @@ def _copy_package(
     for name in {path.split("/")[0] for path in found.files} | {found.installed.info.name}:
         shutil.copytree(site / name, target / name, ignore=without, dirs_exist_ok=True)
     for path in manifest.touching(found.package):
-        original = state.original(manifest, found, path)
-        data = diffs.compose(original, manifest.chain(found.package, path), ids)
+        data = state.composed(manifest, found, path, ids)
         (target / path).unlink(missing_ok=True)
         if data is not None:
             (target / path).parent.mkdir(parents=True, exist_ok=True)
             (target / path).write_bytes(data)
 
 
-def _run(script: Path, tree: Path, sites: Sequence[Path], timeout: float) -> Run:
+def run(script: Path, tree: Path, sites: Sequence[Path], timeout: float) -> Run:
     """Run a reproducer with `tree` first on the path."""
     known = {os.path.realpath(entry) for entry in sys.path}
     others = [str(site) for site in sites if str(site) not in known]

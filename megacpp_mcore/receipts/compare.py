@@ -6,7 +6,7 @@ from typing import Any
 from megacpp_mcore.receipts.checks import ReceiptError
 from megacpp_mcore.receipts.judge import MARGIN, ROW_RULE, RUN_RULE, judge_rows, judge_runs
 from megacpp_mcore.receipts.reader import Receipt, observed, rows_by_key, warm_median
-from megacpp_mcore.receipts.text import gib, interval, number, rule, table
+from megacpp_mcore.receipts.text import gib, interval, number, percent, rule, table
 
 
 def compare(a: Receipt, b: Receipt, *, margin: float = MARGIN, allow_unlike: bool = False) -> str:
@@ -95,17 +95,19 @@ def _compare_benches(a: Receipt, b: Receipt, margin: float) -> list[str]:
             "A and B have no backend and phase in common: "
             f"{', '.join(map(' '.join, rows_a))} | {', '.join(map(' '.join, rows_b))}"
         )
-    cells = [["backend", "phase", "A ms", "B ms", "B / A", "99 % interval", "A GiB", "B GiB", ""]]
+    cells = [["backend", "phase", "A ms", "B ms", "time, B / A", "99 % interval", "B is", "A GiB",
+              "B GiB", ""]]  # fmt: skip
     for key in both:
         first, second = rows_a[key], rows_b[key]
         judgement = judge_rows(first, second, margin, in_turns=False)
         cells.append([
             *key, number(first["median_ms"]), number(second["median_ms"]),
             number(judgement.time.value), interval(judgement.time),
+            _direction(judgement.time.value),
             gib(first["peak_memory_bytes"]), gib(second["peak_memory_bytes"]),
             f"{judgement.verdict}: {judgement.reasons[0]}",
         ])  # fmt: skip
-    lines = table(cells, align="llrrrrrrl")
+    lines = table(cells, align="llrrrrlrrl")
     lines += [f"only in A: {' '.join(key)}" for key in rows_a if key not in rows_b]
     lines += [f"only in B: {' '.join(key)}" for key in rows_b if key not in rows_a]
     return [*lines, "", *rule(ROW_RULE, margin)]
@@ -115,14 +117,16 @@ def _compare_runs(a: Receipt, b: Receipt, margin: float) -> list[str]:
     judgement = judge_runs(a, b, margin)
     times = [number(1e6 / warm_median(run, "tokens_per_s")) for run in (a, b)]
     ratio, loss = judgement.time, judgement.loss
-    cells = [["", "A", "B", "B / A", "B - A", "99 % interval"]]
-    cells.append(["ms per 1,000 tokens, warm", *times, number(ratio.value), "", interval(ratio)])
-    cells += [_figure_row(label, of(a), of(b)) for label, of in _FIGURES]
+    cells = [["", "A", "B", "B / A", "B - A", "99 % interval", "B is"]]
+    row = ["ms per 1,000 tokens, warm", *times, number(ratio.value), "", interval(ratio)]
+    cells.append([*row, _direction(ratio.value)])
+    cells += [_figure_row(label, of(a), of(b), higher) for label, of, higher in _FIGURES]
     if loss:
         label = f"loss, {loss.pairs} paired steps from {loss.first_step:,}"
         change = interval(loss.effect, signed=True)
-        cells.append([label, "", "", "", f"{loss.effect.value:+.4f}", change])
-    lines = table(cells, align="lrrrrr")
+        better = _better(0.0, loss.effect.value, higher=False)
+        cells.append([label, "", "", "", f"{loss.effect.value:+.4f}", change, better])
+    lines = table(cells, align="lrrrrrl")
     if pays := _payback(a, b):
         lines += ["", pays]
     lines += ["", f"verdict: {judgement.verdict}", *(f"  {why}" for why in judgement.reasons)]
@@ -130,22 +134,36 @@ def _compare_runs(a: Receipt, b: Receipt, margin: float) -> list[str]:
 
 
 _FIGURES = (
-    ("tokens/s, warm median", lambda r: r["result"]["tokens_per_s_median"]),
-    ("TFLOP/s a device", lambda r: r["result"].get("tflops_per_s_per_device")),
-    ("MFU", lambda r: r["result"].get("mfu")),
-    ("peak memory, GiB", lambda r: (r["result"]["peak_memory_bytes"] or 0) / 2**30 or None),
-    ("final loss", lambda r: r["result"]["final_loss"]),
-    ("final evaluation loss", lambda r: r["result"]["final_eval_loss"]),
-    ("useful share", lambda r: r["goodput"]["useful"]),
-    ("compile, s", lambda r: r["goodput"]["seconds"]["compile"]),
-    ("wall, s", lambda r: r["goodput"]["wall_s"]),
-)
+    ("tokens/s, warm median", lambda r: r["result"]["tokens_per_s_median"], True),
+    ("TFLOP/s a device", lambda r: r["result"].get("tflops_per_s_per_device"), True),
+    ("MFU", lambda r: r["result"].get("mfu"), True),
+    ("peak memory, GiB", lambda r: (r["result"]["peak_memory_bytes"] or 0) / 2**30 or None, False),
+    ("training loss, last steps", lambda r: r["result"]["final_loss"], False),
+    ("held-out loss, last", lambda r: r["result"]["final_eval_loss"], False),
+    ("useful share", lambda r: r["goodput"]["useful"], True),
+    ("compile, s", lambda r: r["goodput"]["seconds"]["compile"], False),
+    ("wall, s", lambda r: r["goodput"]["wall_s"], False),
+)  # label, figure, whether higher is better
 
 
-def _figure_row(label: str, a: float | None, b: float | None) -> list[str]:
+def _figure_row(label: str, a: float | None, b: float | None, higher: bool) -> list[str]:
     if a is None or b is None:
-        return [label, number(a), number(b), "", "", ""]
-    return [label, number(a), number(b), number(b / a) if a else "", f"{b - a:+.4g}", ""]
+        return [label, number(a), number(b), "", "", "", ""]
+    change = [number(b / a) if a else "", f"{b - a:+.4g}", ""]
+    return [label, number(a), number(b), *change, _better(a, b, higher=higher)]
+
+
+def _better(a: float, b: float, *, higher: bool) -> str:
+    if a == b:
+        return "equal"
+    return "better" if (b > a) == higher else "worse"
+
+
+def _direction(ratio: float) -> str:
+    """Of B's time over A's, whatever the interval says of it."""
+    if ratio == 1:
+        return "equal"
+    return f"{percent(abs(1 - ratio))} {'faster' if ratio < 1 else 'slower'}"
 
 
 def _payback(a: Receipt, b: Receipt) -> str | None:

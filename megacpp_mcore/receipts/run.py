@@ -13,6 +13,7 @@ from megacpp_mcore.receipts.checks import ReceiptError, validate
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.receipts.reader import warm
 from megacpp_mcore.receipts.writer import receipt_head, write
+from megacpp_mcore.recipe import MAY_CHANGE, changed_keys
 
 # A longer series is thinned to every 2nd, 4th, ... step, so that a run of a million steps still
 # validates and writes its receipt in about a second.
@@ -81,11 +82,13 @@ class RunReceipt:
 
         tokens: trained on up to that checkpoint. What `earlier` recorded after the checkpoint is
         dropped, and its step time becomes `lost`. Raises ReceiptError when `earlier` is no run
-        or another recipe's, or when this process has recorded steps already.
+        or another recipe's (`recipe.MAY_CHANGE` may differ), or when this process has recorded
+        steps already.
         """
         if earlier["kind"] != "run":
             raise ReceiptError(f"a run cannot resume from a {earlier['kind']} receipt")
-        if earlier["recipe"]["sha256"] != self._head["recipe"]["sha256"]:
+        changed = changed_keys(earlier["recipe"]["content"], self._head["recipe"]["content"])
+        if not set(changed) <= set(MAY_CHANGE):
             raise ReceiptError(
                 f"the earlier receipt is of recipe {_recipe_text(earlier['recipe'])}, this run "
                 f"of {_recipe_text(self._head['recipe'])}; resume with the same recipe, or write "
@@ -108,6 +111,8 @@ class RunReceipt:
         self._peak = earlier["result"]["peak_memory_bytes"] or 0
         self._head["created"] = earlier["created"]
         self._head["notes"] = [*earlier["notes"], f"resumed from the checkpoint of step {step}"]
+        for key, (before, now) in changed.items():
+            self.note(f"from step {step + 1} on {key} is {now}, before it was {before}")
         if (known := earlier["result"]["steps"]) < step:
             self.note(
                 f"steps {known + 1} to {step} are not in the series: the process that did them "

@@ -1,13 +1,16 @@
 """A receipt as one page of text."""
 
 import statistics
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
 from megacpp_mcore.receipts.goodput import parse_utc
 from megacpp_mcore.receipts.judge import MARGIN, ROW_RULE, judge_rows
-from megacpp_mcore.receipts.reader import Receipt, problem_text, warm, warm_rows
+from megacpp_mcore.receipts.reader import Receipt, observed, problem_text, warm, warm_rows
+from megacpp_mcore.receipts.run import FINAL_WINDOW, SLOW
 from megacpp_mcore.receipts.text import (
+    WIDTH,
     duration,
     gib,
     interval,
@@ -20,16 +23,42 @@ from megacpp_mcore.receipts.text import (
 
 _BAR = 30
 _HEADLINE = ("status", "reason", "steps", "tokens")  # of a result; shown in the first lines
+_LABELS = {  # a result's name -> what it is, where the name alone does not say it
+    "final_loss": "training loss, mean of the last {window} steps",
+    "final_eval_loss": "held-out loss, last evaluation",
+    "test_loss": "test loss",
+    "tokens_per_s_median": "tokens/s, median warm step",
+    "tokens_per_s_mean": "tokens/s, mean of warm steps",
+    "tokens_per_s_wall": "tokens/s, of all time",
+    "slow_steps": f"steps slower than {SLOW} medians",
+    "peak_memory_bytes": "peak memory",
+    "flops_per_token": "operations a token",
+    "flops_formula": "counted as",
+    "tflops_per_s_per_device": "TFLOP/s a device",
+    "mfu": "MFU",
+    "mfu_peak_tflops": "peak of the MFU, TFLOP/s",
+    "mfu_peak": "which peak",
+    "unigram_entropy": "unigram entropy of the corpus",
+    "bigram_entropy": "bigram entropy of the corpus",
+    "cold_start_s": "process start to end of step 1, s",
+    "launch_s": "launcher before that, s",
+    "first_step_ms": "first step, ms",
+    "rank_parameters": "parameters of rank 0",
+}
+_DETAILS = ("flops_formula", "mfu_peak", "flops_per_token", "mfu_peak_tflops")  # with verbose only
+_MOST_SLOW = 5
 
 
-def show(receipt: Receipt, path: str) -> str:
-    """A valid receipt as one page."""
+def show(receipt: Receipt, path: str, *, verbose: bool = False) -> str:
+    """A valid receipt as one page. verbose: with the reason of every backend, all slow steps and
+    the formulas."""
     lines = [f"receipt   {path}: a {receipt['kind']}, {receipt['created']}"]
     if receipt["kind"] == "run":
-        lines += [_status(receipt["result"]), *_provenance(receipt)]
-        lines += ["", *_goodput(receipt["goodput"]), "", *_series(receipt), "", *_result(receipt)]
+        lines += [_status(receipt["result"]), *_provenance(receipt, verbose)]
+        lines += ["", *_goodput(receipt["goodput"]), "", *_series(receipt), ""]
+        lines += _result(receipt, verbose)
     else:
-        lines += [*_provenance(receipt), "", *_bench(receipt)]
+        lines += [*_provenance(receipt, verbose=True), "", *_bench(receipt)]
     for name, values in receipt["environment"].items():
         lines += [f"{name:<9} {key}={value}" for key, value in values.items()]
     lines += [f"note      {note}" for note in receipt["notes"]]
@@ -42,7 +71,7 @@ def _status(result: Mapping[str, Any]) -> str:
     return f"status    {result['status']}{reason}, {counts}"
 
 
-def _provenance(receipt: Receipt) -> list[str]:
+def _provenance(receipt: Receipt, verbose: bool) -> list[str]:
     lane, code, recipe = receipt["lane"], receipt["code"], receipt["recipe"]
     topology, device, cpu = receipt["topology"], lane["device"], lane["cpu"]
     commit = f", commit {code['commit'][:12]}" if code["commit"] else ", no checkout"
@@ -68,7 +97,16 @@ def _provenance(receipt: Receipt) -> list[str]:
     if plan := receipt.get("plan"):
         counts = ", ".join(f"{count} {letter}" for letter, count in plan["counts"].items())
         lines.append(f"plan      {plan['source_pattern']} -> {plan['megatron_pattern']} ({counts})")
-    if receipt["backends"]:
+    if receipt["backends"] and not verbose:
+        served: dict[str, list[str]] = {}
+        for surface, names in observed(receipt).items():
+            served.setdefault(names, []).append(surface)
+        listed = "; ".join(f"{names}: {', '.join(served[names])}" for names in served)
+        lines += textwrap.wrap(
+            f"backends  {listed} (why: -v)", WIDTH, subsequent_indent=" " * 10,
+            break_on_hyphens=False,
+        )  # fmt: skip
+    elif receipt["backends"]:
         rows = [["backends", "surface", "requested", "observed", "reason"]]
         for b in receipt["backends"]:
             reason = b["reason"] + (f" [ranks {b['ranks']}]" if "ranks" in b else "")
@@ -111,22 +149,33 @@ def _series(run: Receipt) -> list[str]:
     return lines
 
 
-def _result(run: Receipt) -> list[str]:
+def _result(run: Receipt, verbose: bool) -> list[str]:
     result, lines = run["result"], []
-    for name, value in result.items():
-        if name in _HEADLINE or value is None:
-            continue
-        text = _value(name, value)
+    shown = [name for name in result if name not in _HEADLINE and result[name] is not None]
+    shown = [name for name in shown if verbose or name not in _DETAILS]
+    window = min(FINAL_WINDOW, len(run["series"]["step"]))
+    labels = {name: _LABELS.get(name, name).format(window=window) for name in shown}
+    width = max(map(len, labels.values()), default=0) + 2
+    for name, label in labels.items():
+        value = result[name]
+        text = _value(name, value, verbose)
         if name in ("unigram_entropy", "bigram_entropy") and result["final_loss"] is not None:
-            below = value - result["final_loss"]
-            text += f"  final loss is {abs(below):.3f} {'below' if below >= 0 else 'above'}"
-        lines.append(f"{'result' if not lines else '':<9} {name:<24}{text}")
+            text += f"  the training loss is {beside(result['final_loss'], value, 3)} it"
+        lines.append(f"{'result' if not lines else '':<9} {label:<{width}}{text}")
     return lines
 
 
-def _value(name: str, value: Any) -> str:
+def beside(loss: float, entropy: float, digits: int) -> str:
+    """ "0.123 below" or "0.123 above": where a loss is of an entropy."""
+    return f"{abs(entropy - loss):.{digits}f} {'below' if loss <= entropy else 'above'}"
+
+
+def _value(name: str, value: Any, verbose: bool) -> str:
     if name == "slow_steps":
-        return ", ".join(f"step {step:.0f} {duration(ms / 1000)}" for step, ms in value) or "none"
+        most = len(value) if verbose else _MOST_SLOW
+        told = [f"step {step:.0f} {duration(ms / 1000)}" for step, ms in value[:most]]
+        more = [f"{len(value) - most} more"] if len(value) > most else []
+        return ", ".join([*told, *more]) or "none"
     return f"{gib(value)} GiB" if name.endswith("_bytes") else number(value)
 
 

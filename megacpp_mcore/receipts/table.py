@@ -8,7 +8,7 @@ from megacpp_mcore.receipts.reader import Receipt, observed, read
 _HEAD = """\
 # Receipts
 
-`megacpp report table examples/receipts` writes this page from the receipts;
+`megacpp report table examples/receipts` writes this page from the receipts (`make docs` also does);
 `examples/rerun_receipts.sh GPUS DATA_PREFIX` measures them again.
 
 A receipt is evidence of the code that it names: `tree` is git's id of `megacpp_mcore/`, `commit`
@@ -21,13 +21,15 @@ kernels that may since be others, and says nothing of today's.
 """
 
 
-def table(folder: Path, readme: str, catalog: dict[str, list[str]]) -> str:
-    """The page for `folder`. readme: the text that links to receipts. catalog: receipt's file
-    name -> the surfaces that take figures from it."""
+def table(folder: Path, catalog: dict[str, list[str]]) -> str:
+    """The page for `folder`, a checkout's examples/receipts. Claims are links of README.md and of
+    docs/. catalog: receipt's file name -> the surfaces that take figures from it; docs/kernels.md
+    has those."""
+    pages = _pages(folder.resolve().parents[1])
     rows = []
     for path in sorted(folder.rglob("*.json")):
         receipt, place = read(path), path.relative_to(folder).as_posix()
-        claims = ["README"] if _is_linked(place, readme) else []
+        claims = [name for name, text in pages.items() if _is_linked(place, text)]
         claims += [f"catalog: {surface}" for surface in catalog.get(path.name, [])]
         cells = [
             f"[{place.removesuffix('.json')}]({place})", _subject(receipt),
@@ -38,9 +40,17 @@ def table(folder: Path, readme: str, catalog: dict[str, list[str]]) -> str:
     return _HEAD + "\n".join(rows) + "\n"
 
 
-def _is_linked(place: str, readme: str) -> bool:
+def _pages(root: Path) -> dict[str, str]:
+    """What README and each page of docs/ say; catalog's own page is left out."""
+    docs = {path.stem: path for path in sorted((root / "docs").glob("*.md"))}
+    docs.pop("kernels", None)
+    paths = {"README": root / "README.md", **{f"docs/{stem}": p for stem, p in docs.items()}}
+    return {name: path.read_text() for name, path in paths.items() if path.is_file()}
+
+
+def _is_linked(place: str, page: str) -> bool:
     folders = [f"{parent}" for parent in Path(place).parents][:-1]
-    return any(re.search(rf"receipts/{re.escape(one)}\)", readme) for one in (place, *folders[:-1]))
+    return any(re.search(rf"receipts/{re.escape(one)}\)", page) for one in (place, *folders[:-1]))
 
 
 def _subject(receipt: Receipt) -> str:

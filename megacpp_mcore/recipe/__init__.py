@@ -12,10 +12,11 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megacpp_mcore import dispatch
 from megacpp_mcore.files import content_sha256
 from megacpp_mcore.hybrid.block_settings import M2RNNSettings, RecomputeSettings
 from megacpp_mcore.hybrid.pattern import PatternError, translate
@@ -66,10 +67,12 @@ class Recipe:
         return getattr(getattr(self, section), name)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Every key of every section, as JSON can hold it (tuples are lists)."""
+        """Every key of every section, as JSON can hold it (tuples are lists); "auto" names no
+        backend."""
         sections = {name: getattr(self, name) for name in schema.SECTIONS}
         content = {name: dataclasses.asdict(section) for name, section in sections.items()}
-        return json.loads(json.dumps({**content, BACKENDS: self.backends}))
+        named = {surface: name for surface, name in self.backends.items() if name != dispatch.AUTO}
+        return json.loads(json.dumps({**content, BACKENDS: named}))
 
     @property
     def sha256(self) -> str:
@@ -102,6 +105,24 @@ class Recipe:
         )
 
 
+# What a run that is resumed may have otherwise than its checkpoint: how long it goes on, and how
+# often it logs and saves.
+MAY_CHANGE = ("schedule.train_iters", "schedule.log_interval", "checkpoint.save_interval")
+
+
+def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (value before, value now) of two resolved recipes, section -> key -> value."""
+    changed = {}
+    for section in sorted(set(before) | set(now)):
+        old, new = before.get(section), now.get(section)
+        if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+            old, new = {"": old}, {"": new}
+        for key in sorted(set(old) | set(new)):
+            if old.get(key) != new.get(key):
+                changed[f"{section}.{key}".rstrip(".")] = (old.get(key), new.get(key))
+    return changed
+
+
 def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     """Load a shipped recipe by name, or a .toml file by path, with `a.b=value` overrides.
 
@@ -126,7 +147,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
         overrides=tuple(overrides),
         origins=dict(settings.origins),
     )
-    recipe = rules.without_auto(recipe)
+    recipe = rules.completed(recipe)
     refused = [refusal.text(recipe) for refusal in rules.refusals(recipe)]
     if len(refused) == 1:
         raise RecipeError(f"recipe {name}: {refused[0]}")

@@ -267,6 +267,9 @@ class Schedule:
     log_throughput: bool = to_flag(False)
     seed: int = to_flag(1234, SEED)
     check_for_nan_in_loss_and_grad: bool = to_off_flag(True, "--no-check-for-nan-in-loss-and-grad")
+    rerun_mode: Literal["disabled", "validate_results", "report_stats"] = to_flag(
+        "validate_results"
+    )
     exit_duration_in_mins: int | None = to_flag(None)
     manual_gc: bool = to_flag(False)
     manual_gc_interval: int = to_flag(0, FROM_ZERO)

@@ -65,12 +65,17 @@ class RunFolder:
                     f"{foreign[0]} is a checkpoint that no run on the CPU wrote: --overwrite does "
                     "not delete it; move it away, or choose another --out"
                 )
-        elif latest or self.receipt.exists():
+        else:
+            self.refuse_a_run()
+        return None
+
+    def refuse_a_run(self) -> None:
+        """Raises RunFolderError when the folder holds a run: neither resume nor overwrite."""
+        if folder.complete(self.checkpoints) or self.receipt.exists():
             raise RunFolderError(
                 f"{self.path} already holds a run; continue it with --resume, replace it with "
                 "--overwrite, or choose another --out"
             )
-        return None
 
     def _from(self, iteration: int) -> Path:
         if iteration not in (found := folder.complete(self.checkpoints)):

@@ -1,8 +1,8 @@
 """Shared by the reproducers: exit codes, a process without a GPU, a tiny model.
 
 A reproducer runs as `python SCRIPT` with PYTHONPATH naming the tree under test. It prints one line
-with its observation and exits 0 (correct), 1 (the defect is there), 77 (cannot run here) or 3 (the
-reproducer itself is broken, which must never be taken for the defect).
+with its observation and exits 0 (correct), 1 (the defect is there), 77 (cannot run here) or 78
+(inapplicable: the tree's internals are not those it was written for, so nothing was seen).
 """
 
 import os
@@ -12,16 +12,19 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 
-RIGHT, DEFECT, BROKEN, CANNOT_RUN = 0, 1, 3, 77
+RIGHT, DEFECT, CANNOT_RUN, INAPPLICABLE = 0, 1, 77, 78
 
 
 def run(main: Callable[[], int]) -> None:
-    """Exit with what main returns, or with BROKEN and a traceback when it raises."""
+    """Exit with what main returns; with INAPPLICABLE, the reason and a traceback when it raises."""
     try:
         code = main()
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
-        code = BROKEN
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{os.path.basename(frame.filename)}, {frame.name}"
+        said = " ".join(str(error).split()) or frame.line
+        code = report(INAPPLICABLE, f"{type(error).__name__} in {where}: {said}")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # gloo's threads occasionally abort an interpreter that exits normally
@@ -61,6 +64,17 @@ def place_on_cpu() -> None:
     import torch
 
     torch.cuda.current_device = lambda: torch.device("cpu")
+
+
+def without_inference_layers() -> None:
+    """Let MTP of 0.20 be built without Transformer Engine.
+
+    It asks whether a linear is one of two inference classes, which are None without it.
+    """
+    from megatron.core.transformer import multi_token_prediction as mtp
+
+    if hasattr(mtp, "is_inference_column_parallel_linear"):
+        mtp.is_inference_column_parallel_linear = lambda module: False
 
 
 def one_process() -> None:
@@ -211,6 +225,7 @@ def hybrid_model(pattern: str, spec=None, **config):
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     place_on_cpu()
+    without_inference_layers()
     main, *mtp = pattern.split("/")
     config = {"num_layers": len(main), "mtp_num_layers": len(mtp) or None} | config
     torch.manual_seed(0)

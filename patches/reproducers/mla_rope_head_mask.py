@@ -80,7 +80,8 @@ def query_forward(fusion, grid, block, cos, sin) -> int:
     query, rest = padded(HEADS, NOPE + ROPE)
     wanted = query.clone()
     wanted[..., NOPE:] = rotated(query[..., NOPE:], cos, sin)
-    launch_query(fusion.rotary_fwd_q_kernel, grid, block, query, cos, sin)
+    kernel = named(fusion, "rotary_fwd_q_kernel", "_mla_rope_fwd_inplace_kernel")
+    launch(kernel, grid, block, cos, sin, Q=query, **strides(x=query))
     return wrong_heads(query, wanted, rest)
 
 
@@ -88,14 +89,9 @@ def query_backward(fusion, grid, block, cos, sin) -> int:
     grad, rest = padded(HEADS, NOPE + ROPE)
     wanted = grad.clone()
     wanted[..., NOPE:] = rotated_back(grad[..., NOPE:], cos, sin)
-    launch_query(fusion.rotary_bwd_q_kernel, grid, block, grad, cos, sin)
+    kernel = named(fusion, "rotary_bwd_q_kernel", "_mla_rope_bwd_inplace_kernel")
+    launch(kernel, grid, block, cos, sin, DO=grad, **strides(x=grad))
     return wrong_heads(grad, wanted, rest)
-
-
-def launch_query(kernel, grid, block, tensor, cos, sin) -> None:
-    strides = (tensor.stride(0), tensor.stride(1))
-    batch, context = (1, None, None), (0, 1)
-    kernel.fn[grid](tensor, cos, sin, NOPE, ROPE, HEADS, *batch, *strides, *context, BLOCK_H=block)
 
 
 def key_value_forward(fusion, grid, block, cos, sin) -> int:
@@ -108,13 +104,10 @@ def key_value_forward(fusion, grid, block, cos, sin) -> int:
     wanted = torch.cat(
         (kv[..., :NOPE], rotated(position, cos, sin).expand(-1, HEADS, -1), kv[..., NOPE:]), dim=-1
     )
-    batch, context = (1, None, None), (0, 1)
-    fusion.rotary_fwd_kv_kernel.fn[grid](
-        *(kv, position, key, value, cos, sin, ROPE, NOPE, VALUE, HEADS, *batch),
-        *(kv.stride(0), kv.stride(1), position.stride(0), key.stride(0), key.stride(1)),
-        *(value.stride(0), value.stride(1), *context),
-        BLOCK_H=block,
-    )
+    kernel = named(fusion, "rotary_fwd_kv_kernel", "_mla_rope_fwd_kv_split_kernel")
+    tensors = {"KV": kv, "K_POS_EMB": position, "O_KEY": key, "O_VALUE": value}
+    places = strides(kv=kv, emb=position, k=key, v=value)
+    launch(kernel, grid, block, cos, sin, **tensors, **places)
     return wrong_heads(torch.cat((key, value), dim=-1), wanted, key_rest, value_rest)
 
 
@@ -127,16 +120,36 @@ def key_value_backward(fusion, grid, block, cos, sin) -> int:
     position, _ = padded(1, ROPE, random=False)
     wanted = torch.cat((key[..., :NOPE], value), dim=-1)
     summed = rotated_back(key[..., NOPE:].sum(dim=1, keepdim=True), cos, sin)
-    batch, context = (1, None, None), (0, 1)
-    fusion.rotary_bwd_kv_kernel.fn[grid](
-        *(key, value, kv, position, cos, sin, ROPE, NOPE, VALUE, HEADS, *batch),
-        *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
-        *(kv.stride(0), kv.stride(1), position.stride(0), *context),
-        BLOCK_H=block,
-    )
+    kernel = named(fusion, "rotary_bwd_kv_kernel", "_mla_rope_bwd_kv_split_kernel")
+    tensors = {"dK": key, "dV": value, "dKV": kv, "dEMB": position}
+    places = strides(dk=key, dv=value, dkv=kv, demb=position)
+    launch(kernel, grid, block, cos, sin, **tensors, **places)
     # the sum over 56 heads rounds 56 times
     wrong_sums = int(((position - summed).abs() > 1e-4).any(dim=-1).sum())
     return wrong_heads(kv, wanted, rest, key_rest) + wrong_sums
+
+
+def named(fusion, *names: str):
+    """The kernel that has the first of `names`; the second is 0.20's."""
+    first, second = names
+    return getattr(fusion, first) if hasattr(fusion, first) else getattr(fusion, second)
+
+
+def strides(**tensors) -> dict[str, int]:
+    """The kernels' arguments stride_NAME_seq and stride_NAME_nheads."""
+    rows = {f"stride_{name}_seq": tensor.stride(0) for name, tensor in tensors.items()}
+    return rows | {f"stride_{name}_nheads": tensor.stride(1) for name, tensor in tensors.items()}
+
+
+def launch(kernel, grid, block, cos, sin, **values) -> None:
+    """Run a kernel with its arguments by name; those of sequences of their own are not given."""
+    values |= dict.fromkeys(("seq_num", "cu_seqlens_q", "cu_seqlens_kv", "position_ids"))
+    values |= {"COS": cos, "SIN": sin, "emb_dim": ROPE, "k_dim": NOPE, "v_dim": VALUE}
+    values |= {"qk_head_dim": NOPE, "nope_dim": NOPE, "head_num": HEADS, "BLOCK_H": block}
+    values |= {"stride_cos_seq": cos.stride(0), "stride_sin_seq": sin.stride(0)}
+    values |= {"batch_size": 1, "cp_rank": 0, "cp_size": 1}
+    values |= {"INVERSE": False, "REMOVE_INTERLEAVING": False}
+    kernel.fn[grid](**{name: values[name] for name in kernel.fn.arg_names})
 
 
 run(main)

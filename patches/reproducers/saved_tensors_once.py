@@ -4,6 +4,8 @@ The kernels need a GPU, so functions that return the right number of gradients r
 autograd.Function itself runs under torch.utils.checkpoint.
 """
 
+import inspect
+
 from _common import DEFECT, RIGHT, hide_gpu, report, run
 from _mamba import (
     stand_in_for_selective_scan,
@@ -56,13 +58,22 @@ def mimo():
     from mamba_ssm.ops.tilelang.mamba3 import mamba3_mimo as module
 
     one = torch.ones(3)
+    names = list(inspect.signature(module._Mamba3Function.forward).parameters)[1:]
+    given = {"chunk_size": 64, "rotary_dim_divisor": 4, "dtype": torch.float32, "cu_seqlens": None}
+    given |= {"return_state": False, "fuse_pregate_headwise_rms_norm": False}
+    given |= {"Out_Norm_Weight": None, "outproj_norm_eps": 1e-5}
+    rest = 11 + ("Out_Norm_Weight" in names)  # gradients of the operands behind V
+
+    def backward(dout, *args, **kwargs) -> tuple:
+        return one, one, dout * 7, *(one,) * rest
+
     module.angle_dt_fwd = lambda *args, **kwargs: (one, one)
     module.compute_dacs_segsum_triton = lambda *args: (one,) * 3
     module.mamba_mimo_forward = lambda q, k, v, *args, **kwargs: (v * 7, None, None)
-    module.mamba_mimo_bwd_combined = lambda dout, *args: (one, one, dout * 7, *(one,) * 11)
+    module.mamba_mimo_bwd_combined = backward
     module.angle_dt_bwd = lambda **kwargs: (one,) * 3
     return lambda value: module._Mamba3Function.apply(
-        *(one, one, value, *(one,) * 11), 64, 4, torch.float32, False, None
+        *(value if name == "V" else given.get(name, one) for name in names)
     )
 
 

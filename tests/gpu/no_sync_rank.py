@@ -1,5 +1,5 @@
 """A rank of a run whose steps may not wait for the GPU: from the fourth on, a synchronisation in
-the forward and backward pass or in the optimizer's step raises RuntimeError.
+the forward and backward pass, in the optimizer's step or between them raises RuntimeError.
 
     torchrun --standalone --nproc-per-node N tests/gpu/no_sync_rank.py ARGUMENTS
 
@@ -38,6 +38,7 @@ def guarded(function: Callable) -> Callable:
 
 def main() -> None:
     launched = launch(sys.argv[1:])  # before torch is imported: it sets the environment
+    from megatron.core.rerun_state_machine import RerunStateMachine
     from megatron.training import training
 
     from megacpp_mcore.training.gpu.train import train
@@ -51,6 +52,8 @@ def main() -> None:
         return model, optimizer, scheduler
 
     training.setup_model_and_optimizer = guarded_setup
+    between = "should_run_forward_backward"  # before the forward pass, and after the backward pass
+    setattr(RerunStateMachine, between, guarded(getattr(RerunStateMachine, between)))
     training.get_forward_backward_func = lambda *a, **k: guarded(forward_backward(*a, **k))
     train(launched)
 

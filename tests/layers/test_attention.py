@@ -164,18 +164,21 @@ def test_documents_start_anew_where_the_table_is_as_long_as_the_pack():
         torch.testing.assert_close(y[start:end], alone)
 
 
-def test_inference_goes_upstreams_way():
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_prompt_then_tokens_is_the_whole_sequence(variant):
+    """Pieces of any length, from a cache of keys and values."""
     from megatron.core.inference.contexts import StaticInferenceContext
 
-    ours, _ = pair()
+    ours, _ = pair(**VARIANTS[variant])
     ours.eval()
-    ours.rope = None
     hidden, table = torch.randn(SEQ, BATCH, HIDDEN), angles(ours.config)
     expected, _ = ours(hidden, None, rotary_pos_emb=table)
-    ours.rope = type(REFERENCE)(None, None)  # a call would fail
-    context = StaticInferenceContext(BATCH, SEQ)
-    found, _ = ours(hidden, None, inference_context=context, rotary_pos_emb=table)
-    torch.testing.assert_close(found, expected)
+    context, found = StaticInferenceContext(BATCH, SEQ), []
+    for start, end in ((0, 4), (4, 7), *((t, t + 1) for t in range(7, SEQ))):
+        context.sequence_len_offset = start
+        part = {"inference_context": context, "rotary_pos_emb": table}
+        found.append(ours(hidden[start:end], None, **part)[0])
+    torch.testing.assert_close(torch.cat(found), expected)
 
 
 @pytest.mark.parametrize("variant", ["plain", "qk-layernorm"])

@@ -265,20 +265,31 @@ def test_rows_may_grow():
         )  # fmt: skip
 
 
-def test_inference_goes_upstreams_way():
-    """A prompt into Megatron's cache; our cores refuse the single token behind it."""
+@pytest.mark.parametrize("variant", ["plain", "no-q-lora", "qk-layernorm"])
+def test_prompt_then_tokens_is_the_whole_sequence(variant):
+    """Pieces of any length, with the latents as the only cache."""
     from megatron.core.inference.contexts import StaticInferenceContext
 
-    ours, _ = pair()
+    ours, _ = pair(**VARIANTS[variant])
     ours.eval()
     hidden = torch.randn(SEQ, BATCH, HIDDEN, dtype=torch.float64)
     expected, _ = ours(hidden, attention_mask=None)
-    context = StaticInferenceContext(BATCH, SEQ)
-    first, _ = ours(hidden[:5], attention_mask=None, inference_context=context)
-    torch.testing.assert_close(first, expected[:5], rtol=1e-12, atol=1e-12)
-    context.increment_sequence_len_offset(5)
-    with pytest.raises(MegacppError, match="no_mask"):
-        ours(hidden[5:6], attention_mask=None, inference_context=context)
+    context, found = StaticInferenceContext(BATCH, SEQ), []
+    for start, end in ((0, 4), (4, 7), *((t, t + 1) for t in range(7, SEQ))):
+        context.sequence_len_offset = start
+        found.append(ours(hidden[start:end], attention_mask=None, inference_context=context)[0])
+    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-12, atol=1e-12)
+    cache = context.key_value_memory_dict[ours.layer_number]
+    config = ours.config
+    kept = sum(x[0, 0].numel() for x in cache)
+    assert kept == config.kv_lora_rank + config.qk_pos_emb_head_dim
+    with pytest.raises(MegacppError, match=f"is of {SEQ} tokens, and {SEQ + 1} are needed"):
+        context.sequence_len_offset = SEQ
+        ours(hidden[:1], attention_mask=None, inference_context=context)
+    with pytest.raises(MegacppError, match="has no cache at token 3"):
+        other = StaticInferenceContext(BATCH, SEQ)
+        other.sequence_len_offset = 3
+        ours(hidden[:1], attention_mask=None, inference_context=other)
 
 
 def test_checkpoint_keys_are_megatrons():

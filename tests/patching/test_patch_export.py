@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from fakelane import FILES, ONE, ONE_A, TWO, edit, make_lane, make_site, snapshot
 
-from megacpp_mcore.patching import PatchError, export, manifest, port, state
+from megacpp_mcore.patching import PatchError, export, manifest, port, state, verify
 from megacpp_mcore.patching.operations import apply
 
 
@@ -112,10 +112,15 @@ def test_git_am_takes_each_patch_of_our_lane(patch, tmp_path):
     assert sorted(changed) == sorted(file.path for file in chosen.files)
 
 
-def ported(lane, tmp_path, files, version="1.1"):
+NOT_MERGED = "not merged: fakepkg 1.0 is not installed"
+
+
+def ported(lane, tmp_path, files, version="1.1", **how):
+    """patch -> (result, details) on a package with the changed `files`; by default, of the lines
+    alone: the pinned version is not there to merge from, and no reproducer runs."""
     site = make_site(tmp_path / "next", {**FILES, **files}, version=version)
     before = snapshot(site)
-    reports = port.port(lane, version, site)
+    reports = port.port(lane, version, site, **how)
     assert snapshot(site) == before
     return {report.patch: (report.result, report.details) for report in reports}
 
@@ -145,9 +150,10 @@ def test_port_of_what_is_said_to_be_merged(lane, tmp_path):
     merged = 'upstream = {state = "merged", link = "https://example.org/1", merged_in = "1.1"}'
     text = file.read_text().replace('upstream = { state = "not-reported" }', merged, 1)
     file.write_text(text)
-    found = ported(manifest.load(lane.lane), tmp_path, {})
+    (lane.lane / "reproducers/alpha.py").write_text("print('wrong'); raise SystemExit(1)\n")
+    found = ported(manifest.load(lane.lane), tmp_path, {}, timeout=60.0)
     said = "said to be merged, and still applies: https://example.org/1 (1.1)"
-    assert found["alpha"] == ("applies as is", (said,))
+    assert found["alpha"] == ("applies as is", (said, "without the patch: defect shown: wrong"))
     assert found["beta"] == ("applies as is", ())
 
 
@@ -167,14 +173,19 @@ def test_port_is_not_misled_by_repeated_code(tmp_path):
     patches = {"flag": {"fakepkg/one.py": (b"top\n" + before, b"top\n" + after)}}
     lane = manifest.load(make_lane(tmp_path / "l3", patches))
     upstream = b"top\nif mlp:\n" + call + after
-    result, (detail,) = ported(lane, tmp_path, {"fakepkg/one.py": b"x\n" + upstream})["flag"]
-    assert result == "conflicts"
+    files = {"fakepkg/one.py": b"x\n" + upstream}
+    result, (detail, why) = ported(lane, tmp_path, files)["flag"]
+    assert (result, why) == ("conflicts", NOT_MERGED)
     assert "ambiguous: its lines before the change stand at 5, those after it at 13" in detail
+    pinned = make_site(tmp_path / "pinned", {"fakepkg/one.py": b"top\n" + before})
+    assert ported(lane, tmp_path, files, base=pinned)["flag"] == (
+        "already upstream", ("a three-way merge with it changes nothing",),
+    )  # fmt: skip
 
 
-def test_port_conflicts(lane, tmp_path):
+def test_port_conflicts(lane, site, tmp_path):
     changed = edit(ONE, (b"one = 2\n", b"one = 22\n"), (b"one = 16\n", b"two = 16\n"))
-    found = ported(lane, tmp_path, {"fakepkg/one.py": b"new\n" + changed})
+    found = ported(lane, tmp_path, {"fakepkg/one.py": b"new\n" + changed}, base=site)
     result, (detail,) = found["alpha"]
     assert result == "conflicts"
     assert detail == (
@@ -187,7 +198,7 @@ def test_port_conflicts(lane, tmp_path):
 
 def test_port_partly_upstream_is_a_conflict(lane, tmp_path):
     found = ported(lane, tmp_path, {"fakepkg/one.py": ONE_A, "fakepkg/sub/two.py": TWO})
-    assert found["alpha"] == ("conflicts", ("part of the patch is already there",))
+    assert found["alpha"] == ("conflicts", ("part of the patch is already there", NOT_MERGED))
 
 
 def test_port_other_conflicts(tmp_path):
@@ -202,10 +213,79 @@ def test_port_other_conflicts(tmp_path):
     found = ported(lane, tmp_path, files)
     assert {result for result, _ in found.values()} == {"conflicts"}
     assert found["twice"][1] == (
-        "fakepkg/one.py: hunk 1: its lines stand more than once: at 3, 12",
-    )
+        "fakepkg/one.py: hunk 1: its lines stand more than once: at 3, 12", NOT_MERGED,
+    )  # fmt: skip
     assert "exists already" in found["makes"][1][0]
     assert "is not in this version" in found["gone"][1][0]
+
+
+NEAR = edit(ONE, (b"one = 0\n", b"zero = 0\n"), (b"one = 7\n", b"seven = 7\n"))
+
+
+def test_port_merges_from_the_pinned_version(lane, site, tmp_path):
+    """alpha's lines of context have changed, and so its hunk does not apply; its change does."""
+    found = ported(lane, tmp_path, {"fakepkg/one.py": NEAR, "fakepkg/sub/two.py": TWO}, base=site)
+    assert found["alpha"][0] == "applies, merged"
+    assert "line 1: expected 'one = 0\\n', found 'zero = 0\\n'" in found["alpha"][1][0]
+    assert [found[name][0] for name in ("beta", "gamma")] == ["applies as is", "applies, merged"]
+
+
+def test_port_merges_what_is_partly_upstream(lane, site, tmp_path):
+    apply(lane, site)  # the lane is in the pinned files: their originals are what is merged from
+    files = {"fakepkg/one.py": ONE_A, "fakepkg/sub/two.py": TWO}
+    target = tmp_path / "refreshed"
+    found = ported(lane, tmp_path, files, base=site, target=target)
+    assert found["alpha"] == ("applies, merged", ("part of the patch is already there",))
+    assert list(manifest.load(target).patches[0].diffs) == ["fakepkg/sub/two.py"]
+
+
+def test_port_without_git_does_not_merge(lane, site, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = ported(lane, tmp_path, {"fakepkg/one.py": NEAR}, base=site)
+    assert found["alpha"][0] == "conflicts"
+    assert found["alpha"][1][-1] == "not merged: git is not installed"
+
+
+def test_port_runs_the_reproducers(proving_lane, site, tmp_path):
+    """On the new version without the lane, where the lines do not tell."""
+    other_way = NEAR + b"one = 333\n"  # has what alpha's reproducer looks for, not alpha's lines
+    scripts = proving_lane.lane / "reproducers"
+    (scripts / "gamma.py").write_text("import sys\nprint('no such class')\nsys.exit(78)\n")
+    found = ported(proving_lane, tmp_path, {"fakepkg/one.py": other_way}, base=site, timeout=60.0)
+    assert found["alpha"] == ("already upstream", ("without the patch: right behaviour: has it",))
+    assert found["beta"][0] == "applies, moved" and len(found["beta"][1]) == 1  # its lines tell
+    result, (_, saw) = found["gamma"]
+    assert (result, saw) == ("conflicts", "without the patch: inapplicable: no such class")
+
+
+def test_port_writes_a_lane_that_applies_and_is_proved(proving_lane, site, tmp_path):
+    """beta is upstream's now and left out; the others are made for the new lines and digests."""
+    files = {"fakepkg/one.py": b"new = 1\n" + edit(NEAR, (b"one = 15\n", b"one = 1515\n"))}
+    target = tmp_path / "refreshed"
+    how = {"base": site, "timeout": 60.0, "target": target}
+    found = ported(proving_lane, tmp_path, files, **how)
+    assert [result for result, _ in found.values()] == [
+        "applies, merged", "already upstream", "applies, merged",
+    ]  # fmt: skip
+    lane, new = manifest.load(target), tmp_path / "next"
+    assert lane.packages == {"fakepkg": "1.1"}
+    assert [patch.id for patch in lane.patches] == ["alpha", "gamma"]
+    assert not (target / "beta.patch").exists() and not (target / "reproducers/beta.py").exists()
+    assert lane.patches[0].text.startswith(b"Why alpha.\n\ndiff --git ")
+    assert set(port_again(lane, new).values()) == {("applies as is", ())}
+    assert [proof.verdict for proof in verify.verify(lane, new)] == ["proved", "proved"]
+    apply(lane, new)
+    wanted = edit(files["fakepkg/one.py"], (b"one = 3\n", b"one = 3333\none = 333\n"))
+    assert (new / "fakepkg/one.py").read_bytes() == wanted
+    with pytest.raises(PatchError, match="refreshed: exists"):
+        port.port(proving_lane, "1.1", new, target=target)
+    with pytest.raises(PatchError, match="needs the whole lane"):
+        port.port(proving_lane, "1.1", new, ["alpha"], target=tmp_path / "part")
+
+
+def port_again(lane, site):
+    reports = port.port(lane, "1.1", site)
+    return {report.patch: (report.result, report.details) for report in reports}
 
 
 def test_port_needs_the_version_installed(lane, site):

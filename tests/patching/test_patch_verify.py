@@ -44,6 +44,7 @@ def judged(lane, site, script, needs="cpu", timeout=60.0):
         ("raise SystemExit(3)", "cpu", "failed", r"without the patch: broken \(exit 3\)"),
         ("import os; os.kill(os.getpid(), 9)", "cpu", "failed", r"broken \(exit -9\)"),
         ("import sys; print('no GPU'); sys.exit(77)", "gpu", "not run here", "no GPU"),
+        ("raise SystemExit(78)", "gpu", "failed", "without the patch: inapplicable"),
         ("import sys; sys.exit(77)", "cpu", "failed", "although the manifest says needs = 'cpu'"),
         ("import sys, fakepkg.one as o; t = open(o.__file__).read(); sys.exit(77 * ('33' in t))",
          "gpu", "failed", "with it: cannot run here"),

@@ -64,6 +64,16 @@ def test_the_defect_shows_without_the_lane_and_not_with_it(patch, proofs):
     assert proof.verdict == verify.PROVED, f"{proof.reason}\n{proof.pristine}\n{proof.patched}"
 
 
+def test_a_reproducer_that_meets_other_internals_is_inapplicable():
+    """An exception is no defect: it says what it met and where."""
+    text = "from _common import run\ndef main():\n    import json\n    json.no_such()\nrun(main)"
+    folder = LANE.lane / manifest.REPRODUCERS
+    done = subprocess.run([sys.executable, "-c", text], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == verify.INAPPLICABLE
+    said = "AttributeError in <string>, main: module 'json' has no attribute 'no_such'"
+    assert done.stdout.splitlines() == [said]
+
+
 @pytest.mark.slow
 def test_with_the_lane_applied_the_plugin_drops_its_bridge_and_trains(site, small_recipe, tmp_path):
     patched = tmp_path / "site"
@@ -89,4 +99,4 @@ def test_with_the_lane_applied_the_plugin_drops_its_bridge_and_trains(site, smal
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "final training loss" in done.stdout
+    assert "training loss" in done.stdout

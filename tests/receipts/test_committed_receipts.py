@@ -19,7 +19,6 @@ from megacpp_mcore.surfaces.figures import surfaces_by_receipt
 from megacpp_mcore.surfaces.registry import REGISTRY
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples/receipts/h200"
-README = FOLDER.parents[2] / "README.md"
 # Three runs of 13 layers over the same 100 batches, from the same weights.
 MLA_ROPE = "run-nam56r-quarter-mla_rope"
 
@@ -108,7 +107,6 @@ def test_without_logits_the_step_is_faster_and_ten_gib_smaller():
 
 def test_fp8_takes_less_time_for_a_whole_step_and_the_compiled_preps_do_not():
     """By the 99 % interval of the ratio of times, in turns with bf16 and with the plain preps."""
-    words = " ".join(README.read_text().split())
     rows, _ = _rows("model-nam56r-quarter-precision")
     precision = receipts.read(FOLDER / "model-nam56r-quarter-precision.json")["recipe"]["content"]
     asked = {key: precision["precision"][key] for key in ("fp8", "fp8_recipe")}
@@ -116,17 +114,12 @@ def test_fp8_takes_less_time_for_a_whole_step_and_the_compiled_preps_do_not():
     bf16, fp8 = rows["precision.fp8=null", "step"], rows["model", "step"]
     time = judge_rows(bf16, fp8, MARGIN, in_turns=True).time
     assert time.high < 1 - MARGIN and fp8["error"] < fp8["tolerance"]
-    assert f"takes {fp8['median_ms']:.0f} ms in FP8" in words
-    assert f"and {bf16['median_ms']:.0f} ms in bf16" in words
-    assert f"{time.low:.3f} to {time.high:.3f} of the time" in words
 
     rows, _ = _rows("model-nam56r-quarter-compile")
     off = rows.pop(("m2rnn_prep=reference", "step"))
     steps = [row for (_, phase), row in rows.items() if phase == "step"]
     times = [judge_rows(off, row, MARGIN, in_turns=True).time for row in steps]
     assert len(times) == 3 and all(t.low < 1 < t.high for t in times)
-    low, high = min(t.low for t in times), max(t.high for t in times)
-    assert f"{low:.2f} to {high:.2f} of the time" in words
 
 
 def test_chunked_losses_take_nine_tenths_of_ligers_mean_and_little_more_than_the_products():
@@ -235,12 +228,9 @@ def test_a_model_learns_in_fp8_as_it_does_in_bf16():
         same = {d.partition(":")[0] for d in unlike(run, fp8) if d.startswith("recipe.")}
         assert same == {"recipe.precision.fp8", "recipe.precision.fp8_recipe",
                         "recipe.m2rnn.chunk_size", "recipe.m2rnn.tanh"}  # fmt: skip
-    apart = [
-        fmean(abs(x - y) for x, y in zip(run["series"]["loss"], fp8["series"]["loss"], strict=True))
-        for run in runs
-    ]
-    words = " ".join(README.read_text().split())
-    assert f"{min(apart):.3f} to {max(apart):.3f} nats per step from them" in words
+    for run in runs:
+        pairs = zip(run["series"]["loss"], fp8["series"]["loss"], strict=True)
+        assert fmean(abs(x - y) for x, y in pairs) < 0.04  # nats a step; bf16's runs: 0.025
 
 
 def test_packed_documents_train_with_every_letter():
@@ -265,11 +255,6 @@ def test_a_second_start_finds_its_kernels_and_takes_less_than_half_a_minute():
     assert second["result"]["first_step_ms"] < first["result"]["first_step_ms"] / 5
     assert second["plan"]["counts"] == first["plan"]["counts"]
     assert _from_the_command(second) < 30 < _from_the_command(first)
-    for name, run in (("first", first), ("second", second)):
-        link = (
-            f"[{_from_the_command(run):.0f} s](examples/receipts/h200/run-cold-{name}-start.json)"
-        )
-        assert link in README.read_text()
 
 
 def test_a_second_start_of_52_layers_takes_less_than_half_a_minute():
@@ -279,13 +264,6 @@ def test_a_second_start_of_52_layers_takes_less_than_half_a_minute():
     assert first["plan"] == second["plan"] and sum(first["plan"]["counts"].values()) == 52
     assert first["backends"] == second["backends"] and second["result"]["status"] == "complete"
     assert _from_the_command(second) < min(30, _from_the_command(first))
-    words = " ".join(README.read_text().split())
-    assert (
-        f"first step {_from_the_command(first):.0f} s after the command. [Started again]" in words
-    )
-    launcher = f"{second['result']['launch_s']:.0f} of them in the launcher"
-    seconds = f"{_from_the_command(second):.0f} s"
-    assert f"in the same folder, they ended it after {seconds}, {launcher}" in words
 
 
 def _full_size(gpus, pattern):
@@ -298,15 +276,15 @@ def _full_size(gpus, pattern):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "name", "pattern", "figures"),
+    ("gpus", "name", "pattern"),
     [
-        (4, "", "AEMEAEMEAEMR", (33, "1,112 ms", "58,944", "243", "24.5 %", "90.3 GiB")),
-        (2, "", "AEMEAEMEAEMR", (50, "948 ms", "34,567", "285", "28.8 %", "109.2 GiB")),
-        (2, "-yardstick", "AEMEAEMEAEMM", (50, "1,044 ms", "31,379", "271", "27.4 %", "117.7 GiB")),
-        (4, "-yardstick", "AEMEAEMEAEMM", (30, "1,139 ms", "57,553", "248", "25.1 %", "97.1 GiB")),
+        (4, "", "AEMEAEMEAEMR"),
+        (2, "", "AEMEAEMEAEMR"),
+        (2, "-yardstick", "AEMEAEMEAEMM"),
+        (4, "-yardstick", "AEMEAEMEAEMM"),
     ],
 )
-def test_52_layers_train_on_several_gpus(gpus, name, pattern, figures):
+def test_52_layers_train_on_several_gpus(gpus, name, pattern):
     run = receipts.read(FOLDER / f"run-nam56r-{gpus}xh200{name}.json")
     result, loss = run["result"], run["series"]["loss"]
     assert run["lane"]["device"]["count"] == run["topology"]["ep"] == run["topology"]["dp"] == gpus
@@ -324,36 +302,17 @@ def test_52_layers_train_on_several_gpus(gpus, name, pattern, figures):
     rate = result["tokens_per_s_median"] * counted.training / gpus
     assert result["tflops_per_s_per_device"] == pytest.approx(rate / 1e12, rel=1e-5)
 
-    ms = gpus * 4 * 4096e3 / result["tokens_per_s_median"]
-    assert figures == (
-        result["steps"], f"{ms:,.0f} ms", f"{result['tokens_per_s_median']:,.0f}",
-        f"{rate / 1e12:.0f}", f"{result['mfu'] * 100:.1f} %",
-        f"{result['peak_memory_bytes'] / 2**30:.1f} GiB",
-    )  # fmt: skip
-    assert f" | {' | '.join(map(str, figures))} | " in README.read_text()
 
-
-PAIRS = {  # in one call each: ours, the yardstick, what README says of their tokens per second
-    "four GPUs": (
-        "4xh200",
-        "4xh200-yardstick",
-        "{:.3f} times the yardstick's tokens per second, which",
-    ),
-    "two GPUs": (
-        "2xh200",
-        "2xh200-yardstick",
-        "{:.3f} times the yardstick's tokens per second, with",
-    ),
-    "before": (
-        "2xh200-33-steps",
-        "2xh200-yardstick-34-steps",
-        "The previous call had {:.3f}, with",
-    ),
+# In one call each: ours, the yardstick.
+PAIRS = {
+    "four GPUs": ("4xh200", "4xh200-yardstick"),
+    "two GPUs": ("2xh200", "2xh200-yardstick"),
+    "before": ("2xh200-33-steps", "2xh200-yardstick-34-steps"),
 }
 
 
-@pytest.mark.parametrize(("name", "beside", "said"), PAIRS.values(), ids=PAIRS)
-def test_the_full_size_beside_the_yardstick_is_not_decided(name, beside, said):
+@pytest.mark.parametrize(("name", "beside"), PAIRS.values(), ids=PAIRS)
+def test_the_full_size_beside_the_yardstick_is_not_decided(name, beside):
     yardstick, ours = (receipts.read(FOLDER / f"run-nam56r-{n}.json") for n in (beside, name))
     expected = {"mamba3_scan": "mamba_ssm", "m2rnn": "cuda", "moe_experts": "te",
                 "mla_rope": "triton", "linear_cross_entropy": "chunked"}  # fmt: skip
@@ -361,15 +320,10 @@ def test_the_full_size_beside_the_yardstick_is_not_decided(name, beside, said):
     assert expected.items() <= served.items()
     judged = judge_runs(yardstick, ours)
     assert judged.verdict == "undecided" and judged.loss.judgement == "not worse"
-    rates = [run["result"]["tokens_per_s_median"] for run in (yardstick, ours)]
-    words = " ".join(README.read_text().split())
-    assert said.format(rates[1] / rates[0]) in words
-    low, high = f"{judged.time.low:.2f}", f"{judged.time.high:.2f}"
-    assert re.search(rf"(ratio of times (is|of)|1\.053, with) {low} to {high}", words)
 
 
 def test_slow_steps_of_two_gpus_are_as_said():
-    """README, of the steps after the fourth: four of the yardstick's of 1.4 to 2.7 s, in three of
+    """After the fourth step: four of the yardstick's took 1.4 to 2.7 s, in three of
     them torch.compile's log has the experts' activation for 0 rows or 1; of ours one of 1.3 s, in
     the call before one of 1.6."""
     yardstick, ours, before = (
@@ -391,8 +345,8 @@ def test_slow_steps_of_two_gpus_are_as_said():
         assert slowest < most < slowest + 50 and rest < 1150
 
 
-def test_layouts_are_as_far_apart_as_said():
-    words = " ".join(README.read_text().split())
+def test_layouts_have_the_losses_of_one_gpu():
+    """Of bf16 over 20 steps, within a bound; a resume in the same layout is equal to the bit."""
 
     def losses(path):
         series = receipts.read(path)["series"]
@@ -402,58 +356,35 @@ def test_layouts_are_as_far_apart_as_said():
         one, found = losses(FOLDER / folder / f"{other}.json"), losses(FOLDER / folder / name)
         return max(abs(loss / one[step] - 1) for step, loss in found.items())
 
-    for folder, said in (("layouts-2xh200", "by less than 0.9 %"), ("layouts", "less than 1.1 %")):
+    for folder, bound in (("layouts-2xh200", 0.009), ("layouts", 0.011)):
         names = [p.name for p in (FOLDER / folder).glob("*.json") if p.name != "one.json"]
-        worst = max(apart(folder, name) for name in names)
-        bound = float(re.search(r"[\d.]+", said)[0])
-        assert said in words and bound - 0.1 < 100 * worst < bound
-    resumed = [
-        apart("layouts-2xh200", f"{n}.json", n[-3:]) for n in ("tp2-from-dp2", "ep4-from-ep2")
-    ]
-    assert "within 0.2 % of the original run" in words and 0.001 < max(resumed) < 0.002
+        assert 0 < max(apart(folder, name) for name in names) < bound
+    for name in ("tp2-from-dp2", "ep4-from-ep2"):
+        assert 0 < apart("layouts-2xh200", f"{name}.json", name[-3:]) < 0.002
     assert apart("layouts-2xh200", "one-resumed.json") == 0
-    heads = apart("stock", "megatron-heads.json")
-    assert "losses differ by less than 0.4 %" in words and 0.003 < heads < 0.004
+    assert 0 < apart("stock", "megatron-heads.json") < 0.004
 
 
-def test_a_captured_step_of_52_layers_and_two_ranks_of_them_are_as_said():
-    words = " ".join(README.read_text().split())
+def test_captured_steps_of_52_layers_are_captured_and_even():
+    """On one GPU and as two data-parallel ranks, beside eager ones; the last eight within 2 %."""
     names = ("1xh200-graph", "2xh200-dp2", "2xh200-dp2-graph")
     one, eager, two = (receipts.read(FOLDER / f"run-nam56r-{name}.json") for name in names)
-    assert one["recipe"]["content"]["launch"]["cuda_graph_impl"] == "full_iteration"
-    result, ms = one["result"], one["series"]["ms"]
-    warm = [x for step, x in enumerate(ms, 1) if step not in one["series_info"]["cold_steps"]]
-    assert one["series_info"]["cold_steps"] == [1, 4]  # the first, and the capture
-    said = (
-        f"({result['tokens_per_s_median'] / 1e3:.1f} k tokens/s, "
-        f"{result['tflops_per_s_per_device']:.0f} TFLOP/s by our count, "
-        f"{result['mfu'] * 100:.1f} % MFU, peak {result['peak_memory_bytes'] / 2**30:.0f} GiB, "
-        f"of the graph {result['cuda_graph_bytes'] / 2**30:.0f})"
-    )
-    assert said in words
-    assert f"took {statistics.median(warm) / 1e3:.2f} s each" in words
-    assert f"last eight {max(ms[-8:]) / statistics.median(ms[-8:]):.3f} times the median" in words
-    assert len(warm) == 15
     for receipt in (eager, two):
         assert receipt["topology"]["dp"] == 2 and receipt["topology"]["ep"] == 1
-    impls = [r["recipe"]["content"]["launch"]["cuda_graph_impl"] for r in (eager, two)]
-    assert impls == ["none", "full_iteration"]
+    impls = [r["recipe"]["content"]["launch"]["cuda_graph_impl"] for r in (one, eager, two)]
+    assert impls == ["full_iteration", "none", "full_iteration"]
+    for receipt in (one, two):
+        assert receipt["series_info"]["cold_steps"] == [1, 4]  # the first, and the capture
+        last = receipt["series"]["ms"][-8:]
+        assert max(last) / statistics.median(last) < 1.02
+        assert receipt["result"]["cuda_graph_bytes"] > 0
     rate, eagers = (r["result"]["tokens_per_s_median"] for r in (two, eager))
-    mfu, eager_mfu = (r["result"]["mfu"] * 100 for r in (two, eager))
-    step = 2 * 4 * 4 * 4096
-    assert f"took {step / rate:.2f} s per step of 131,072 tokens" in words
-    assert f"[{rate / 2e3:.1f} k tokens/s per GPU, {mfu:.1f} % MFU]" in words
-    without = (
-        f"without the graph {step / eagers:.2f} s, [{eagers / 2e3:.1f} k and {eager_mfu:.1f} %]"
-    )
-    assert without in words
-    assert f"{len(two['series']['ms'])} steps; without" in words
-    assert f"{len(eager['series']['ms'])} steps. Both" in words
+    assert rate > eagers
 
 
 def test_the_table_of_receipts_is_that_of_the_receipts():
     folder = FOLDER.parent
-    page = table(folder, README.read_text(), surfaces_by_receipt())
+    page = table(folder, surfaces_by_receipt())
     assert (folder / "README.md").read_text() == page, (
         "run `megacpp report table examples/receipts`"
     )

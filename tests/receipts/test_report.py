@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 
 import pytest
 import receipt_samples as samples
@@ -13,6 +14,7 @@ from megacpp_mcore.receipts import bench_row, read, recipe_entry, write
 from megacpp_mcore.receipts import run as run_receipt
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.receipts.intervals import ratio_in_turns, time_ratio
+from megacpp_mcore.receipts.show import beside
 
 TRITON = [{"surface": "m2rnn", "requested": "triton", "observed": "triton", "reason": "named"}]
 
@@ -41,7 +43,7 @@ def verdict(text):
 
 
 def test_show_tells_where_what_and_how_well(cli, base):
-    status, out, err = cli("report", "show", base)
+    status, out, err = cli("report", "show", "-v", base)
     assert (status, err) == (0, "")
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "status complete, 80 steps, 40,960 tokens" in lines
@@ -51,7 +53,7 @@ def test_show_tells_where_what_and_how_well(cli, base):
     assert "applied OMP_NUM_THREADS=2" in lines
     assert any(line.startswith("goodput 8") and "in useful steps" in line for line in lines)
     assert any(line.startswith("checkpoint 3.2 s") for line in lines)
-    assert any(line.startswith("unigram_entropy 3.31 final loss is") for line in lines)
+    assert any(line.startswith("unigram entropy of the corpus 3.31 the training") for line in lines)
     # the first line holds the path, which is as long as it is
     assert len(lines) < 60 and max(map(len, out.splitlines()[1:])) <= 110
 
@@ -89,6 +91,33 @@ def test_show_of_a_run_that_has_done_nothing_yet(cli, tmp_path):
     samples.start(tmp_path / "r.json").write()
     status, out, _ = cli("report", "show", tmp_path / "r.json")
     assert status == 0 and "status    running, 0 steps, 0 tokens" in out
+
+
+def test_show_says_all_backends_of_a_run_at_once_and_labels_its_figures(cli, base):
+    _, out, _ = cli("report", "show", base)
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "backends reference: m2rnn (why: -v)" in lines and " first" not in out
+    assert any(line.startswith("result training loss, mean of the last 20 steps") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("loss", "entropy", "said"), [(1.0, 2.5112, "1.5112 below"), (2.5112, 1.0, "1.5112 above")]
+)
+def test_a_loss_is_above_or_below_an_entropy_never_minus_below(loss, entropy, said):
+    assert beside(loss, entropy, 4) == said
+
+
+def test_compare_says_which_way_a_figure_goes(cli, tmp_path):
+    """Times: B over A, and in words; of the others whether B is better."""
+    slow, fast = samples.bench(te=0.9), samples.bench(te=0.45)
+    write(tmp_path / "a.json", slow)
+    write(tmp_path / "b.json", fast)
+    _, out, _ = cli("report", "compare", tmp_path / "a.json", tmp_path / "b.json")
+    rows = [line for line in out.splitlines() if line.startswith("te ")]
+    assert "time, B / A" in out and all(" % faster " in row for row in rows)
+    _, out, _ = cli("report", "compare", tmp_path / "b.json", tmp_path / "a.json")
+    rows = [line for line in out.splitlines() if line.startswith("te ")]
+    assert len(rows) == 2 and all(re.search(r" (99|100|101)\.\d % slower ", row) for row in rows)
 
 
 def test_show_of_a_bench_judges_each_backend_against_the_baseline(cli, tmp_path):

@@ -19,7 +19,7 @@ import torch
 import warm
 from left_behind import Marked, wait_until
 
-from megacpp_mcore import receipts
+from megacpp_mcore import cli, receipts
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.recipe.check import MegatronRefusal
@@ -264,6 +264,51 @@ def test_a_checkpoint_of_another_recipe_is_refused_by_its_keys(one_step, small_r
         train(other, one_step, resume=True)
 
 
+LONGER = ["schedule.train_iters=12", "schedule.log_interval=1", "checkpoint.save_interval=5"]
+
+
+def test_a_finished_run_is_extended(runs, small_recipe, tmp_path):
+    """By a longer schedule, whose rates it then has; as one that is interrupted on the way."""
+    longer, ends = load_recipe(str(small_recipe), LONGER), []
+    for name, stop in (("at once", None), ("in two", 10)):
+        out = shutil.copytree(runs(None), tmp_path / name, symlinks=True)
+        if stop:
+            train(longer, out, steps=stop, resume=True)
+        train(longer, out, resume=True)
+        receipt = receipts.read(out / "receipt.json")
+        assert receipt["result"]["status"] == "complete" and receipt["result"]["steps"] == 12
+        assert "from step 9 on schedule.train_iters is 12, before it was 8" in receipt["notes"]
+        ends.append((receipt["series"]["loss"], receipt["series"]["lr"]))
+    assert ends[0] == ends[1] and ends[0][0][:8] == losses(runs(None))
+    rates = ends[0][1]
+    assert rates[8] > 2 * rates[7]  # the cosine of 12 steps goes on where that of 8 was at its end
+    assert rates[11] == pytest.approx(min(rates[8:]))
+
+
+def test_an_extended_run_still_needs_its_data(one_step, small_recipe):
+    progress = checkpoint.latest(one_step / "checkpoints") / "progress.json"
+    content = json.loads(progress.read_text())
+    progress.write_text(json.dumps(content | {"data_digest": "0" * 64}))
+    checksums.add(progress.parent, progress.name)
+    with pytest.raises(checkpoint.CheckpointError, match="on other data"):
+        train(load_recipe(str(small_recipe), LONGER), one_step, resume=True)
+
+
+def test_a_finished_run_has_nothing_left_to_train(runs, small_recipe, capfd):
+    """It says so, without Megatron, and changes nothing; so does one that --steps has ended."""
+    for steps, last in (((), 8), (("--steps", "5"), 5)):
+        out = runs(None if last == 8 else 5)
+        before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+        argv = ["train", str(small_recipe), "--out", str(out), "--resume", *steps]
+        assert cli.main(argv) == 0
+        said = capfd.readouterr().out
+        assert (
+            f"complete at step {last}: nothing is left to train. To extend it, resume with --s"
+            in said
+        )
+        assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+
+
 def test_a_checkpoint_trained_on_other_data_is_refused(small, one_step):
     progress = checkpoint.latest(one_step / "checkpoints") / "progress.json"
     content = json.loads(progress.read_text())
@@ -344,7 +389,7 @@ def test_a_checkpoint_whose_progress_is_not_one_is_refused(one_step, content):
     progress = saved / "progress.json"
     progress.write_text(json.dumps(json.loads(progress.read_text()) | content))
     with pytest.raises(checkpoint.CheckpointError, match=r"progress\.json cannot be read"):
-        checkpoint.load(saved, None, None, verify=False)
+        checkpoint.load(saved, None, None, None, verify=False)
 
 
 def test_a_checkpoint_that_a_kill_left_without_its_name_goes_on(small, one_step, capfd):

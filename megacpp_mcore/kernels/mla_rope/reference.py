@@ -47,8 +47,8 @@ def mla_rope(
     cos, sin = (table[positions(q.shape[0], cu_seqlens, q.device)][heads] for table in rotary)
     q_plain, q_pos = q.split([qk_head_dim, k_pos.shape[-1]], dim=-1)
     k_plain, v = kv.split([qk_head_dim, kv.shape[-1] - qk_head_dim], dim=-1)
-    k_pos = _rotate(k_pos.unsqueeze(-2), cos, sin, interleaved).expand_as(q_pos)
-    q = torch.cat([q_plain, _rotate(q_pos, cos, sin, interleaved)], dim=-1)
+    k_pos = rotate(k_pos.unsqueeze(-2), cos, sin, interleaved).expand_as(q_pos)
+    q = torch.cat([q_plain, rotate(q_pos, cos, sin, interleaved)], dim=-1)
     return q, torch.cat([k_plain, k_pos], dim=-1), v.contiguous()
 
 
@@ -59,8 +59,11 @@ def positions(tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> T
     return documents.positions(tokens, cu_seqlens.to(device))
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate the first 2 * cos.shape[-1] of the last dim of x; the rest is unchanged."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the first 2 * cos.shape[-1] of the last dim of x; the rest is unchanged.
+
+    cos, sin: of any shape that x's other dims broadcast with. interleaved: as in `mla_rope`.
+    """
     pairs = cos.shape[-1]
     rotated, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
     if interleaved:

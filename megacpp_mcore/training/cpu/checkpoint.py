@@ -8,7 +8,7 @@ complete one.
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.files import read_regular, sync, write_atomically
+from megacpp_mcore.recipe import MAY_CHANGE, changed_keys
 from megacpp_mcore.stack import unpickling
 from megacpp_mcore.training.checkpoints import checksums, folder, writer
 from megacpp_mcore.training.cpu.megatron_setup import quiet
@@ -107,13 +108,18 @@ def latest(directory: Path) -> Path | None:
 
 
 def load(
-    checkpoint: Path, trainer: Trainer, current: Progress, *, verify: bool = True
+    checkpoint: Path, trainer: Trainer, current: Progress,
+    digest_of: Callable[[Mapping[str, Any]], str], *, verify: bool = True,
 ) -> Progress:  # fmt: skip
     """Load `checkpoint` into the trainer. Returns the progress saved with it.
 
-    current: of the run that is resumed. verify: compare its files with their checksums first.
+    current: of the run that is resumed. digest_of: a recipe of the same data, but perhaps of
+    another length -> the digest of its order of samples now. verify: compare its files with their
+    checksums first.
+
     Raises CheckpointError when the checkpoint cannot be read, or was made with another recipe (the
-    differing keys are named) or other data; the trainer must then not be used.
+    differing keys are named; those of `recipe.MAY_CHANGE` may differ) or other data; the trainer
+    must then not be used.
     """
     if verify:
         try:
@@ -126,12 +132,16 @@ def load(
             f"{checkpoint} is of iteration {progress.iteration}, by its {PROGRESS}: somebody "
             f"renamed it; {folder.advice(checkpoint)}"
         )
-    if changed := _differences(progress.recipe, current.recipe):
-        raise CheckpointError(
-            f"{checkpoint} was trained with another recipe: {'; '.join(changed)}. Use the same "
-            "recipe, or another --out"
+    changed = changed_keys(progress.recipe, current.recipe)
+    if refused := [key for key in changed if key not in MAY_CHANGE]:
+        listed = "; ".join(
+            f"{key} was {changed[key][0]!r} and is {changed[key][1]!r}" for key in refused
         )
-    if progress.data_digest != current.data_digest:
+        raise CheckpointError(
+            f"{checkpoint} was trained with another recipe: {listed}. Use the same recipe (only "
+            f"{', '.join(MAY_CHANGE)} may change), or another --out"
+        )
+    if progress.data_digest != digest_of(progress.recipe):
         raise CheckpointError(
             f"{checkpoint} was trained on other data than {current.recipe['data']['data_path']} "
             "holds now: the order of samples differs. Restore the data, or use another --out"
@@ -188,23 +198,9 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
     for parameter_state in state["optimizer"]["state"].values():
         parameter_state["step"] = torch.tensor(step)
     trainer.optimizer.load_state_dict(state["optimizer"])
-    trainer.scheduler.load_state_dict(state["scheduler"])
+    # the schedule is the recipe's, which may be longer now; its position is the checkpoint's
+    trainer.scheduler.step(increment=state["scheduler"]["num_steps"])
     torch.set_rng_state(state["rng"])
-
-
-def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """`section.key was ... and is ...` for every key that differs."""
-    changed = []
-    for section in sorted(set(saved) | set(current)):
-        before, now = saved.get(section), current.get(section)
-        if not (isinstance(before, Mapping) and isinstance(now, Mapping)):
-            before, now = {"": before}, {"": now}
-        changed += [
-            f"{section}.{key}".rstrip(".") + f" was {before.get(key)!r} and is {now.get(key)!r}"
-            for key in sorted(set(before) | set(now))
-            if before.get(key) != now.get(key)
-        ]
-    return changed
 
 
 def _cause(error: BaseException) -> str:

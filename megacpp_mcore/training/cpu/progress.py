@@ -1,47 +1,59 @@
 """Progress output of a run: a bar on a terminal, lines otherwise."""
 
 import sys
-import time
+from collections.abc import Callable
 
 from tqdm import tqdm
 
+from megacpp_mcore.terminal import has_room, left, printable
+
+_BAR = "{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+
 
 class ProgressLog:
-    """Progress on stderr: loss, tokens/s, ETA. Without a terminal, a line per `log_interval`."""
+    """Progress on stderr: loss, tokens/s, time left. Without a terminal, a line per
+    `log_interval`.
 
-    def __init__(self, start: int, total: int, log_interval: int) -> None:
+    seconds_left: what a step takes, in seconds -> seconds until the run ends, with its
+    evaluations and saves.
+    """
+
+    def __init__(
+        self, start: int, total: int, log_interval: int, seconds_left: Callable[[float], float]
+    ) -> None:
         self._interval = log_interval
         self._total = total
+        self._seconds_left = seconds_left
         self._bar = tqdm(
-            total=total, initial=start, unit="step", file=sys.stderr, disable=None,
-            dynamic_ncols=True,
+            total=total, initial=start, unit="step", file=sys.stderr,
+            disable=not has_room(sys.stderr), dynamic_ncols=True, bar_format=_BAR,
         )  # fmt: skip
-        self._mark, self._tokens = time.monotonic(), 0
-        self._done_since_mark = 0
+        self._seconds, self._tokens, self._steps = 0.0, 0, 0  # since the last line
 
-    def step(self, iteration: int, loss: float, tokens: int, lr: float, norm: float) -> None:
-        """Show a step. loss in nats per token, tokens of the step, norm before clipping."""
+    def step(
+        self, iteration: int, loss: float, tokens: int, lr: float, norm: float, seconds: float
+    ) -> None:
+        """Show a step. loss in nats per token, tokens of the step, norm before clipping, seconds
+        that it took."""
+        self._seconds += seconds
         self._tokens += tokens
-        self._done_since_mark += 1
+        self._steps += 1
+        speed = f"{self._tokens / self._seconds:,.0f} tokens/s"
+        rest = f"{left(self._seconds_left(self._seconds / self._steps))} left"
         if not self._bar.disable:
-            speed = self._tokens / (time.monotonic() - self._mark)
-            self._bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
+            self._bar.set_postfix_str(f"loss {loss:.3f}, {speed}, {rest}", refresh=False)
             self._bar.update()
         elif iteration % self._interval == 0 or iteration == self._total:
-            self._line(iteration, loss, lr, norm)
-
-    def _line(self, iteration: int, loss: float, lr: float, norm: float) -> None:
-        seconds = time.monotonic() - self._mark
-        left = (self._total - iteration) * seconds / self._done_since_mark
-        self.say(
-            f"step {iteration}/{self._total} | loss {loss:.4f} | {self._tokens / seconds:,.0f} "
-            f"tokens/s | lr {lr:.2e} | grad norm {norm:.3f} | {left:.0f} s left"
-        )
-        self._mark, self._tokens, self._done_since_mark = time.monotonic(), 0, 0
+            self.say(
+                f"step {iteration}/{self._total} | loss {loss:.4f} | {speed} | lr {lr:.2e} | grad "
+                f"norm {norm:.3f} | {rest}"
+            )
+        if iteration % self._interval == 0:
+            self._seconds, self._tokens, self._steps = 0.0, 0, 0
 
     def say(self, line: str) -> None:
         """Print a line without breaking the bar."""
-        tqdm.write(line, file=sys.stderr)
+        tqdm.write(printable(line), file=sys.stderr)
         sys.stderr.flush()
 
     def close(self) -> None:

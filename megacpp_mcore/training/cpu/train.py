@@ -7,14 +7,18 @@ and resumed ends with the same losses.
 import contextlib
 import resource
 import signal
+import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import torch
+from megatron.core.transformer.module import MegatronModule
 
 from megacpp_mcore import dispatch, receipts
 from megacpp_mcore.hybrid import flops
@@ -62,24 +66,48 @@ def train(
     receipt then says so, and the last good checkpoint is kept.
     """
     support.check(recipe, steps)
+    with _started(recipe, out, resume=resume, overwrite=overwrite, resume_from=resume_from) as run:
+        return run.until(steps or run.args.train_iters)
+
+
+def begin_with(recipe: Recipe, out: Path, fill: Callable[[MegatronModule], None]) -> Path:
+    """Begin a run with other weights than drawn ones: `train` with `resume` goes on from there.
+
+    fill: replaces the parameters of the recipe's model. Returns the checkpoint, of iteration 0 and
+    with a fresh optimizer. Raises as `train`.
+    """
+    support.check(recipe)
+    with _started(recipe, out) as run:
+        with torch.no_grad():
+            fill(run.trainer.model.module)
+        saved = run.save()
+        run.receipt.write("interrupted", "its weights were imported; go on with --resume")
+        return saved
+
+
+@contextlib.contextmanager
+def _started(
+    recipe: Recipe, out: Path, *, overwrite: bool = False, **claim: Any
+) -> Iterator["_Run"]:
+    """A run in the folder `out`, from its checkpoint or from the beginning."""
     check_packages(recipe)
     patch_needs.check(recipe)
     memory.check(recipe)
     goodput = Goodput()
     folder = RunFolder(out)
-    latest = folder.claim(resume=resume, overwrite=overwrite, resume_from=resume_from)
+    latest = folder.claim(overwrite=overwrite, **({"resume": False} | claim))
     environment = apply_environment(recipe.launch.environment)
     try:
         args = megatron_args(lower(recipe).argv)
         with single_process(recipe.schedule.seed), _StopSignals() as stop:
             timeout = recipe.launch.heartbeat_timeout_s
             with Heartbeat(folder.path / "heartbeat", 0, timeout) as heartbeat:
-                run = _Run(recipe, args, folder, goodput, environment, heartbeat)
+                run = _Run(recipe, args, folder, goodput, environment, heartbeat, stop)
                 if overwrite:
                     folder.clear()  # now that the new run can start
                 if latest:
                     run.resume(latest)
-                return run.until(steps or args.train_iters, stop)
+                yield run
     finally:
         folder.release()
 
@@ -89,19 +117,21 @@ class _Run:
 
     def __init__(
         self, recipe: Recipe, args: Namespace, folder: RunFolder, goodput: Goodput,
-        environment: dict[str, dict[str, str]], heartbeat: Heartbeat,
+        environment: dict[str, dict[str, str]], heartbeat: Heartbeat, stop: "_StopSignals",
     ) -> None:  # fmt: skip
-        self.heartbeat = heartbeat
+        self.heartbeat, self.stop = heartbeat, stop
         self.recipe, self.args, self.folder, self.goodput = recipe, args, folder, goodput
         with goodput.span("data"):
             self.train_data, self.valid_data = _datasets(recipe, folder.cache)
             self.data_digest = order_digest(self.train_data)
-        dispatch.begin()
+        dispatch.begin(say_each=False)
         dispatch.strict(recipe.launch.strict)
         model = build_model(args, recipe)
+        print(dispatch.summary(), file=sys.stderr, flush=True)
         optimizer = build_optimizer(model, args)
         self.trainer = Trainer(model, optimizer, build_scheduler(optimizer, args), args)
         self.iteration = 0
+        self._evaluation_s = self._save_s = 0.0  # what the last one took
         plan = recipe.plan.to_dict()
         self.receipt = RunReceipt(
             folder.receipt,
@@ -123,25 +153,41 @@ class _Run:
         """Load a checkpoint, which must be of this recipe and this data."""
         with self.goodput.span("checkpoint"):
             verify = self.recipe.checkpoint.verify_checksums
-            progress = checkpoint.load(latest, self.trainer, self._progress(), verify=verify)
+            progress = checkpoint.load(
+                latest, self.trainer, self._progress(), self._digest_of, verify=verify
+            )
         self.iteration = progress.iteration
         if self.folder.receipt.exists():
             tokens = self.iteration * self.tokens_per_step
             self.receipt.resume(receipts.read(self.folder.receipt), self.iteration, tokens)
 
+    def _digest_of(self, saved: Mapping[str, Any]) -> str:
+        """The order of samples that a recipe of `saved`'s length has with the data of now: beyond
+        one epoch it depends on the length."""
+        length = saved["schedule"]["train_iters"]
+        if length == self.recipe.schedule.train_iters:
+            return self.data_digest
+        schedule = replace(self.recipe.schedule, train_iters=length)
+        train_data, _ = _datasets(replace(self.recipe, schedule=schedule), self.folder.cache)
+        return order_digest(train_data)
+
     @property
     def tokens_per_step(self) -> int:
         return self.args.global_batch_size * self.args.seq_length
 
-    def until(self, last: int, stop: "_StopSignals") -> Outcome:
+    def until(self, last: int) -> Outcome:
         """Train up to iteration `last`, then evaluate, save and write the result."""
-        log = ProgressLog(self.iteration, last, self.recipe.schedule.log_interval)
+        stop = self.stop
+        log = ProgressLog(
+            self.iteration, last, self.recipe.schedule.log_interval,
+            lambda seconds: self._seconds_left(last, seconds),
+        )  # fmt: skip
         log.say(self._headline(last))
         try:
             for micro_batches in self._global_batches(last):
                 self._step(micro_batches, log)
                 if stop.signal or self._due(self.recipe.checkpoint.save_interval, last):
-                    self._save()
+                    self.save()
                 if stop.signal:
                     return self._interrupted(stop.signal, log)
                 if self._due(self.recipe.schedule.eval_interval, last):
@@ -160,6 +206,20 @@ class _Run:
             raise
         finally:
             log.close()
+
+    def _seconds_left(self, last: int, step_s: float) -> float:
+        """Until the run ends: the steps, evaluations and saves that are still to come.
+
+        One that has not been yet: an evaluation's batches take a third of a step's, its forward
+        pass; a save is not counted.
+        """
+        schedule, seconds = self.recipe.schedule, (last - self.iteration) * step_s
+        if self.valid_data is not None:
+            evaluation_s = self._evaluation_s or step_s * schedule.eval_iters / 3
+            due = _still_due(schedule.eval_interval, self.iteration, last)
+            seconds += due * evaluation_s
+        due = _still_due(self.recipe.checkpoint.save_interval, self.iteration, last)
+        return seconds + due * self._save_s
 
     def _due(self, interval: int | None, last: int) -> bool:
         """True at the interval, except at the end, which always saves and evaluates."""
@@ -182,13 +242,13 @@ class _Run:
         started = time.perf_counter()
         with self.goodput.span("step"):
             loss, norm = self.trainer.step(micro_batches)
-        milliseconds = (time.perf_counter() - started) * 1000
+        seconds = time.perf_counter() - started
         self.iteration += 1
         self.receipt.step(
-            self.iteration, tokens=self.tokens_per_step, ms=milliseconds, loss=loss,
+            self.iteration, tokens=self.tokens_per_step, ms=seconds * 1000, loss=loss,
             peak_memory_bytes=peak_memory_bytes(), grad_norm=norm, lr=lr,
         )  # fmt: skip
-        log.step(self.iteration, loss, self.tokens_per_step, lr, norm)
+        log.step(self.iteration, loss, self.tokens_per_step, lr, norm, seconds)
 
     def _evaluate(self, log: ProgressLog) -> None:
         if self.valid_data is None:
@@ -197,19 +257,25 @@ class _Run:
         schedule, size = self.recipe.schedule, self.args.micro_batch_size
         # always the first ones: the dataset is a whole epoch of the held-out documents
         count = schedule.eval_iters * schedule.global_batch_size // size
+        started = time.perf_counter()
         with self.goodput.span("evaluation"):
             loss = self.trainer.evaluate(list(islice(batches(self.valid_data, size), count)))
+        self._evaluation_s = time.perf_counter() - started
         self.receipt.evaluation(self.iteration, loss)
         log.say(f"step {self.iteration} | held-out loss {loss:.4f} nats per token")
 
-    def _save(self) -> None:
+    def save(self) -> Path:
+        """Save a checkpoint, and the receipt so far. Returns the checkpoint's folder."""
         # The receipt first: a resumed run can drop steps after the checkpoint from it, but cannot
         # restore missing steps before the checkpoint.
         self.heartbeat.beat(f"saving after step {self.iteration}")
+        started = time.perf_counter()
         self.receipt.write("running")
         with self.goodput.span("checkpoint"):
             keep = self.recipe.checkpoint.keep_latest
-            checkpoint.save(self.folder.checkpoints, self.trainer, self._progress(), keep)
+            saved = checkpoint.save(self.folder.checkpoints, self.trainer, self._progress(), keep)
+        self._save_s = time.perf_counter() - started
+        return saved
 
     def _progress(self) -> checkpoint.Progress:
         return checkpoint.Progress(
@@ -227,7 +293,7 @@ class _Run:
 
     def _finish(self, log: ProgressLog) -> Outcome:
         self._evaluate(log)
-        self._save()
+        self.save()
         result: dict[str, Any] = {}
         if len(self.recipe.data.data_path) == 1:  # a blend of corpora has another entropy
             with self.goodput.span("data"):
@@ -237,10 +303,18 @@ class _Run:
 
     def _headline(self, last: int) -> str:
         parameters = sum(p.numel() for p in self.trainer.parameters)
+        steps = f"steps {self.iteration + 1} to {last} of {self.tokens_per_step:,} tokens"
+        if self.iteration >= last:
+            steps = f"step {self.iteration} of {last} is done: evaluating and saving"
         return (
             f"{self.recipe.name}: {self.recipe.plan.megatron_pattern}, {parameters:,} parameters, "
-            f"steps {self.iteration + 1} to {last} of {self.tokens_per_step:,} tokens"
+            f"{steps}"
         )
+
+
+def _still_due(interval: int | None, done: int, last: int) -> int:
+    """How often `interval` comes after step `done` and before `last`, and once at the end."""
+    return 1 + (last - 1) // interval - done // interval if interval and done < last else 1
 
 
 def _datasets(recipe: Recipe, cache: Path) -> tuple[TokenDataset, TokenDataset | None]:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -17,7 +18,8 @@ import numpy as np
 from tqdm import tqdm
 
 from megacpp_mcore.files import sha256_file, sync
-from megacpp_mcore.training.data.files import MANIFEST_SCHEMA, DataError, paths
+from megacpp_mcore.terminal import has_room
+from megacpp_mcore.training.data.files import MANIFEST_SCHEMA, DataError, packed_kinds, paths
 
 _DTYPE = np.uint16
 _IDX_BYTES_A_DOCUMENT = 20
@@ -122,7 +124,7 @@ def _write(source: DocumentSource, written: tuple[Path, Path, Path], quiet: bool
             unit=source.unit,
             unit_scale=True,
             desc="data build",
-            disable=True if quiet else None,
+            disable=quiet or not has_room(sys.stderr),
         ) as bar:
             for tokens in source.documents(bar.update):
                 builder.add_document(tokens, [tokens.size])
@@ -148,6 +150,8 @@ def _write(source: DocumentSource, written: tuple[Path, Path, Path], quiet: bool
         "skipped": dict(sorted((+source.skipped).items())),
         "source": source.describe(),
     }
+    if kinds := packed_kinds(getattr(source, "kinds", [])):
+        manifest["kinds"] = kinds
     json_path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     for path in written:
         sync(path)

@@ -9,7 +9,6 @@ refused first.
 import contextlib
 import hashlib
 import logging
-import math
 import os
 import pickle
 import re
@@ -29,7 +28,8 @@ from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers import MegatronTokenizer
 
 from megacpp_mcore.files import sha256_file
-from megacpp_mcore.training.data.files import DataError, TokenFiles, paths, read_pair
+from megacpp_mcore.training.data.blend import parse_data_path, read_checked
+from megacpp_mcore.training.data.files import DataError, TokenFiles, paths
 
 TokenDataset = GPTDataset | BlendedDataset
 
@@ -71,8 +71,8 @@ def build_datasets(
         cache_dir: where Megatron keeps its index files; None: in memory only.
     """
     _check_sizes(seq_length, num_samples)
-    prefixes, weights = _parse_data_path(data_path)
-    pairs = [_read_checked(prefix, vocab_size, eod_id) for prefix in prefixes]
+    prefixes, weights = parse_data_path(data_path)
+    pairs = [read_checked(prefix, vocab_size, eod_id) for prefix in prefixes]
     ranges = [split_documents(pair.lengths.size, split) for pair in pairs]
     _check_splits(pairs, ranges, seq_length, num_samples)
     sizes = [n if documents else 0 for documents, n in zip(ranges[0], num_samples, strict=True)]
@@ -169,48 +169,6 @@ def _check_sizes(seq_length: int, num_samples: Sequence[int | None]) -> None:
         raise DataError(
             f"num_samples {num_samples}: give train, valid and test, each None or at least 0"
         )
-
-
-def _parse_data_path(
-    data_path: str | os.PathLike | Sequence[str],
-) -> tuple[list[str], list[float] | None]:
-    """(prefixes, weights), parsed by Megatron's rule for `--data-path`."""
-    if isinstance(data_path, str | os.PathLike):
-        return [os.fspath(data_path)], None
-    parts = [str(part).strip() for part in data_path]
-    if not parts:
-        raise DataError("data path is empty: name at least one dataset prefix")
-    weights = [_number(part) for part in parts[::2]]
-    if len(parts) % 2 or all(weight is None for weight in weights):
-        return parts, None
-    for part, weight in zip(parts[::2], weights, strict=True):
-        if weight is None or not math.isfinite(weight) or weight <= 0:
-            raise DataError(
-                f"data path {' '.join(parts)}: {part!r} is not a weight; give prefixes only, or a "
-                f"positive weight before each"
-            )
-    return parts[1::2], weights
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def _read_checked(prefix: str, vocab_size: int, eod_id: int) -> TokenFiles:
-    if not 0 <= eod_id < vocab_size:
-        raise DataError(
-            f"end-of-document id {eod_id} is outside the vocabulary, 0..{vocab_size - 1}"
-        )
-    pair = read_pair(prefix, vocab_size)
-    if pair.manifest is not None and pair.manifest["eod_id"] != eod_id:
-        raise DataError(
-            f"{prefix}.json says documents end with token {pair.manifest['eod_id']}, {eod_id} was "
-            f"asked for"
-        )
-    return pair
 
 
 def _check_splits(

@@ -1,6 +1,5 @@
 """The datasets of a GPU run: Megatron's GPTDataset on `.bin`/`.idx` pairs, or mock data."""
 
-import re
 from typing import Any
 
 from megatron.core import mpu
@@ -10,44 +9,6 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.training import get_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
-
-from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.training.data.files import DataError, read_pair
-
-
-def check_data(recipe: Recipe) -> None:
-    """Refuse a dataset that is absent, truncated, or built with another vocabulary.
-
-    Runs before the model is built. The vocabulary is read from the manifest next to the pair, not
-    from the tokens, because reading a large corpus takes minutes. Raises DataError.
-    """
-    data, vocab_size = recipe.data, recipe.model.vocab_size
-    for prefix in _prefixes(recipe):
-        manifest = read_pair(prefix).manifest
-        if manifest is None:
-            continue
-        if manifest["vocab_size"] > vocab_size:
-            raise DataError(
-                f"{prefix}.json says vocab_size {manifest['vocab_size']}, the recipe has "
-                f"model.vocab_size {vocab_size}: some tokens would have no embedding"
-            )
-        eod_id = data.null_tokenizer_eod_id
-        eod_id = vocab_size - 1 if eod_id is None else eod_id  # as Megatron's NullTokenizer
-        if data.tokenizer_type == "NullTokenizer" and manifest["eod_id"] != eod_id:
-            raise DataError(
-                f"{prefix}.json says documents end with token {manifest['eod_id']}, the recipe "
-                f"with {eod_id}: set data.null_tokenizer_eod_id={manifest['eod_id']}"
-            )
-
-
-def _prefixes(recipe: Recipe) -> list[str]:
-    """Every dataset prefix of the recipe, without the weights of blends."""
-    data, prefixes = recipe.data, []
-    for path in (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path):
-        parts = list(path or ())
-        weighted = len(parts) > 1 and all(re.fullmatch(r"[\d.eE+-]+", p) for p in parts[::2])
-        prefixes += parts[1::2] if weighted else parts
-    return prefixes
 
 
 def datasets_provider(num_samples: list[int | None], vp_stage: int | None = None) -> tuple:

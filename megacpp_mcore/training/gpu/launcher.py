@@ -1,5 +1,6 @@
 """`megacpp train --gpus N`: start this machine's ranks, each running megacpp_mcore.pretrain."""
 
+import ctypes
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,6 +85,17 @@ def _resume_hint(recipe: Recipe) -> str:
     return "There is no complete checkpoint to resume from"
 
 
+def _devices() -> int:
+    """How many GPUs torch sees. Without the driver's library none, and torch is not imported."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def _check(recipe: Recipe, gpus: int, resume: bool) -> None:
     if recipe.launch.device != "cuda":
         raise LaunchError(
@@ -95,10 +107,7 @@ def _check(recipe: Recipe, gpus: int, resume: bool) -> None:
             f"recipe {recipe.name} is for launch.nnodes = {recipe.launch.nnodes} machines: start "
             "torchrun on each with the output of `megacpp recipe args`"
         )
-    import torch
-
-    found = torch.cuda.device_count()
-    if found < gpus:
+    if (found := _devices()) < gpus:
         raise LaunchError(
             f"--gpus {gpus}: torch sees {found} CUDA devices on this machine; use at most that many"
         )

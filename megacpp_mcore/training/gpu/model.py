@@ -4,6 +4,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -83,6 +84,30 @@ class MegacppHybridModel(HybridModel):
         if loss_weights is None:
             return self.heads.per_token(hidden, weight, labels)
         return self.heads.total(hidden, weight, labels, loss_weights)
+
+    def next_token_logits(
+        self, input_ids: Tensor, inference_context: Any = None, last_only: bool = False
+    ) -> Tensor:
+        """Logits of the token behind each of input_ids [b, s]: [b, s, V], or with last_only of the
+        last one alone, [b, 1, V]. MTP's depths do not run.
+
+        inference_context: static; the tokens then follow those that it has states of, and the
+        caller advances it. Without one, a whole forward pass.
+        """
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        inputs = {
+            "input_ids": input_ids, "position_ids": positions, "attention_mask": None,
+            "inference_context": inference_context,
+        }  # fmt: skip
+        mtp, self.mtp_process = self.mtp_process, False
+        try:
+            hidden = self._hidden_states(inputs)
+        finally:
+            self.mtp_process = mtp
+        logits, _ = self.output_layer(
+            hidden[-1:] if last_only else hidden, weight=self._output_weight()
+        )
+        return self._scale_logits(logits).transpose(0, 1)
 
     def _hidden_states(self, inputs: dict[str, Any]) -> Tensor:
         """Hidden states before the output layer, [s, b, h], followed by those of the MTP depths."""

@@ -56,7 +56,7 @@ def _train(launch: Launch) -> None:
             f"torch sees no CUDA device, but recipe {launch.recipe.name} is for GPUs; on this "
             "machine run `megacpp train nam56r-tiny`"
         )
-    dispatch.begin()
+    dispatch.begin(say_each=False)
     dispatch.strict(launch.recipe.launch.strict)
     bridges.import_ops_only("mamba_ssm")
     check_packages(launch.recipe, yardstick=launch.yardstick)
@@ -67,7 +67,7 @@ def _train(launch: Launch) -> None:
         check_backends(launch.recipe)
     bridges.before_megatron()
     bridges.dataset_helper()
-    from megacpp_mcore.training.gpu.data import check_data
+    from megacpp_mcore.training.data.blend import check_data
 
     check_data(launch.recipe)
     args = megatron_args(launch)
@@ -107,6 +107,9 @@ def megatron_args(launch: Launch) -> Any:
         args = parse_and_validate_args()
         core_transformer_config_from_args(args)  # validates, too
     check_agreement(launch, args)
+    # A run may be resumed with more steps: the schedule is the recipe's, its position the
+    # checkpoint's. Megatron would refuse a schedule that is not the checkpoint's.
+    args.override_opt_param_scheduler = not args.use_checkpoint_opt_param_scheduler
     asked = [name for name in _UNSERVED if getattr(args, name, None)]
     if asked:
         flags = ", ".join("--" + name.replace("_", "-") for name in asked)
@@ -193,7 +196,14 @@ def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
     watch.write("complete")
     if watch.receipt is not None:
         print(f"receipt {watch.path}", flush=True)
+    _end_exchanges()
     torch.distributed.destroy_process_group()
+
+
+def _end_exchanges() -> None:
+    """Free what a dispatcher of tokens shares between ranks, while all of them are there."""
+    if adapter := sys.modules.get("megacpp_mcore.layers.deepep"):
+        adapter.close()
 
 
 def _record_capture(recipe: Recipe) -> None:

@@ -10,6 +10,8 @@ import contextlib
 import functools
 import inspect
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +20,7 @@ import torch
 from megatron.core import mpu
 from megatron.training import get_args, training
 
-from megacpp_mcore import receipts
+from megacpp_mcore import dispatch, receipts
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.hybrid import flops
 from megacpp_mcore.layers.loss import keep_log_group
@@ -27,6 +29,7 @@ from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.receipts.run import RunReceipt, Work
 from megacpp_mcore.training.gpu import decisions, memory
 from megacpp_mcore.training.gpu.compilations import anywhere, captured_bytes, compilations
+from megacpp_mcore.training.gpu.early_gathers import gather_early
 from megacpp_mcore.training.gpu.gather_check import GatherCheck
 from megacpp_mcore.training.gpu.process_start import start_times
 from megacpp_mcore.training.gpu.rank_setup import Launch
@@ -103,10 +106,13 @@ class Watch:
         built = call()
         self.iteration = get_args().iteration
         check_what_was_loaded()
-        if get_args().overlap_param_gather and not self.launch.yardstick:
-            self._gathers = GatherCheck(built[0])
+        if get_args().overlap_param_gather:
+            gather_early(built[0])
+            self._gathers = None if self.launch.yardstick else GatherCheck(built[0])
         self._memory = memory.MemoryWatch(built[0], built[1])
         backends = decisions.gather()  # and refuses ranks that differ
+        if os.environ.get("RANK", "0") == "0":
+            print(dispatch.summary(), file=sys.stderr, flush=True)
         if _keeps_the_receipt():
             self.receipt = self._new_receipt(backends)
             parameters = sum(p.numel() for chunk in built[0] for p in chunk.parameters())

@@ -1,0 +1,71 @@
+"""Find the generated blocks of a page and fill them."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.pages import catalog_tables, key_tables, measurements
+
+Generator = Callable[[str, Path], str]  # (words of the block, folder of receipts) -> markdown
+GENERATORS: dict[str, Generator] = {
+    "runs": measurements.runs,
+    "pair": measurements.pair,
+    "benches": measurements.benches,
+    "layouts": measurements.layouts,
+    "starts": measurements.starts,
+    "keys": lambda words, receipts: key_tables.section(words),
+    "backends": lambda words, receipts: catalog_tables.surfaces(),
+}
+RECEIPTS = "examples/receipts/h200"
+_BLOCK = re.compile(r"(?P<head><!-- (?P<name>[\w-]+)(?P<words>.*?)-->\n).*?(?P<end><!-- end -->)",
+                    re.DOTALL)  # fmt: skip
+
+
+class PageError(MegacppError):
+    """A block that no generator writes, or whose words one cannot read."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page of a checkout: its path, its text, and the text with every block filled."""
+
+    path: Path
+    text: str
+    filled: str
+
+
+def fill(text: str, path: Path, root: Path) -> str:
+    """`text` of the page `path` with each block generated; links are relative to the page."""
+
+    def block(found: re.Match[str]) -> str:
+        name, words = found["name"], found["words"].strip()
+        if name not in GENERATORS:
+            raise PageError(
+                f"{path}: no generator {name!r}; there are {', '.join(sorted(GENERATORS))}"
+            )
+        try:
+            body = GENERATORS[name](words, root / RECEIPTS)
+        except (KeyError, IndexError, ValueError) as error:
+            raise PageError(f"{path}: {name} {words}: {type(error).__name__}: {error}") from error
+        body = body.replace(f"]({RECEIPTS}", f"]({_up(path, root)}{RECEIPTS}")
+        return f"{found['head']}\n{body.strip()}\n\n{found['end']}"
+
+    return _BLOCK.sub(block, text)
+
+
+def prose(text: str) -> str:
+    """A page without its generated blocks and its code blocks."""
+    return re.sub(r"```.*?```", "", _BLOCK.sub("", text), flags=re.DOTALL)
+
+
+def pages(root: Path) -> Iterator[Page]:
+    """README.md and every page of docs/ of the checkout at `root`."""
+    for path in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
+        text = path.read_text()
+        yield Page(path, text, fill(text, path, root))
+
+
+def _up(path: Path, root: Path) -> str:
+    return "../" * (len(path.resolve().relative_to(root.resolve()).parts) - 1)

@@ -1,0 +1,186 @@
+"""Tables of docs/performance.md and README.md, each figure from a committed receipt.
+
+Receipts are named by their path below the folder of receipts, without `.json`; a row of a table
+links to its receipt. A row whose receipt is from before receipts had the code's digest says
+"history": what was measured then, with kernels that may since be others.
+"""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megacpp_mcore.receipts.judge import MARGIN, judge_rows, judge_runs
+from megacpp_mcore.receipts.reader import Receipt, read, rows_by_key, warm, warm_median
+
+_GIB = 2**30
+_LAST = 8  # steps at a run's end, of which the slowest is compared with their median
+_FOLDER = "examples/receipts/h200"
+
+
+def runs(words: str, folder: Path) -> str:
+    """A row a run. words: lines `RECEIPT | what it is`."""
+    head = ["run", "layout", "steps", "tokens a step", "median step", "tokens/s per GPU",
+            "TFLOP/s per GPU", "MFU", "peak memory", "slowest of the last 8", "loss"]  # fmt: skip
+    rows = []
+    for line in _lines(words):
+        name, label = _words(line, 2)
+        rows.append(_run(name, label, read(folder / f"{name}.json")))
+    return _table(head, rows)
+
+
+def _run(name: str, label: str, run: Receipt) -> list[str]:
+    result, series, gpus = run["result"], run["series"], run["topology"]["world_size"]
+    times = warm(run, "ms")
+    last = times[-_LAST:]
+    losses = [loss for loss in series["loss"] if loss is not None]
+    ours = result.get("tflops_per_s_per_device")
+    return [
+        f"[{label}]({_FOLDER}/{name}.json){_history(run)}", _layout(run), f"{result['steps']:,}",
+        f"{series['tokens'][0]:,}", f"{warm_median(run, 'ms'):,.0f} ms",
+        f"{result['tokens_per_s_median'] / gpus:,.0f}",
+        "" if ours is None else f"{ours:.0f}",
+        f"{100 * result['mfu']:.1f} %" if result.get("mfu") else "",
+        f"{result['peak_memory_bytes'] / _GIB:.1f} GiB",
+        f"{max(last) / statistics.median(last):.3f} x the median",
+        f"{losses[0]:.2f} to {losses[-1]:.2f}",
+    ]  # fmt: skip
+
+
+def _layout(run: Receipt) -> str:
+    """ "DP 2, graph": the degrees above 1, and whether a step is one CUDA graph."""
+    topology, content = run["topology"], run["recipe"]["content"]
+    found = [f"{way.upper()} {topology[way]}" for way in ("dp", "tp", "pp", "cp", "ep")
+             if topology[way] > 1]  # fmt: skip
+    graph = content["launch"]["cuda_graph_impl"] == "full_iteration"
+    return ", ".join([*(found or ["one GPU"]), *(["graph"] if graph else [])])
+
+
+def pair(words: str, folder: Path) -> str:
+    """Runs B beside A by `megacpp report compare`. words: lines `A | B | what the pair is`."""
+    head = ["B against A", "tokens/s, B / A", "time, B / A, 99 % interval", "loss", "verdict"]
+    rows = []
+    for line in _lines(words):
+        a, b, label = _words(line, 3)
+        first, second = read(folder / f"{a}.json"), read(folder / f"{b}.json")
+        judged = judge_runs(first, second)
+        rates = [run["result"]["tokens_per_s_median"] for run in (first, second)]
+        links = f"[B]({_FOLDER}/{b}.json) against [A]({_FOLDER}/{a}.json)"
+        history = _history(first) or _history(second)
+        rows.append([
+            f"{label}: {links}{history}", f"{rates[1] / rates[0]:.3f}",
+            _interval(judged.time, 2), judged.loss.judgement if judged.loss else "",
+            judged.verdict,
+        ])  # fmt: skip
+    return _table(head, rows)
+
+
+def benches(words: str, folder: Path) -> str:
+    """Rows of benches. words: lines `RECEIPT | what | BACKEND[@PHASE] | BACKEND: what, ...`, the
+    backends compared with being in the same receipt; none after the last bar."""
+    head = ["layer or operator", "ms", "GiB", "compared with", "time, 99 % interval"]
+    rows = []
+    for line in _lines(words):
+        name, label, ours, others = _words(line, 4)
+        rows.append(_bench(folder, name, label, ours, others))
+    return _table(head, rows)
+
+
+def _bench(folder: Path, name: str, label: str, ours: str, others: str) -> list[str]:
+    receipt = read(folder / f"{name}.json")
+    backend, _, phase = ours.partition("@")
+    phase = phase or "forward_backward"
+    table = rows_by_key(receipt)
+    row, beside, ratios = table[backend, phase], [], []
+    for other in filter(None, (part.strip() for part in others.split(";"))):
+        theirs, _, what = other.partition(": ")
+        their_row = table[theirs, phase]
+        ratio = judge_rows(their_row, row, MARGIN, in_turns=True).time
+        beside.append(f"{_ms(their_row)} ms, {_memory(their_row)} GiB: {what}")
+        ratios.append(_interval(ratio, 3))
+    return [
+        f"[{label}]({_FOLDER}/{name}.json){_history(receipt)}", _ms(row), _memory(row),
+        "; ".join(beside) or "timed alone", "; ".join(ratios),
+    ]  # fmt: skip
+
+
+def layouts(words: str, folder: Path) -> str:
+    """The losses of runs beside one run of the same data. words: lines `FOLDER/RECEIPT |
+    FOLDER/RECEIPT it is compared with | what`."""
+    head = ["run", "compared with", "steps in common", "largest difference of a step's loss"]
+    rows = []
+    for line in _lines(words):
+        name, other, label = _words(line, 3)
+        ours, theirs = read(folder / f"{name}.json"), read(folder / f"{other}.json")
+        pairs = [*_common(ours, theirs)]
+        worst = max(abs(a / b - 1) for a, b in pairs)
+        rows.append([
+            f"[{label}]({_FOLDER}/{name}.json){_history(ours)}",
+            f"[{other.rpartition('/')[2]}]({_FOLDER}/{other}.json)", str(len(pairs)),
+            f"{100 * worst:.2f} %" if worst else "none: equal to the bit",
+        ])  # fmt: skip
+    return _table(head, rows)
+
+
+def _common(a: Receipt, b: Receipt) -> Iterator[tuple[float, float]]:
+    """Losses of steps that both runs have."""
+    known = dict(zip(b["series"]["step"], b["series"]["loss"], strict=True))
+    for step, loss in zip(a["series"]["step"], a["series"]["loss"], strict=True):
+        if step in known:
+            yield loss, known[step]
+
+
+def starts(words: str, folder: Path) -> str:
+    """How long the first step is in coming. words: lines `RECEIPT | what`."""
+    head = ["start", "command to end of step 1", "of which the launcher", "first step",
+            "Triton's cache at the start"]  # fmt: skip
+    rows = []
+    for line in _lines(words):
+        name, label = _words(line, 2)
+        run = read(folder / f"{name}.json")
+        result = run["result"]
+        cache = result["triton_cache_entries_at_start"]
+        rows.append([
+            f"[{label}]({_FOLDER}/{name}.json){_history(run)}",
+            f"{result['launch_s'] + result['cold_start_s']:.0f} s", f"{result['launch_s']:.1f} s",
+            f"{result['first_step_ms'] / 1000:.1f} s", "empty" if not cache else f"{cache} entries",
+        ])  # fmt: skip
+    return _table(head, rows)
+
+
+def _lines(words: str) -> list[str]:
+    return [line.strip() for line in words.splitlines() if line.strip()]
+
+
+def _words(line: str, count: int) -> list[str]:
+    words = [word.strip() for word in line.split("|")]
+    if len(words) != count:
+        raise ValueError(f"{line!r} has {len(words)} parts between bars, {count} are needed")
+    return words
+
+
+def _history(receipt: Receipt) -> str:
+    return " (history)" if "history" in receipt["code"] else ""
+
+
+def _interval(effect: Any, digits: int) -> str:
+    if effect.low is None:
+        return "too few samples"
+    return f"{effect.low:.{digits}f} to {effect.high:.{digits}f}"
+
+
+def _ms(row: Any) -> str:
+    """Three digits, or all before the point."""
+    ms = row["median_ms"]
+    return f"{ms:,.0f}" if ms >= 100 else f"{ms:#.3g}".rstrip(".")
+
+
+def _memory(row: Any) -> str:
+    return f"{row['peak_memory_bytes'] / _GIB:.2f}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        raise ValueError("no row")
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

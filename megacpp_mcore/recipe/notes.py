@@ -1,0 +1,124 @@
+"""What the schema's comments say of its keys, for `megacpp recipe keys` and docs/recipes.md.
+
+A key's note is the comment behind its field, or else the comment lines right above it.
+"""
+
+import ast
+import inspect
+import io
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megacpp_mcore.recipe.fields import Bounds, Flag, Key, expected, optional
+from megacpp_mcore.recipe.schema import SECTIONS
+from megacpp_mcore.recipe.source import KEYS
+
+
+@dataclass(frozen=True)
+class KeyFacts:
+    """One key in words. default: as TOML writes it, "" where None or required. required: the key
+    must be given. goes_to: a Megatron flag, or where else. note: ours; Megatron's own meaning of
+    a flag is in its --help."""
+
+    key: str
+    takes: str
+    default: str
+    required: bool
+    goes_to: str
+    note: str
+
+
+def facts() -> list[KeyFacts]:
+    """Every key of the schema, in its order."""
+    notes = {section: _notes(cls) for section, cls in SECTIONS.items()}
+    defaults = {section: _defaults(cls) for section, cls in SECTIONS.items()}
+    found = []
+    for dotted, key in KEYS.items():
+        required = key.name not in defaults[key.section]
+        value = defaults[key.section].get(key.name)
+        found.append(KeyFacts(
+            dotted, _takes(key), _toml(value), required, _goes_to(key),
+            notes[key.section].get(key.name, ""),
+        ))  # fmt: skip
+    return found
+
+
+def described(cls: type) -> str:
+    """The first paragraph of a section's docstring."""
+    return " ".join((inspect.getdoc(cls) or "").partition("\n\n")[0].split())
+
+
+def _takes(key: Key) -> str:
+    words = expected(key.hint)
+    if "number" in words or "integer" in words:
+        words += _bounds(key.bounds)
+    return words + (", or unset" if optional(key.hint) else "")
+
+
+def _bounds(bounds: Bounds) -> str:
+    low = "from 0" if bounds.zero else "above 0"
+    if bounds.below is not None:
+        return f" {low}, below {bounds.below:g}"
+    return f" {low}" if bounds.most is None else f" {low}, at most {bounds.most:,.0f}"
+
+
+def _goes_to(key: Key) -> str:
+    if not isinstance(key.lowers_to, Flag):
+        return key.lowers_to.value if key.lowers_to else ""
+    given_when = key.lowers_to.given_when
+    return f"{key.flag}{' where false' if given_when is False else ''}"
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+    """Key -> default, of the keys that have one."""
+    return {
+        name: parameter.default if parameter.default is not _FACTORY else {}
+        for name, parameter in inspect.signature(cls).parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
+
+
+_FACTORY = inspect.signature(SECTIONS["launch"]).parameters["environment"].default
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return str(value)
+
+
+def _notes(cls: type) -> dict[str, str]:
+    """Field -> note, of a section and the settings that it is built on."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        source = inspect.getsource(base)
+        comments = {
+            token.start[0]: (token.string.lstrip("# "), token.line.strip().startswith("#"))
+            for token in tokenize.generate_tokens(io.StringIO(source).readline)
+            if token.type == tokenize.COMMENT
+        }
+        (tree,) = ast.parse(source).body
+        for field in (node for node in tree.body if isinstance(node, ast.AnnAssign)):
+            behind = [comments[line][0] for line in _span(field) if line in comments]
+            note = behind or [*_above(field.lineno, comments)][::-1]
+            if note:
+                found[field.target.id] = " ".join(note)
+    return found
+
+
+def _span(field: ast.AnnAssign) -> range:
+    return range(field.lineno, (field.end_lineno or field.lineno) + 1)
+
+
+def _above(line: int, comments: dict[int, tuple[str, bool]]) -> Iterator[str]:
+    """The comment lines right above `line`, the nearest first."""
+    while (line := line - 1) in comments and comments[line][1]:
+        yield comments[line][0]

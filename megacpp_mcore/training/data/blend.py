@@ -1,0 +1,90 @@
+"""The datasets that a recipe names: parsed, and checked before torch or Megatron is imported."""
+
+import math
+import os
+import re
+from collections.abc import Sequence
+
+from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.training.data.files import DataError, TokenFiles, read_pair
+
+
+def check_data(recipe: Recipe) -> None:
+    """Refuse a dataset that is absent, truncated, or built with another vocabulary.
+
+    Runs before the model is built. The vocabulary is read from the manifest next to the pair, not
+    from the tokens, because reading a large corpus takes minutes. Raises DataError.
+    """
+    data, vocab_size = recipe.data, recipe.model.vocab_size
+    for prefix in prefixes(recipe):
+        manifest = read_pair(prefix).manifest
+        if manifest is None:
+            continue
+        if manifest["vocab_size"] > vocab_size:
+            raise DataError(
+                f"{prefix}.json says vocab_size {manifest['vocab_size']}, the recipe has "
+                f"model.vocab_size {vocab_size}: some tokens would have no embedding"
+            )
+        eod_id = data.null_tokenizer_eod_id
+        eod_id = vocab_size - 1 if eod_id is None else eod_id  # as Megatron's NullTokenizer
+        if data.tokenizer_type == "NullTokenizer" and manifest["eod_id"] != eod_id:
+            raise DataError(
+                f"{prefix}.json says documents end with token {manifest['eod_id']}, the recipe "
+                f"with {eod_id}: set data.null_tokenizer_eod_id={manifest['eod_id']}"
+            )
+
+
+def prefixes(recipe: Recipe) -> list[str]:
+    """Every dataset prefix of the recipe, without the weights of blends."""
+    data, found = recipe.data, []
+    for path in (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path):
+        parts = list(path or ())
+        weighted = len(parts) > 1 and all(re.fullmatch(r"[\d.eE+-]+", p) for p in parts[::2])
+        found += parts[1::2] if weighted else parts
+    return found
+
+
+def parse_data_path(
+    data_path: str | os.PathLike | Sequence[str],
+) -> tuple[list[str], list[float] | None]:
+    """(prefixes, weights), parsed by Megatron's rule for `--data-path`."""
+    if isinstance(data_path, str | os.PathLike):
+        return [os.fspath(data_path)], None
+    parts = [str(part).strip() for part in data_path]
+    if not parts:
+        raise DataError("data path is empty: name at least one dataset prefix")
+    weights = [_number(part) for part in parts[::2]]
+    if len(parts) % 2 or all(weight is None for weight in weights):
+        return parts, None
+    for part, weight in zip(parts[::2], weights, strict=True):
+        if weight is None or not math.isfinite(weight) or weight <= 0:
+            raise DataError(
+                f"data path {' '.join(parts)}: {part!r} is not a weight; give prefixes only, or a "
+                f"positive weight before each"
+            )
+    return parts[1::2], weights
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def read_checked(prefix: str, vocab_size: int, eod_id: int) -> TokenFiles:
+    """A pair whose every token is below vocab_size, and whose documents end with eod_id.
+
+    Raises DataError.
+    """
+    if not 0 <= eod_id < vocab_size:
+        raise DataError(
+            f"end-of-document id {eod_id} is outside the vocabulary, 0..{vocab_size - 1}"
+        )
+    pair = read_pair(prefix, vocab_size)
+    if pair.manifest is not None and pair.manifest["eod_id"] != eod_id:
+        raise DataError(
+            f"{prefix}.json says documents end with token {pair.manifest['eod_id']}, {eod_id} was "
+            f"asked for"
+        )
+    return pair

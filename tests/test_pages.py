@@ -1,0 +1,129 @@
+"""README.md and docs/: what is generated is up to date, no measured number is typed, every command
+in a `console` block runs, every link leads somewhere.
+
+The commands of a page run in order in one folder, as a new user would, but for the start of
+Python, which `warm` shares: `megacpp` stands first on the PATH.
+"""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import warm
+
+from megacpp_mcore.pages import blocks
+from megacpp_mcore.recipe.notes import facts
+from megacpp_mcore.recipe.source import KEYS
+
+ROOT = Path(__file__).parent.parent
+PAGES = {page.path.relative_to(ROOT).as_posix(): page for page in blocks.pages(ROOT)}
+README = PAGES["README.md"].text
+QUOTED = Path(__file__).parent / "pages_quoted.txt"  # numbers of pages that are no measurements
+MEASURED = ("README.md", "docs/performance.md")
+_NUMBER = re.compile(r"(?<![\w./=_-])\d[\d,.]*\d|(?<![\w./=_-])\d(?![\w])")
+
+
+def commands(page: str) -> list[str]:
+    found = re.findall(r"```console\n(.*?)```", PAGES[page].text, re.DOTALL)
+    return [line.removeprefix("$ ") for block in found for line in block.splitlines()]
+
+
+WITH_COMMANDS = [name for name in PAGES if commands(name)]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_what_is_generated_is_up_to_date(name):
+    assert PAGES[name].text == PAGES[name].filled, "run `make docs`"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_COMMANDS)
+def test_every_command_of_a_page_runs(name, tmp_path):
+    """But `doctor`'s and `patch status`'s verdict on this machine, exit status 1, is theirs."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    path = f"{warm.folder_of_megacpp()}{os.pathsep}{os.environ['PATH']}"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MEGACPP_")}
+    for command in commands(name):
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=environment | {"PATH": path},
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+        assert done.stdout.strip(), command
+
+
+def test_the_readme_takes_five_minutes_and_leads_to_every_page():
+    assert len(README.splitlines()) <= 120
+    assert "make train" in README and "make test" in README
+    linked = set(re.findall(r"\]\((docs/[\w-]+\.md)\)", README))
+    behind = {f"docs/{n}" for n in re.findall(r"\]\(([\w-]+\.md)", PAGES["docs/kernels.md"].text)}
+    assert linked | behind >= {name for name in PAGES if name.startswith("docs/")}
+
+
+@pytest.mark.parametrize("name", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_every_link_leads_somewhere(name):
+    for link in re.findall(r"\]\(([^)]+)\)", (ROOT / name).read_text()):
+        file, _, heading = link.partition("#")
+        target = (ROOT / name).parent / file
+        assert target.exists(), link
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert heading in {title.lower().replace(" ", "-") for title in titles}, link
+
+
+def typed_numbers(name: str) -> list[str]:
+    """The words around each number of a page's prose."""
+    text = " ".join(blocks.prose(PAGES[name].text).split())
+    text = re.sub(r"\]\([^)]*\)|`[^`]*`", lambda m: " " * len(m[0]), text)
+    return [
+        f"{name}: " + re.sub(r" +", " ", text[max(0, m.start() - 24) : m.end() + 16]).strip()
+        for m in _NUMBER.finditer(text)
+    ]
+
+
+def test_no_measured_number_is_typed():
+    found = [words for name in MEASURED for words in typed_numbers(name)]
+    assert found == QUOTED.read_text().splitlines(), (
+        "put it into a generated table; if it was not measured, quote it in pages_quoted.txt"
+    )
+
+
+def test_a_changed_figure_is_rendered_again():
+    page = PAGES["docs/performance.md"]
+    figure = re.search(r"\| (\d\d\d) ms \|", page.text)[1]
+    changed = page.text.replace(f"| {figure} ms |", "| 1 ms |", 1)
+    assert changed != page.text and blocks.fill(changed, page.path, ROOT) == page.text
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ("<!-- rusn\na | b\n-->\n<!-- end -->", "no generator 'rusn'; there are backends, benches"),
+        ("<!-- runs\nnorm\n-->\n<!-- end -->", "has 1 parts between bars, 2 are needed"),
+        ("<!-- benches\nnorm | x | nobody |\n-->\n<!-- end -->", "nobody"),
+        ("<!-- runs\nnowhere | x\n-->\n<!-- end -->", "cannot read the receipt"),
+    ],
+)
+def test_a_block_that_cannot_be_written_is_named(block, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        blocks.fill(block, ROOT / "docs/x.md", ROOT)
+
+
+class TestKeys:
+    def test_every_key_of_the_schema_is_there_once(self):
+        assert [fact.key for fact in facts()] == [*KEYS]
+
+    def test_what_the_schema_says_of_a_key(self):
+        known = {fact.key: fact for fact in facts()}
+        assert known["model.depth"].required and known["model.depth"].note == "layers, MTP apart"
+        assert known["schedule.seed"].takes == "an integer from 0, at most 4,294,967,295"
+        assert known["model.add_bias_linear"].goes_to == "--disable-bias-linear where false"
+        note = known["launch.heartbeat_timeout_s"].note  # the lines above the field
+        assert note.startswith("a rank that makes no progress") and known["data.split"].note == ""
+        assert known["moe.moe_aux_loss_coeff"].default == "[0.0]"
+
+    @pytest.mark.parametrize("key", ["mamba3.rope_fraction", "recompute.moe"])
+    def test_notes_of_the_layers_settings_are_found(self, key):
+        assert len({fact.key: fact for fact in facts()}[key].note) > 20
