@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import Recipe, load_recipe
+from megacpp_mcore.surfaces import moe_dispatch
 
 # What a run over several ranks has and one process cannot.
 _ONE_RANK = [
@@ -41,8 +42,8 @@ def load_for_bench(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """
     asked = load_recipe(name, overrides)
     ours = [*_ONE_RANK, f"schedule.global_batch_size={asked.schedule.micro_batch_size}"]
-    if asked.moe.moe_token_dispatcher_type == "flex":
-        ours.append("moe.moe_token_dispatcher_type=alltoall")
+    if asked.backends.get(moe_dispatch.NAME) not in (None, *moe_dispatch.ON_ONE_RANK):
+        ours.append(f"backends.{moe_dispatch.NAME}=auto")
     if asked.launch.device == "cuda":
         ours += ["launch.cuda_graph_impl=none", "precision.gradient_accumulation_fusion=false"]
     return load_recipe(name, [*ours, *overrides])

@@ -13,6 +13,7 @@ from typing import Any
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.surfaces.backend import REFERENCE
+from megacpp_mcore.surfaces.moe_dispatch import ALLGATHER
 
 # What a model is: an exported one is described by these sections, and trains on in any others.
 MODEL_SECTIONS = ("model", "attention", "moe", "mamba3", "m2rnn", "mtp")
@@ -23,9 +24,9 @@ _NEVER_DROP = {  # a token's experts do not depend on the other tokens of its ba
     "moe_router_force_load_balancing": False,
 }  # fmt: skip
 _ONE_RANK = {
-    "moe_token_dispatcher_type": "allgather", "moe_flex_dispatcher_num_sms": None,
+    "moe_token_dispatcher_type": ALLGATHER, "moe_flex_dispatcher_num_sms": None,
     "moe_shared_expert_overlap": False, "moe_permute_fusion": False, "moe_router_fusion": False,
-    "moe_router_padding_for_quantization": False, "moe_grouped_gemm": False,
+    "moe_router_padding_for_quantization": False,
 }  # fmt: skip
 _UNFUSED = {
     "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
@@ -79,7 +80,7 @@ def on_one_device(
         model["max_position_embeddings"] = (
             model["max_position_embeddings"] if learned else seq_length
         )
-    moe |= _ONE_RANK | _NEVER_DROP
+    moe |= _ONE_RANK | _NEVER_DROP | {"moe_grouped_gemm": not on_cpu}
     sections["attention"] |= {"apply_rope_fusion": False, "mla_down_proj_fusion": False,
                               "attention_backend": "auto"}  # fmt: skip
     if not mtp:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megacpp_mcore import dispatch
 from megacpp_mcore.files import content_sha256
 from megacpp_mcore.hybrid.block_settings import M2RNNSettings, RecomputeSettings
 from megacpp_mcore.hybrid.pattern import PatternError, translate
@@ -66,10 +67,12 @@ class Recipe:
         return getattr(getattr(self, section), name)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Every key of every section, as JSON can hold it (tuples are lists)."""
+        """Every key of every section, as JSON can hold it (tuples are lists); "auto" names no
+        backend."""
         sections = {name: getattr(self, name) for name in schema.SECTIONS}
         content = {name: dataclasses.asdict(section) for name, section in sections.items()}
-        return json.loads(json.dumps({**content, BACKENDS: self.backends}))
+        named = {surface: name for surface, name in self.backends.items() if name != dispatch.AUTO}
+        return json.loads(json.dumps({**content, BACKENDS: named}))
 
     @property
     def sha256(self) -> str:
@@ -144,7 +147,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
         overrides=tuple(overrides),
         origins=dict(settings.origins),
     )
-    recipe = rules.without_auto(recipe)
+    recipe = rules.completed(recipe)
     refused = [refusal.text(recipe) for refusal in rules.refusals(recipe)]
     if len(refused) == 1:
         raise RecipeError(f"recipe {name}: {refused[0]}")

@@ -52,6 +52,17 @@ def of_recipe(recipe: "Recipe", device: str) -> Workload | None:
     return workload(device, config_of(recipe), recipe.optimizer.optimizer)
 
 
+def routes(recipe: "Recipe", device: str) -> bool:
+    """Whether the experts of the recipe's layers take tokens in their order, with a map."""
+    from megacpp_mcore import dispatch  # which imports every surface
+
+    asked = of_recipe(recipe, device)
+    try:
+        return dispatch.choose("moe_experts", asked, recipe.backends).observed == FUSED
+    except dispatch.DispatchError:
+        return False
+
+
 def _plain(workload: Workload) -> str | None:
     """The `supports` of experts that are not Transformer Engine's."""
     if workload.size("recomputed_activation"):

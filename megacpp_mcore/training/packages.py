@@ -12,6 +12,7 @@ from typing import Any
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.hybrid import letters
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.surfaces import moe_dispatch
 from megacpp_mcore.surfaces.backend import REFERENCE
 
 
@@ -52,9 +53,8 @@ _NEEDS = (
           and r.backends.get("linear") == REFERENCE),
     _Need("emerging_optimizers", "emerging-optimizers", "optimizer.optimizer",
           lambda r: r.optimizer.optimizer not in ("adam", "sgd")),
-    _Need("deep_ep", "deep-ep (built from its tag v1.2.1)", "moe.moe_flex_dispatcher_backend",
-          lambda r: r.moe.moe_token_dispatcher_type == "flex"
-          and r.moe.moe_flex_dispatcher_backend == "deepep"),
+    _Need("deep_ep", "deep-ep (built as docs/deepep.md says)", f"backends.{moe_dispatch.NAME}",
+          lambda r: r.backends.get(moe_dispatch.NAME) in moe_dispatch.WITH_DEEP_EP),
     _Need("fast_hadamard_transform", "fast-hadamard-transform",
           "attention.dsa_indexer_rotate_activation",
           lambda r: _letter("D")(r) and r.attention.dsa_indexer_rotate_activation),

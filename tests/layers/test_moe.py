@@ -19,15 +19,17 @@ from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.kernels.router_gating.fp32_output import router_gating
+from megacpp_mcore.layers import moe
 from megacpp_mcore.layers.experts import FusedExperts, GroupedMMExperts
-from megacpp_mcore.layers.moe import (
+from megacpp_mcore.layers.moe import MegacppMoELayer, MoELayerError
+from megacpp_mcore.layers.moe_dispatchers import (
+    GatheredTokenDispatcher,
     LocalTokenDispatcher,
-    MegacppMoELayer,
-    MoELayerError,
     UnmovedTokenDispatcher,
 )
 from megacpp_mcore.layers.recompute import recomputed
 from megacpp_mcore.layers.router import GatedRouter
+from megacpp_mcore.layers.settings import PluginSettings, attach
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 HIDDEN, EXPERTS = 16, 6
@@ -60,12 +62,13 @@ def process(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", _Stream)
     monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(moe, "current_device", lambda: "cuda")
     with single_process(1):
         yield
 
 
-def config(dispatcher: str, **more) -> TransformerConfig:
-    return TransformerConfig(
+def config(dispatcher: str, named: str = "auto", **more) -> TransformerConfig:
+    built = TransformerConfig(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=2, num_moe_experts=EXPERTS,
         moe_router_topk=3, moe_ffn_hidden_size=24, moe_token_dispatcher_type=dispatcher,
         moe_router_score_function="sigmoid", moe_router_dtype="fp64", gated_linear_unit=True,
@@ -73,6 +76,7 @@ def config(dispatcher: str, **more) -> TransformerConfig:
         bias_activation_fusion=False, use_cpu_initialization=True,
         moe_router_load_balancing_type="none", **more,
     )  # fmt: skip
+    return attach(built, PluginSettings(backends={"moe_dispatch": named}))
 
 
 def layer(cls: type, dispatcher: str, experts=GroupedMMExperts, **more) -> MoELayer:
@@ -117,7 +121,7 @@ def test_it_computes_what_megatrons_dispatcher_does(
     theirs = layer(MoELayer, "allgather", **shared)
     assert type(ours.token_dispatcher) is dispatcher
     (said,) = [d for d in dispatch.decisions() if d.surface == "moe_dispatch"]
-    assert (said.requested, said.observed) == ("alltoall", name)
+    assert (said.requested, said.observed) == ("auto", name)
     assert said.load() is dispatcher
     y, dx, grads = run(ours, tokens, skew)
     expected_y, expected_dx, expected = run(theirs, tokens, skew)
@@ -213,12 +217,16 @@ def test_experts_that_count_on_the_host_get_their_counts_there(process, monkeypa
 
 def test_another_dispatcher_or_dropped_tokens_keep_megatrons(process):
     dispatch.forget()
-    assert not isinstance(
-        layer(MegacppMoELayer, "allgather").token_dispatcher, LocalTokenDispatcher
-    )
+    named = layer(MegacppMoELayer, "allgather", named="allgather")
+    assert type(named.token_dispatcher) is GatheredTokenDispatcher
     dropping = layer(MegacppMoELayer, "alltoall", moe_expert_capacity_factor=1.0)
     assert type(dropping.token_dispatcher) is MoEAlltoAllTokenDispatcher
-    assert not [d for d in dispatch.decisions() if d.surface == "moe_dispatch"]
+    assert dropping.config.moe_token_dispatcher_type == "alltoall"
+    said = [d for d in dispatch.decisions() if d.surface == "moe_dispatch"]
+    assert [(d.requested, d.observed) for d in said] == [
+        ("allgather", "allgather"), ("auto", "alltoall"),
+    ]  # fmt: skip
+    assert "moe_expert_capacity_factor: it drops no token" in said[1].reason
 
 
 def test_a_captured_step_refuses_what_the_host_has_to_know(process):

@@ -60,7 +60,6 @@ REFUSED = [
     (["moe.moe_shared_expert_overlap=true", "moe.moe_token_dispatcher_type=allgather"],
      "only works with alltoall or flex token dispatcher"),
     (PADS, "moe_expert_capacity_factor must be set"),
-    ([*FLEX, *PADS, *CAPACITY], "deepep backend does not support moe_pad_expert_input_to_capacity"),
     ([*CAPACITY, "moe.moe_router_load_balancing_type=sinkhorn", "moe.moe_aux_loss_coeff=0"],
      "only works with aux_loss, seq_aux_loss, global_aux_loss or none"),
     (["moe.moe_router_padding_for_quantization=true", "moe.moe_router_fusion=false"],

@@ -136,7 +136,7 @@ def test_tables_merge_entry_by_entry(write):
     assert r.launch.environment["NCCL_DEBUG"] == "INFO"
     assert r.launch.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert "NCCL_GRAPH_REGISTER" not in r.launch.environment
-    assert r.backends == {"norm": "reference", "m2rnn": "auto"}
+    assert r.backends == {"norm": "reference", "m2rnn": "auto", "moe_dispatch": "auto"}
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,11 @@ SHARED = {  # constants that stand for one name in every surface
 # A backend's name that is a word for something else in a module of the product.
 OTHER_WORDS = {
     "cuda": None,  # the device, in any module
+    "local": None,  # an implementation or a rank, in Megatron's words
+    "alltoall": {"recipe/schema.py": "a value of moe_token_dispatcher_type"},
+    "allgather": {"recipe/schema.py": "a value of moe_token_dispatcher_type"},
+    "deepep": {"recipe/schema.py": "a value of moe_flex_dispatcher_backend"},
+    "hybridep": {"recipe/schema.py": "a value of moe_flex_dispatcher_backend"},
     "te": {
         "recipe/schema.py": "a value of cross_entropy_fusion_impl",
         "layers/loss.py": "a value of cross_entropy_fusion_impl",
@@ -32,6 +37,8 @@ OTHER_WORDS = {
     "megatron": {
         "hybrid/plan.py": "a key of the plan as JSON",
         "training/cpu/megatron_setup.py": "Megatron's logger",
+        "commands/recipe_check.py": "a key of the answer as JSON",
+        "recipe/answers_cache.py": "the package",
     },
     "triton": {
         "stack/__init__.py": "the package",

@@ -16,6 +16,7 @@ from megacpp_mcore.recipe.rules import (
     backends,
     blocks,
     cuda_graphs,
+    dispatcher,
     experts,
     numbers,
     parallel,
@@ -27,7 +28,10 @@ from megacpp_mcore.recipe.source import KEYS
 if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
 
-_TOPICS = (backends, parallel, recompute, attention, experts, blocks, numbers, run, cuda_graphs)
+_TOPICS = (
+    backends, dispatcher, parallel, recompute, attention, experts, blocks, numbers, run,
+    cuda_graphs,
+)  # fmt: skip
 
 
 def refusals(recipe: "Recipe") -> Sequence[Refusal]:
@@ -40,6 +44,11 @@ def refusals(recipe: "Recipe") -> Sequence[Refusal]:
     for topic in _TOPICS:
         topic.check(rules)
     return rules.found
+
+
+def completed(recipe: "Recipe") -> "Recipe":
+    """The recipe with what it leaves to us decided."""
+    return without_auto(dispatcher.completed(recipe))
 
 
 def without_auto(recipe: "Recipe") -> "Recipe":

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megacpp_mcore.recipe.refusal import Rules, shown
+from megacpp_mcore.surfaces.moe_dispatch import ON_ONE_RANK
 from megacpp_mcore.surfaces.moe_experts import COUNTS_ON_DEVICE
 
 if TYPE_CHECKING:
@@ -53,7 +54,6 @@ def _whole_step(r: Rules) -> None:
         "schedule.check_for_nan_in_loss_and_grad": False,
     }
     if r.has("E"):
-        wanted["moe.moe_token_dispatcher_type"] = "alltoall"
         etp = r["parallel.expert_tensor_parallel_size"]
         tp = r["parallel.tensor_model_parallel_size"]
         r.refuse(
@@ -68,6 +68,13 @@ def _whole_step(r: Rules) -> None:
             f"must be {'left out' if value is None else shown(value)} with {r.told(IMPL)}: "
             f"{_why(key)}",
         )
+    dispatcher = "backends.moe_dispatch"
+    r.refuse(
+        r.has("E") and r[dispatcher] not in (None, "auto", *ON_ONE_RANK),
+        dispatcher,
+        f"must be {', '.join(map(shown, ON_ONE_RANK))} or left out with {r.told(IMPL)}: with the "
+        "others the host reads how many tokens each rank or expert gets",
+    )
     experts = "backends.moe_experts"
     r.refuse(
         r.has("E") and r[experts] not in (None, "auto", *COUNTS_ON_DEVICE),

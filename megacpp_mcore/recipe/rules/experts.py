@@ -1,7 +1,8 @@
 """Rules about the mixture of experts."""
 
-from megacpp_mcore.recipe.refusal import Rules
+from megacpp_mcore.recipe.refusal import Rules, shown
 from megacpp_mcore.surfaces.backend import REFERENCE
+from megacpp_mcore.surfaces.moe_dispatch import WITH_DEEP_EP
 
 
 def check(r: Rules) -> None:
@@ -84,8 +85,6 @@ def _router(r: Rules) -> None:
 
 
 def _dispatch(r: Rules) -> None:
-    dispatcher = r["moe.moe_token_dispatcher_type"]
-    backend = r["moe.moe_flex_dispatcher_backend"]
     r.refuse(
         r["moe.moe_router_padding_for_quantization"] and r["moe.moe_router_fusion"],
         "moe.moe_router_padding_for_quantization",
@@ -93,14 +92,8 @@ def _dispatch(r: Rules) -> None:
         "map in place, which its backward pass then refuses to read",
     )
     r.refuse(
-        backend == "ncclep",
+        r["moe.moe_flex_dispatcher_backend"] == "ncclep",
         "moe.moe_flex_dispatcher_backend",
-        'must be "deepep" or "hybridep": ncclep needs NCCL 2.30.4, torch 2.11 brings 2.28.9',
+        f"must be {' or '.join(map(shown, WITH_DEEP_EP))}: ncclep needs NCCL 2.30.4, torch 2.11 "
+        "brings 2.28.9",
     )
-    if dispatcher == "flex":
-        ranks = r["parallel.tensor_model_parallel_size"] * r["parallel.expert_model_parallel_size"]
-        r.refuse(
-            backend == "deepep" and ranks == 1,
-            "moe.moe_token_dispatcher_type",
-            'must not be "flex" with deepep on one tensor x expert parallel rank',
-        )

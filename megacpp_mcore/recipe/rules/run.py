@@ -3,6 +3,7 @@
 import re
 
 from megacpp_mcore.recipe.refusal import Rules, shown
+from megacpp_mcore.surfaces.moe_dispatch import ALLGATHER
 
 # names in launch.environment that torchrun or the lowering sets
 _RESERVED = re.compile(r"MEGACPP_.*|PET_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_.*")
@@ -22,7 +23,7 @@ _ON_CPU = {
     "precision.bias_dropout_fusion": (False, "the fusion would be compiled for CUDA"),
     "precision.no_persist_layer_norm": (True, "the persistent kernel needs CUDA"),
     "parallel.recompute_granularity": (None, "Megatron's checkpointing keeps CUDA RNG states"),
-    "moe.moe_token_dispatcher_type": ("allgather", "the others make CUDA streams"),
+    "moe.moe_token_dispatcher_type": (ALLGATHER, "the others make CUDA streams"),
     "moe.moe_grouped_gemm": (False, "it needs Transformer Engine"),
     "moe.moe_permute_fusion": (False, "it needs Transformer Engine"),
     "moe.moe_router_fusion": (False, "it needs Transformer Engine"),

@@ -11,6 +11,7 @@ from typing import Any
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.recipe.schema import SECTIONS
+from megacpp_mcore.surfaces.moe_dispatch import ALLGATHER
 
 _MODEL_SECTIONS = {"model", "attention", "moe", "mamba3", "m2rnn", "mtp"}
 _SERVED: dict[str, set[str]] = {
@@ -50,7 +51,7 @@ _ONLY: dict[tuple[str, str], tuple[Any, ...]] = {
     ("data", "dataloader_type"): (None, "single"),
     ("data", "create_attention_mask_in_dataloader"): (False,),
     ("model", "transformer_impl"): ("local",),
-    ("moe", "moe_token_dispatcher_type"): ("allgather",),
+    ("moe", "moe_token_dispatcher_type"): (ALLGATHER,),
 }
 
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from megacpp_mcore.files import sha256_file, sync
 from megacpp_mcore.terminal import has_room
-from megacpp_mcore.training.data.files import MANIFEST_SCHEMA, DataError, paths
+from megacpp_mcore.training.data.files import MANIFEST_SCHEMA, DataError, packed_kinds, paths
 from megacpp_mcore.training.data.resumable import Partial
 from megacpp_mcore.training.data.text import TextFiles
 
@@ -193,6 +193,8 @@ def _manifest(
     }
     if isinstance(source, TextFiles):
         manifest["text_bytes"] = source.at.text_bytes
+        if kinds := packed_kinds(source.at.kinds):
+            manifest["kinds"] = kinds
         if split := source.split():
             manifest["split"] = split
         if tokenizer := source.options.tokenizer:

@@ -1,7 +1,8 @@
 """The half-built files of a dataset, kept so that an interrupted build goes on where it was.
 
-FOLDER/part.bin has tokens, part.len the length of each document, part.seen the digests of what
-dedup has seen, progress.json how much of each counts. What is behind that is cut off on resuming.
+FOLDER/part.bin has tokens, part.len the length of each document, part.kind its file's suffix,
+part.seen the digests of what dedup has seen, progress.json how much of each counts. What is behind
+that is cut off on resuming.
 """
 
 import contextlib
@@ -38,6 +39,10 @@ class Partial:
         self._bin = self._cut("part.bin", 2 * self.tokens)
         self._len = self._cut("part.len", 4 * self.position.documents)
         self._seen = self._cut("part.seen", _SEEN * progress["seen"])
+        self._kind = self._cut("part.kind", progress["kind_bytes"])
+        kinds = (folder / "part.kind").read_text().splitlines()
+        self.position.kinds = [json.loads(kind) for kind in kinds]
+        self._written_kinds = len(kinds)
         data = (folder / "part.seen").read_bytes()
         self.position.seen = dict.fromkeys(
             data[at : at + _SEEN] for at in range(0, len(data), _SEEN)
@@ -48,7 +53,7 @@ class Partial:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for file in (self._bin, self._len, self._seen):
+        for file in (self._bin, self._len, self._seen, self._kind):
             with contextlib.suppress(OSError):
                 file.close()
 
@@ -66,14 +71,17 @@ class Partial:
         at = self.position
         for digest in list(at.seen)[self._written_seen :]:
             self._seen.write(digest)
-        self._written_seen, self._uncommitted = len(at.seen), 0
-        for file in (self._bin, self._len, self._seen):
+        for kind in at.kinds[self._written_kinds :]:
+            self._kind.write(json.dumps(kind).encode() + b"\n")
+        self._written_seen, self._written_kinds = len(at.seen), len(at.kinds)
+        self._uncommitted = 0
+        for file in (self._bin, self._len, self._seen, self._kind):
             file.flush()
             os.fsync(file.fileno())
         progress = {
             "plan": self._plan, "tokens": self.tokens, "seen": len(at.seen), "file": at.file,
             "documents": at.documents, "text_bytes": at.text_bytes, "split": at.split,
-            "skipped": dict(at.skipped),
+            "skipped": dict(at.skipped), "kind_bytes": self._kind.tell(),
         }  # fmt: skip
         write_atomically(self.folder / "progress.json", json.dumps(progress))
 
@@ -84,7 +92,7 @@ class Partial:
 
     def _progress(self) -> dict[str, Any]:
         none = {"plan": self._plan, "tokens": 0, "seen": 0, "file": 0, "documents": 0,
-                "text_bytes": 0, "split": None, "skipped": {}}  # fmt: skip
+                "text_bytes": 0, "split": None, "skipped": {}, "kind_bytes": 0}  # fmt: skip
         path = self.folder / "progress.json"
         if not path.exists():
             return none

@@ -70,7 +70,8 @@ class TextOptions:
 @dataclass
 class Position:
     """How far a build has come. file: files done; text_bytes: of the documents; split: documents
-    before the held-out folders, None until they are reached; seen: digests, with dedup."""
+    before the held-out folders, None until they are reached; seen: digests, with dedup; kinds: the
+    suffix of each document's file."""
 
     file: int = 0
     documents: int = 0
@@ -78,6 +79,7 @@ class Position:
     split: int | None = None
     skipped: Counter[str] = field(default_factory=Counter)
     seen: dict[bytes, None] = field(default_factory=dict)
+    kinds: list[str] = field(default_factory=list)
 
 
 class TextFiles:
@@ -156,8 +158,8 @@ class TextFiles:
             yield documents
             advance(size)
 
-    def _read_batch(self, at: Position) -> tuple[list[bytes], int, int]:
-        """Of the next files: the texts that are kept, the index behind them, their bytes.
+    def _read_batch(self, at: Position) -> tuple[list[tuple[SourceFile, bytes]], int, int]:
+        """Of the next files: those that are kept with their text, the index behind, their bytes.
 
         A batch does not reach over the boundary of the held-out folders.
         """
@@ -172,7 +174,8 @@ class TextFiles:
             if reason := self._left_out(text, at):
                 at.skipped[reason] += 1
             else:
-                texts.append(without_licence(text) if self.options.strip_licence else text)
+                text = without_licence(text) if self.options.strip_licence else text
+                texts.append((self._files[index], text))
             index += 1
         return texts, index, size
 
@@ -197,13 +200,13 @@ class TextFiles:
             at.seen[digest] = None
         return None
 
-    def _tokens(self, texts: list[bytes], at: Position) -> list[np.ndarray]:
+    def _tokens(self, texts: list[tuple[SourceFile, bytes]], at: Position) -> list[np.ndarray]:
         if self.options.tokenizer is None:
-            documents = [byte_tokens(text) for text in texts]
+            documents = [byte_tokens(text) for _, text in texts]
         else:
-            documents = self.options.tokenizer.documents(texts)
+            documents = self.options.tokenizer.documents([text for _, text in texts])
         kept = []
-        for text, tokens in zip(texts, documents, strict=True):
+        for (file, text), tokens in zip(texts, documents, strict=True):
             if tokens is None:
                 at.skipped["not UTF-8"] += 1
             elif tokens.size == 1:  # a licence alone
@@ -211,6 +214,7 @@ class TextFiles:
             else:
                 check_size(tokens, MAX_DOCUMENT_TOKENS)
                 at.text_bytes += len(text)
+                at.kinds.append(os.path.splitext(os.fsdecode(file.relative))[1].lower())
                 kept.append(tokens)
         return kept
 

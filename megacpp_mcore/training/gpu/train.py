@@ -196,7 +196,14 @@ def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
     watch.write("complete")
     if watch.receipt is not None:
         print(f"receipt {watch.path}", flush=True)
+    _end_exchanges()
     torch.distributed.destroy_process_group()
+
+
+def _end_exchanges() -> None:
+    """Free what a dispatcher of tokens shares between ranks, while all of them are there."""
+    if adapter := sys.modules.get("megacpp_mcore.layers.deepep"):
+        adapter.close()
 
 
 def _record_capture(recipe: Recipe) -> None:
