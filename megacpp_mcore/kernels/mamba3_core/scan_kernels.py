@@ -5,9 +5,9 @@ and SEGMENT chunks are a segment: a program walks the chunks of one segment of o
 state in registers. What it begins with it adds up from the segments before, which `segment_states`
 has summed.
 
-Of a chunk of one head, with a the log decay, L_ij = exp(a_{j+1} + ... + a_i), e_i the decay from the
-chunk's begin to i, r_j that from j to its end, e all of it, g = gamma, k scaled (K without), S the
-state before the chunk and T behind it, d the gradient of y before the gate:
+Of a chunk of one head, with a the log decay, L_ij = exp(a_{j+1} + ... + a_i), e_i the decay from
+the chunk's begin to i, r_j that from j to its end, e all of it, g = gamma, k scaled (K without), S
+the state before the chunk and T behind it, d the gradient of y before the gate:
 
     y_i  = e_i S q_i + sum_{j<i} L_ij (q_i k_j) v_j + (g_i q_i K_i + D) v_i
     T    = e S + sum_j r_j v_j k_j^T
