@@ -148,7 +148,8 @@ WHOLE = {  # case, cu_seqlens, programs that a launch wants: chunks of 64 and th
     "one-segment": (Mamba3CoreCase(2, 131, 2, 1, 8, 8, 2), None, 1),
     "segments": (Mamba3CoreCase(1, 301, 3, 1, 5, 10, 3, 64, "rational", 0.6), None, 9),
     "whole-chunks": (Mamba3CoreCase(2, 128, 2, 1, 8, 16, 4), None, 1024),
-    "documents": (Mamba3CoreCase(1, 230, 2, 1, 8, 8, 2), [0, 1, 3, 3, 70, 128, 199], 8),
+    # A document that ends shortly before a chunk does, where another has begun: chunks of 64.
+    "documents": (Mamba3CoreCase(1, 230, 2, 1, 8, 8, 2), [0, 1, 3, 3, 60, 120, 192, 199], 8),
     "one-token": (Mamba3CoreCase(2, 1, 4, 2, 8, 8, 2), None, 1024),
 }
 
