@@ -118,10 +118,11 @@ def routed_rows(recipe: Recipe, sizes: Sizes, parts: set[str]) -> float:
     rows = moe.moe_router_topk * sizes.etp / sizes.cut
     width = _BF16 * (moe.moe_ffn_hidden_size or 0) / sizes.etp
     one = _BF16 * recipe.model.hidden_size + _FP32  # a permuted token and its weight
+    gates = 2 if recipe.model.swiglu else 1
     if gathers_tokens(recipe):
-        return rows * (3 * _FP32 + (0 if "experts" in parts else 2 * width))
+        return rows * (3 * _FP32 + (0 if "experts" in parts else gates * width))
     if "experts" not in parts:
-        one += (2 if recipe.model.swiglu else 1) * width
+        one += gates * width
         one += 0 if "act" in parts else width
     return rows * one
 
