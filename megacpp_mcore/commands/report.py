@@ -1,6 +1,7 @@
 """`megacpp report`: read receipts."""
 
 import argparse
+import json
 from pathlib import Path
 
 
@@ -13,6 +14,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     show.add_argument("receipt", type=Path)
     show.add_argument("-v", "--verbose", action="store_true",
         help="with the reason of every backend, every slow step, and the formulas")  # fmt: skip
+    show.add_argument("--json", action="store_true", help="the receipt itself, if it is valid")
     show.set_defaults(run=_show)
 
     compare = actions.add_parser("compare", help="compare B with A; prints keep, drop or undecided")
@@ -22,6 +24,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="a time must differ by more than this share to count (default 0.01)")  # fmt: skip
     compare.add_argument("--allow-unlike", action="store_true",
         help="compare although lane, recipe, topology or problem differ")  # fmt: skip
+    compare.add_argument("--json", action="store_true", help="verdicts and intervals as JSON")
     compare.set_defaults(run=_compare)
 
     plot = actions.add_parser("plot", help="draw a receipt as a PNG")
@@ -38,6 +41,9 @@ def _show(args: argparse.Namespace) -> int:
     from megacpp_mcore import receipts
     from megacpp_mcore.receipts.show import show
 
+    if args.json:
+        print(json.dumps(receipts.read(args.receipt), indent=2))
+        return 0
     print(show(receipts.read(args.receipt), str(args.receipt), verbose=args.verbose))
     return 0
 
@@ -49,6 +55,12 @@ def _compare(args: argparse.Namespace) -> int:
 
     a, b = receipts.read(args.a), receipts.read(args.b)
     margin = MARGIN if args.margin is None else args.margin
+    if args.json:
+        from megacpp_mcore.receipts.compare import document
+
+        found = document(a, b, margin=margin, allow_unlike=args.allow_unlike)
+        print(json.dumps(found, indent=2))
+        return 0
     text = compare(a, b, margin=margin, allow_unlike=args.allow_unlike)
     print(f"A  {args.a}\nB  {args.b}\n\n{text}")
     return 0
