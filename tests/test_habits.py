@@ -21,14 +21,20 @@ COMMANDS = dict(walk(PARSER))
 LEAVES = {name: parser for name, parser in COMMANDS.items() if not dict(walk(parser))}
 
 
+def groups() -> set[str]:
+    """Commands that only have commands."""
+    return set(COMMANDS) - set(LEAVES)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_has_two_examples_that_parse(name):
     found = lines(COMMANDS[name])
-    assert len(found) >= 2 or name == "completion", "commands/examples.py"
+    own = [line for line in found if f"{line} ".startswith(f"megacpp {name} ")]
+    assert len(own) >= 2 or name in ("completion", *groups()), "commands/examples.py"
+    assert len(found) >= 2 or name == "completion"
     for line in found:
         words = shlex.split(line.partition("  #")[0], comments=True)
         words = words[: words.index("&&")] if "&&" in words else words
-        assert words[1:3] == name.split()[:2] or words[1] == name.split()[0], line
         try:
             cli.build_parser().parse_args(words[1:])
         except SystemExit:

@@ -40,6 +40,14 @@ _EXAMPLES = {
         "report plot runs/a/receipt.json --out a.png",
         "report plot bench.json --out bench.png",
     ),
+    "report html": ("report html runs/nam56r-tiny", "report html runs/a runs/b --out ab.html"),
+    "report watch": ("report watch runs/first", "report watch runs/first --interval 10"),
+    "checkpoint list": ("checkpoint list runs/a", "checkpoint list runs/a --json"),
+    "checkpoint verify": ("checkpoint verify runs/a", "checkpoint verify runs/a --iteration 300"),
+    "checkpoint prune": (
+        "checkpoint prune runs/a --keep 2",
+        "checkpoint prune runs/a --keep 1 --dry-run",
+    ),
     "report table": ("report table examples/receipts", "report table ./examples/receipts"),
     "catalog": ("catalog --problem nam56r", "catalog --surface core_attention --json"),
     "doctor": ("doctor", "doctor --recipe nam56r --json"),
@@ -77,7 +85,7 @@ def walk(
 
 
 def lines(parser: argparse.ArgumentParser) -> list[str]:
-    """The examples in a parser's help: continued lines joined, what three spaces set off left out."""
+    """The examples in a help: continued lines joined, without what three spaces set off."""
     text = re.sub(r"\s*\\\n\s*", " ", parser.epilog or "")
     found = [line.strip() for line in text.splitlines() if line.startswith("  megacpp ")]
     return [line.partition("   ")[0] for line in found]

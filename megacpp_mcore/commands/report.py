@@ -4,6 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
+from megacpp_mcore.terminal import printable
+
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     """Add `report show`, `report compare`, `report plot` and `report table`."""
@@ -31,6 +33,19 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     plot.add_argument("receipt", type=Path)
     plot.add_argument("--out", type=Path, required=True, metavar="FILE.png")
     plot.set_defaults(run=_plot)
+
+    page = actions.add_parser("html", help="runs as one self-contained HTML page")
+    page.add_argument("runs", type=Path, nargs="+", metavar="RUN",
+        help="a run's folder, or its receipt; each is compared with the first")  # fmt: skip
+    page.add_argument("--out", type=Path, metavar="FILE.html",
+        help="the page (default: report.html in the first run's folder)")  # fmt: skip
+    page.set_defaults(run=_html)
+
+    watch = actions.add_parser("watch", help="follow a live run until it ends")
+    watch.add_argument("run_folder", type=Path, metavar="RUN")
+    watch.add_argument("--interval", type=float, default=2.0, metavar="SECONDS",
+        help="how often to look (default: 2)")  # fmt: skip
+    watch.set_defaults(run=_watch)
 
     table = actions.add_parser("table", help="write README.md of a checkout's folder of receipts")
     table.add_argument("folder", type=Path)
@@ -72,6 +87,35 @@ def _plot(args: argparse.Namespace) -> int:
 
     plot(receipts.read(args.receipt), args.out)
     print(args.out)
+    return 0
+
+
+def _html(args: argparse.Namespace) -> int:
+    from megacpp_mcore import receipts
+    from megacpp_mcore.files import write_atomically
+    from megacpp_mcore.receipts.html import page, receipt_of
+
+    paths = [receipt_of(run) for run in args.runs]
+    out = args.out or paths[0].parent / "report.html"
+    names = [str(run) for run in args.runs]
+    text = page([(n, receipts.read(path)) for n, path in zip(names, paths, strict=True)])
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(out, printable(text))
+    except OSError as error:
+        raise receipts.ReceiptError(f"cannot write {out}: {error.strerror}") from error
+    print(out)
+    return 0
+
+
+def _watch(args: argparse.Namespace) -> int:
+    from megacpp_mcore.receipts import ReceiptError
+    from megacpp_mcore.receipts.follow import follow
+
+    if not args.interval > 0:
+        raise ReceiptError(f"--interval {args.interval}: more than 0 s is needed")
+    for line in follow(args.run_folder, args.interval):
+        print(line, flush=True)
     return 0
 
 
