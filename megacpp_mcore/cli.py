@@ -17,6 +17,7 @@ COMMANDS = (
     "data",
     "train",
     "generate",
+    "evaluate",
     "export",
     "import",
     "checkpoint",

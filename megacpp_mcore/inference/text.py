@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from megacpp_mcore.inference.recipe import InferenceError
 from megacpp_mcore.training.data.text import BYTE_EOD_ID, BYTE_VOCAB_SIZE
 
@@ -27,6 +29,10 @@ class Bytes:
 
     def decoder(self) -> "Decoder":
         return _ByteDecoder()
+
+    def bytes_of(self, tokens: Sequence[int], eod: int) -> int:
+        """Bytes of the text of tokens, ends of documents apart."""
+        return int(np.count_nonzero(np.asarray(tokens) != eod))
 
 
 class _ByteDecoder:
@@ -60,6 +66,11 @@ class TokenizerFile:
 
     def decoder(self) -> "Decoder":
         return _TokenDecoder(self._tokenizer)
+
+    def bytes_of(self, tokens: Sequence[int], eod: int) -> int:
+        """Bytes of the text of tokens, ends of documents apart."""
+        text = [int(token) for token in tokens if token != eod]
+        return len(self._tokenizer.decode(text, skip_special_tokens=False).encode())
 
 
 class _TokenDecoder:

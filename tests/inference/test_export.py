@@ -4,6 +4,7 @@ import ast
 import itertools
 import json
 import math
+import re
 import struct
 import sys
 from pathlib import Path
@@ -89,6 +90,16 @@ def test_the_loader_has_the_models_logits(folder_of, variant):
         part, states = model(tokens[:, start:end], states)
         parts.append(part)
     torch.testing.assert_close(torch.cat(parts, 1), wanted, rtol=0, atol=rounding(wanted))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["mla-norms", "gqa", "no-q-lora", "mimo", "shared-gate"])
+def test_the_page_has_every_name(folder_of, variant):
+    page = (Path(__file__).parents[2] / "docs/inference.md").read_text()
+    out, _ = folder_of(VARIANTS[variant], torch.zeros(1, 1, dtype=torch.int64))
+    for name in read_safetensors(out / export.WEIGHTS):
+        name = re.sub(r"(?<=\.)\d+(?=\.)", "N", name)
+        assert f"`{name.removeprefix('mtp.N.') if '.layers.' in name else name}`" in page, name
 
 
 @pytest.mark.slow
