@@ -34,7 +34,7 @@ def register(subparsers: Any) -> None:
 
     def add(name: str, run: Any, text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(
-            name, help=text, description=text, epilog=_EPILOG,
+            name, help=text, description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         command.add_argument("run_folder", metavar="RUN", type=Path)
