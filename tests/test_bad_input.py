@@ -204,7 +204,7 @@ def test_an_end_of_document_that_the_recipe_leaves_out(small_recipe, tmp_path):
     assert train(recipe, tmp_path / "run", steps=1).exit_status == 0
     other = load_recipe(str(small_recipe), ["data.null_tokenizer_eod_id=null",
                                             "model.vocab_size=300"])  # fmt: skip
-    with pytest.raises(MegacppError, match="end with token 256, 299 was asked for"):
+    with pytest.raises(MegacppError, match="end with token 256, the recipe with 299"):
         train(other, tmp_path / "other", steps=1)
 
 
