@@ -121,7 +121,7 @@ def run_tokenizer(args: argparse.Namespace) -> int:
     from megacpp_mcore.training.data.text import TextFiles
 
     _threads(args.workers)
-    if args.out.exists() and not args.overwrite:
+    if os.path.exists(args.out) and not args.overwrite:
         raise MegacppError(f"{args.out} exists: name another --out, or give --overwrite")
     if args.max_bytes < 1:
         raise MegacppError(f"--max-bytes {args.max_bytes}: at least 1 is needed")
@@ -180,7 +180,7 @@ def run_check(args: argparse.Namespace) -> int:
     from megacpp_mcore.training.data.entropy import corpus_entropy
     from megacpp_mcore.training.data.files import paths, read_pair
 
-    known = paths(args.prefix)[2].exists()
+    known = os.path.exists(paths(args.prefix)[2])
     pair = read_pair(args.prefix, verify_hashes=known)
     unigram, bigram = corpus_entropy(args.prefix)
     if args.json:

@@ -1,6 +1,7 @@
 """The folder of one run, and the lock that lets only one process write into it."""
 
 import fcntl
+import os
 import shutil
 import sys
 from collections.abc import Iterable
@@ -71,7 +72,9 @@ class RunFolder:
 
     def refuse_a_run(self) -> None:
         """Raises RunFolderError when the folder holds a run: neither resume nor overwrite."""
-        if folder.complete(self.checkpoints) or self.receipt.exists():
+        if not os.path.isdir(self.path):  # also for a name that no folder can have
+            return
+        if folder.complete(self.checkpoints) or os.path.exists(self.receipt):
             raise RunFolderError(
                 f"{self.path} already holds a run; continue it with --resume, replace it with "
                 "--overwrite, or choose another --out"
