@@ -77,6 +77,12 @@ def test_a_name_that_no_file_can_have(refused, name, tmp_path):
     refused("report", "show", name)
     refused("data", "check", name.removesuffix(".toml"))
     refused("train", "nam56r-tiny", "--out", name, "--set", 'data.data_path=["x"]')
+    refused("checkpoint", "list", name)
+    refused("report", "html", name)
+    refused("report", "watch", name)
+    refused("recipe", "new", name)
+    refused("recipe", "diff", "nam56r", name)
+    refused("data", "tokenizer", tmp_path, "--out", name)
 
 
 @pytest.mark.parametrize("entry", ['A = "a\\u0000b"', '"A\\u0000" = "b"'])

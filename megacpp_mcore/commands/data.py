@@ -121,7 +121,7 @@ def run_tokenizer(args: argparse.Namespace) -> int:
     from megacpp_mcore.training.data.text import TextFiles
 
     _threads(args.workers)
-    if args.out.exists() and not args.overwrite:
+    if os.path.exists(args.out) and not args.overwrite:
         raise MegacppError(f"{args.out} exists: name another --out, or give --overwrite")
     if args.max_bytes < 1:
         raise MegacppError(f"--max-bytes {args.max_bytes}: at least 1 is needed")

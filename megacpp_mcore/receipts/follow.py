@@ -2,6 +2,7 @@
 what each rank's heartbeat says that it is doing."""
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,8 @@ def follow(run: Path, interval_s: float) -> Iterator[str]:
     Raises ReceiptError where there is neither a receipt nor a heartbeat in `run`.
     """
     said_of_run = said_of_ranks = ""
-    if not (run / "receipt.json").exists() and not _ranks(run):
+    known = os.path.isdir(run) and (os.path.exists(run / "receipt.json") or _ranks(run))
+    if not known:
         raise ReceiptError(f"{run} has neither a receipt nor a rank at work: name a run's folder")
     while True:
         receipt = _receipt(run)

@@ -2,6 +2,7 @@
 
 import html
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -194,4 +195,4 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def receipt_of(run: Path) -> Path:
     """The receipt of a run's folder, or the file itself."""
-    return run / "receipt.json" if run.is_dir() else run
+    return run / "receipt.json" if os.path.isdir(run) else run
