@@ -1,7 +1,6 @@
 """The folder of one run, and the lock that lets only one process write into it."""
 
 import fcntl
-import os
 import shutil
 import sys
 from collections.abc import Iterable
