@@ -180,7 +180,7 @@ def run_check(args: argparse.Namespace) -> int:
     from megacpp_mcore.training.data.entropy import corpus_entropy
     from megacpp_mcore.training.data.files import paths, read_pair
 
-    known = os.path.exists(paths(args.prefix)[2])
+    known = os.path.exists(paths(args.prefix)[2])  # False, too, for a name that no file can have
     pair = read_pair(args.prefix, verify_hashes=known)
     unigram, bigram = corpus_entropy(args.prefix)
     if args.json:

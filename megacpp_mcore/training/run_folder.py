@@ -1,7 +1,6 @@
 """The folder of one run, and the lock that lets only one process write into it."""
 
 import fcntl
-import os
 import shutil
 import sys
 from collections.abc import Iterable
@@ -72,9 +71,11 @@ class RunFolder:
 
     def refuse_a_run(self) -> None:
         """Raises RunFolderError when the folder holds a run: neither resume nor overwrite."""
-        if not os.path.isdir(self.path):  # also for a name that no folder can have
-            return
-        if folder.complete(self.checkpoints) or os.path.exists(self.receipt):
+        try:
+            holds = folder.complete(self.checkpoints) or self.receipt.exists()
+        except OSError as error:  # a name too long, or no right to look
+            raise RunFolderError(f"{self.path} cannot be a run's folder: {error}") from error
+        if holds:
             raise RunFolderError(
                 f"{self.path} already holds a run; continue it with --resume, replace it with "
                 "--overwrite, or choose another --out"
