@@ -42,7 +42,6 @@ def test_what_is_generated_is_up_to_date(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_COMMANDS)
 def test_every_command_of_a_page_runs(name, tmp_path):
-    """But `doctor`'s and `patch status`'s verdict on this machine, exit status 1, is theirs."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     path = f"{warm.folder_of_megacpp()}{os.pathsep}{os.environ['PATH']}"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MEGACPP_")}
