@@ -124,6 +124,13 @@ class Case(ABC):
         its error is then in units of that."""
         return {}
 
+    def floors(
+        self, directions: Tensors, dtype: torch.dtype, **tensors: Tensor
+    ) -> dict[str, float]:
+        """By name, the root mean square of an error that a right backend may have in any region,
+        however small the truth is there: of a rounding that does not get smaller with it."""
+        return {}
+
     @abstractmethod
     def flops(self) -> int:
         """Operations that a forward call needs at least."""

@@ -43,13 +43,14 @@ class Error:
 class Truth:
     """Outputs and, under `d<name>`, gradients along `directions`, one for each output.
 
-    sums: see `Case.sums`. rounding: by name, where regions are to be judged.
+    sums, floors: see `Case`. rounding: by name, where regions are to be judged.
     """
 
     values: Tensors
     directions: Tensors
     sums: Mapping[str, float] = field(default_factory=dict)
     rounding: Mapping[str, regions.Rounding] = field(default_factory=dict)
+    floors: Mapping[str, float] = field(default_factory=dict)
 
 
 def drawn(case: Case, dtype: torch.dtype, device: str, seed: int) -> Tensors:
@@ -94,7 +95,8 @@ def truth_of(
         for name, found in draws.items()
         if name in values and values[name].numel()
     }
-    return Truth(values, directions, sums, rounding)
+    floors = case.floors(directions, dtype, **widened)
+    return Truth(values, directions, sums, rounding, floors)
 
 
 def _draws(case: Case, tensors: Tensors, directions: Tensors) -> dict[str, list[Tensor]]:
@@ -138,7 +140,8 @@ def errors(case: Case, actual: Tensors, truth: Truth, dtype: torch.dtype) -> lis
         one = Error(name, distance / size, case.tolerance(name, dtype), what)
         if name in truth.rounding and not what and largest[name] > noise:
             rounding, allowed = truth.rounding[name], case.usual_tolerance(name, dtype)
-            far = regions.worst(actual[name], expected, rounding, allowed)
+            floor = truth.floors.get(name, 0.0)
+            far = regions.worst(actual[name], expected, rounding, allowed, floor)
             one = max(one, Error(name, far.error, far.bound, where=far.where), key=_share)
         found.append(one)
     return sorted(found, key=lambda error: -error.share)

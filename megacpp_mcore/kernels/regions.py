@@ -4,12 +4,13 @@ The largest value of a tensor says little of the rest: of a causal attention's g
 are so small beside the first that they may be zero. So a tensor is cut along each axis, and along
 each pair of axes into tiles, and in every region
 
-    rms(error) <= factor * rms(rounding) + allowed * rms(truth)
+    rms(error) <= factor * rms(rounding) + allowed * rms(truth) + floor
 
 `rounding` is the error of the definition itself, computed in the model's dtype instead of the wide
 one: measured in that region, in DRAWS computations whose inputs differ by single roundings, so that
 no lucky one counts. Where a region's own is less than the tensor's median (in units of the truth)
-the median counts. `allowed` is for roundings that a backend has and the definition has not.
+the median counts. `allowed` and `floor` are for roundings that a backend has and the definition
+has not: the first as large as the truth, the second as large everywhere.
 
 A factor common to a region is found long before its rms is too large, since roundings are as often
 up as down: `scale` is (error . truth) / (truth . truth), and its bound that of the draws, an
@@ -86,16 +87,19 @@ def jittered(x: Tensor, seed: int) -> Tensor:
     return torch.where(drawn < 0.25, torch.nextafter(x, towards), x)
 
 
-def worst(actual: Tensor, truth: Tensor, rounding: Rounding, allowed: float) -> Distance:
+def worst(
+    actual: Tensor, truth: Tensor, rounding: Rounding, allowed: float, floor: float = 0.0
+) -> Distance:
     """The region in which `actual` is furthest beyond, or nearest to, its bound.
 
-    allowed: of the truth's rms, for roundings that the definition does not have.
+    allowed: of the truth's rms, for roundings that the definition does not have. floor: of an
+    error's rms, likewise.
     """
     truth = _with_an_axis(truth)
     error = _with_an_axis(actual).to(truth.dtype) - truth
     cells = _Cells(
         grid(error.square()), grid(error * truth), grid(truth.square()),
-        rounding, truth.shape, allowed, torch.finfo(actual.dtype).eps,
+        rounding, truth.shape, allowed, floor, torch.finfo(actual.dtype).eps,
         torch.finfo(truth.dtype).eps,
     )  # fmt: skip
     found = [d for parts in _views(truth.shape) for d in cells.distances(parts)]
@@ -112,6 +116,7 @@ class _Cells:
     rounding: Rounding
     shape: torch.Size
     allowed: float
+    floor: float
     eps: float
     wide_eps: float
 
@@ -128,12 +133,12 @@ class _Cells:
         usual = torch.where(vanishes, self.rounding.squared.sum().sqrt() / len(noise) ** 0.5, noise)
         relative = torch.maximum(usual / size, (usual / size).median())
         factor = torch.where(relative < _FINE, FACTOR_OF_FINE, FACTOR)
-        bound = factor * relative + self.allowed
+        values = math.prod(self.shape) / math.prod(parts)
+        bound = factor * relative + self.allowed + self.floor * values**0.5 / size
         yield self._worst(error / size, bound, parts, "")
         draws = [_pooled(draw.product, parts).flatten() for draw in self.rounding.draws]
         scales = torch.stack(draws).abs() / size.square()
         chance = torch.maximum(scales.amax(0), scales.median())
-        values = math.prod(self.shape) / math.prod(parts)
         bound = factor * chance + max(1 / 8, min(1.0, 4 / values**0.5)) * bound + self.eps
         found = _pooled(self.product, parts).flatten().abs() / size.square()
         yield self._worst(found, bound, parts, "scale ")

@@ -151,6 +151,19 @@ class CoreAttentionCase(Case):
         forward = _LARGEST_SCORE + 2
         return forward if name == "y" else 2 * forward
 
+    def floors(
+        self, directions: Tensors, dtype: torch.dtype, **tensors: Tensor
+    ) -> dict[str, float]:
+        """Flash attention takes dS = P (dP - dy . y) with the output y as it was rounded. Where a
+        query sees one key alone, or nearly, dP - dy . y vanishes, and dq with it; the rounding of
+        dy . y, half an epsilon of each of dv terms, times that key does not."""
+        dy, v, k = directions["y"], tensors["v"], tensors["k"]
+        if not k.numel():
+            return {}
+        rms = [float(x.double().square().mean().sqrt()) for x in (dy, v, k)]
+        rounded = torch.finfo(dtype).eps / 2 * self.dv**0.5 * rms[0] * rms[1]
+        return {"dq": rounded * rms[2] * self.dqk**-0.5}
+
     def terms(self, name: str) -> int:
         return self.dqk + self.dv + self.seq * (self.heads // self.groups)
 
