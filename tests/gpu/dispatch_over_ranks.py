@@ -4,17 +4,20 @@
     torchrun --standalone --nproc-per-node 2 tests/gpu/dispatch_over_ranks.py time OUT NAME ...
     torchrun --standalone --nproc-per-node 2 tests/gpu/dispatch_over_ranks.py copies OUT
 
-check: a layer E of NAM56R and a small model by the dispatcher NAME, held against all-to-all. time:
-forward + backward of a layer E at NAM56R's sizes, weight gradients into main_grad, by each NAME in
+Commands may follow one another, each after a word "then"; the first that finds anything wrong makes
+the status 1 at the end. check: a layer E of NAM56R and a small model by the dispatcher NAME, held
+against all-to-all. time: forward + backward of a layer E at NAM56R's sizes, weight gradients into main_grad, by each NAME in
 turns: DISPATCHER[:SMS[:worst]][+EXPERTS], the multiprocessors that DeepEP gets, and "worst" where
 it allocates for the worst case and the host does not wait. copies: DeepEP's and NCCL's exchanges
 alone, by size of their chunks and multiprocessors. OUT: a JSON file.
 """
 
+import faulthandler
 import json
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,7 +54,9 @@ def start() -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    dist.init_process_group(
+        "nccl"
+    )  # without a device: else every one of Megatron's groups connects
     parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
@@ -293,16 +298,14 @@ def copies() -> dict:
     return found | {"rows received": received.shape[0]}
 
 
-def main(command: str, *arguments: str) -> None:
-    start()
-    status = 0
+def run(command: str, *arguments: str) -> bool:
+    """One command, its results written and printed by rank 0. False: it found wrong values."""
     if command == "check":
         name, out = arguments
         table, wrong = check(name)
         everyones = [None] * RANKS
         dist.all_gather_object(everyones, wrong)
         found = {"compared": table, "wrong": [text for of_rank in everyones for text in of_rank]}
-        status = 1 if found["wrong"] else 0
     elif command == "time":
         out, *names = arguments
         found = time_layers(names, Path(out))
@@ -312,9 +315,23 @@ def main(command: str, *arguments: str) -> None:
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found, indent=1))
         print(json.dumps(found, indent=1) if command != "check" else found["wrong"], flush=True)
+    return not found.get("wrong")
+
+
+def main(words: list[str]) -> None:
+    faulthandler.dump_traceback_later(int(os.environ.get("DUMP_AFTER_S", "600")), repeat=True)
+    began = time.perf_counter()
+    start()
+    right = True
+    while words:
+        until = words.index("then") if "then" in words else len(words)
+        command, words = words[:until], words[until + 1 :]
+        right &= run(*command)
+        if dist.get_rank() == 0:
+            print(f"{command}: until {time.perf_counter() - began:.0f} s", flush=True)
     end()
-    sys.exit(status)
+    sys.exit(not right)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1:])
