@@ -4,12 +4,12 @@
     torchrun --standalone --nproc-per-node 2 tests/gpu/dispatch_over_ranks.py time OUT NAME ...
     torchrun --standalone --nproc-per-node 2 tests/gpu/dispatch_over_ranks.py copies OUT
 
-Commands may follow one another, each after a word "then"; the first that finds anything wrong makes
-the status 1 at the end. check: a layer E of NAM56R and a small model by the dispatcher NAME, held
-against all-to-all. time: forward + backward of a layer E at NAM56R's sizes, weight gradients into main_grad, by each NAME in
-turns: DISPATCHER[:SMS[:worst]][+EXPERTS], the multiprocessors that DeepEP gets, and "worst" where
-it allocates for the worst case and the host does not wait. copies: DeepEP's and NCCL's exchanges
-alone, by size of their chunks and multiprocessors. OUT: a JSON file.
+Commands may follow one another, each after a word "then"; the status is 1 where one of them found
+wrong values. check: a layer E of NAM56R and a small model by the dispatcher NAME, held against
+all-to-all. time: forward + backward of a layer E at NAM56R's sizes, weight gradients into
+main_grad, by each NAME in turns: DISPATCHER[:SMS[:worst]][+EXPERTS], the multiprocessors that
+DeepEP gets, and "worst" where it allocates for the worst case and the host does not wait. copies:
+DeepEP's and NCCL's exchanges alone, by size of their chunks and multiprocessors. OUT: a JSON file.
 """
 
 import faulthandler
