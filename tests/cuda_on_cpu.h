@@ -76,6 +76,7 @@ inline Index block, threads;
 inline char* shared;
 inline size_t shared_size;
 inline uint32_t seed = 1;
+inline bool from_last;  // whether the blocks run in the reverse order of their indices
 inline std::string failure;
 inline cudaError_t launched;  // what the last launch came to
 inline std::function<void()> body;
@@ -172,11 +173,21 @@ cudaError_t launch(Kernel kernel, unsigned grid, unsigned count, size_t bytes,
   shared_size = bytes;
   threads = {count, 1, 1};
   body = [&] { kernel(argument); };
-  for (block = {0, 0, 0}; block.x < grid; ++block.x) {
+  for (unsigned i = 0; i < grid; ++i) {
+    block = {from_last ? grid - 1 - i : i, 0, 0};
     std::memset(shared, 0xff, kMaxShared);
     if (!run_block(count)) return cudaErrorLaunchFailure;
   }
   return cudaSuccess;
+}
+
+// A load in a loop that waits for another block. Blocks run one after the other, so what a block
+// does not find at once it never does.
+inline int32_t acquire(const int32_t* from) {
+  static int loads;
+  loads = *from == 0 ? loads + 1 : 0;
+  if (loads > 1 << 20) loads = 0, fail("a wait for a block that has not run");
+  return *from;
 }
 
 // The warp instructions, by the layouts that PTX gives their operands.
@@ -446,3 +457,4 @@ using std::min;
 #define __uint_as_float(x) cpu::bits_as<float>(static_cast<uint32_t>(x))
 
 extern "C" void cpu_seed(uint32_t seed) { cpu::seed = seed; }
+extern "C" void cpu_from_last(int on) { cpu::from_last = on; }

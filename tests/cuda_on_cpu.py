@@ -83,7 +83,7 @@ def _instruction(statement: str) -> str:
         "ex2.approx.ftz.f32": "{0} = exp2f({1});",
         "lg2.approx.ftz.f32": "{0} = log2f({1});",
         "rcp.approx.ftz.f32": "{0} = 1.f / ({1});",
-        "ld.acquire.gpu.global.b32": "x = cpu::load(from);",
+        "ld.acquire.gpu.global.b32": "x = cpu::acquire(from);",
         "@p ld.global.nc.b32": "if (valid) x = cpu::load(static_cast<const uint32_t*>(from));",
         "@p ld.global.nc.v2.b32": "if (valid) x = cpu::load_pair(from);",
         "prefetch.global.L2": ";",

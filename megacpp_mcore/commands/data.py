@@ -1,11 +1,15 @@
 """`megacpp data`: build and check Megatron `.bin/.idx` datasets."""
 
 import argparse
+import json
+import shlex
 import sys
 import time
 from typing import Any
 
 from megacpp_mcore.errors import MegacppError
+
+BYTE_VOCAB_SIZE = 257  # of training.data.text, which imports numpy
 
 _BUILD_EPILOG = """\
 Text: every file of the folders is one document of byte-level tokens: 0..255 are the bytes, 256 ends
@@ -67,6 +71,7 @@ def run_build(args: argparse.Namespace) -> int:
     seconds = time.monotonic() - started
     print(f"wrote {args.out}.bin, .idx and .json in {seconds:.1f} s")
     _print_manifest(manifest)
+    print(f"next: {_next(args.out, manifest)}")
     print(
         f"Megatron: --data-path {args.out} --tokenizer-type NullTokenizer --vocab-size "
         f"{manifest['vocab_size']} --null-tokenizer-eod-id {manifest['eod_id']}"
@@ -77,12 +82,22 @@ def run_build(args: argparse.Namespace) -> int:
 def run_check(args: argparse.Namespace) -> int:
     """Verify a dataset and print its counts and its entropy."""
     from megacpp_mcore.training.data.entropy import corpus_entropy
-    from megacpp_mcore.training.data.files import read_pair
+    from megacpp_mcore.training.data.files import paths, read_pair
 
-    pair = read_pair(args.prefix, verify_hashes=True)
+    known = paths(args.prefix)[2].exists()
+    pair = read_pair(args.prefix, verify_hashes=known)
     unigram, bigram = corpus_entropy(args.prefix)
-    print(f"{args.prefix} is complete and unchanged")
-    _print_manifest(pair.manifest)
+    if known:
+        print(f"{args.prefix} is complete and unchanged")
+        _print_manifest(pair.manifest)
+    else:
+        print(
+            f"{args.prefix} is complete: .idx and .bin agree. There is no .json of `megacpp data "
+            "build`, so whether it is unchanged is not known"
+        )
+        print(f"  documents  {pair.lengths.size:,}")
+        print(f"  tokens     {pair.tokens.size:,} ({pair.tokens.dtype}, the largest id "
+              f"{int(pair.tokens.max())})")  # fmt: skip
     print(f"  entropy    unigram {unigram:.4f}, bigram {bigram:.4f} nats per token")
     return 0
 
@@ -129,6 +144,15 @@ def _refuse_unused(args: argparse.Namespace) -> None:
             raise MegacppError(
                 "--torch-headers adds text files, which cannot be mixed with Parquet shards"
             )
+
+
+def _next(prefix: str, manifest: dict[str, Any]) -> str:
+    """The command that trains on the dataset."""
+    words = ["megacpp", "train", "nam56r-tiny", "--set", f"data.data_path={json.dumps([prefix])}"]
+    if manifest["vocab_size"] != BYTE_VOCAB_SIZE:
+        words += ["--set", f"model.vocab_size={manifest['vocab_size']}"]
+        words += ["--set", f"data.null_tokenizer_eod_id={manifest['eod_id']}"]
+    return shlex.join(words)
 
 
 def _print_manifest(manifest: dict[str, Any]) -> None:

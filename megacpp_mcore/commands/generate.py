@@ -81,12 +81,8 @@ def run(args: argparse.Namespace) -> int:
     from megacpp_mcore.inference import loading
 
     source = loading.trained(args.run_folder, args.iteration)
-    try:
-        with loading.loaded(source, device=device_of(args), dtype=args.dtype) as loaded:
-            return _write(args, loaded, texts, sampling)
-    except KeyboardInterrupt:
-        print("\nmegacpp: interrupted", file=sys.stderr)
-        return 130
+    with loading.loaded(source, device=device_of(args), dtype=args.dtype) as loaded:
+        return _write(args, loaded, texts, sampling)
 
 
 def _read(name: str) -> str:
@@ -160,13 +156,10 @@ class _Printer:
             self._show(text)
 
     def _show(self, text: str) -> None:
-        from megacpp_mcore.inference.text import shown
-
+        """The command's stdout shows control characters as escapes, whatever a model writes."""
         if self._stream:
-            out = sys.stdout
-            encoded = (shown(text) if out.isatty() else text).encode("utf-8", "surrogateescape")
-            out.write(encoded.decode("utf-8", "replace"))
-            out.flush()
+            data = text.encode("utf-8", "surrogateescape")
+            print(data.decode("utf-8", "replace"), end="", flush=True)
 
 
 def _print_json(

@@ -1,4 +1,4 @@
-"""`megacpp recipe`: list, show, check and plan recipes, and print Megatron's command line."""
+"""`megacpp recipe`: list, show and begin recipes, their keys, and Megatron's command line."""
 
 import argparse
 import dataclasses
@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from megacpp_mcore.commands import recipe_plan
+from megacpp_mcore.commands import recipe_check, recipe_new, recipe_plan
 from megacpp_mcore.hybrid.flops import count
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.fields import Target
@@ -75,7 +75,22 @@ def register(subparsers: Any) -> None:
         "--json", action="store_true", help="every key, name, sha256 and cost as JSON"
     )
 
-    _add(commands, "check", _check, "compare with Megatron's own parser and validation", many=True)
+    text = "would it train, and does Megatron's own parser read it as it is meant"
+    checked = _add(commands, "check", recipe_check.run, text, many=True, epilog=recipe_check.EPILOG)
+    recipe_check.add_arguments(checked)
+
+    for name, text, module_run, add_arguments, epilog in (
+        ("new", "begin a recipe of your own, from a shipped one", recipe_new.new,
+         recipe_new.add_new_arguments, recipe_new.NEW_EPILOG),
+        ("diff", "the keys in which two recipes differ", recipe_new.diff,
+         recipe_new.add_diff_arguments, recipe_new.DIFF_EPILOG),
+    ):  # fmt: skip
+        parser = commands.add_parser(
+            name, help=text, description=text, epilog=epilog, allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        add_arguments(parser)
+        parser.set_defaults(run=module_run)
 
     text = "the fastest layouts on a number of GPUs, with memory and step"
     planned = _add(commands, "plan", recipe_plan.run, text, epilog=recipe_plan.EPILOG)
@@ -193,31 +208,6 @@ def _toml(recipe: Recipe, everything: bool) -> Iterator[str]:
         if table:
             yield f"\n[{name}]"
             yield from (f"{entry} = {json.dumps(text)}" for entry, text in table.items())
-
-
-def _check(args: argparse.Namespace) -> int:
-    from megacpp_mcore.recipe.check import check
-
-    reports = check([load_recipe(name, args.overrides) for name in args.recipe])
-    for report in reports:
-        rows = [("key", "Megatron's name", "requested", "Megatron got", "")]
-        for row in report.rows:
-            values = (json.dumps(row.requested), json.dumps(row.got))
-            rows.append((row.key, row.name, *values, "ok" if row.ok else "DIFFERS"))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        if report.rows:
-            for row in rows:
-                cells = (cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True))
-                print("  ".join(cells).rstrip())
-        verdict = f"refused: {report.refused}" if report.refused else "every value as asked"
-        if report.differences:
-            keys = ", ".join(row.key for row in report.differences)
-            verdict = f"{len(report.differences)} of {len(report.rows)} values differ: {keys}"
-        print(
-            f"{report.recipe}, Megatron {report.megatron_version}: {verdict}",
-            file=sys.stdout if report.ok else sys.stderr,
-        )
-    return 0 if all(report.ok for report in reports) else 2
 
 
 def _args(args: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ _NEVER_DROP = {  # a token's experts do not depend on the other tokens of its ba
 _ONE_RANK = {
     "moe_token_dispatcher_type": ALLGATHER, "moe_flex_dispatcher_num_sms": None,
     "moe_shared_expert_overlap": False, "moe_permute_fusion": False, "moe_router_fusion": False,
-    "moe_router_padding_for_quantization": False, "moe_grouped_gemm": False,
+    "moe_router_padding_for_quantization": False,
 }  # fmt: skip
 _UNFUSED = {
     "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
@@ -80,7 +80,7 @@ def on_one_device(
         model["max_position_embeddings"] = (
             model["max_position_embeddings"] if learned else seq_length
         )
-    moe |= _ONE_RANK | _NEVER_DROP
+    moe |= _ONE_RANK | _NEVER_DROP | {"moe_grouped_gemm": not on_cpu}
     sections["attention"] |= {"apply_rope_fusion": False, "mla_down_proj_fusion": False,
                               "attention_backend": "auto"}  # fmt: skip
     if not mtp:

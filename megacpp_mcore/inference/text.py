@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from megacpp_mcore.inference.recipe import InferenceError
 from megacpp_mcore.training.data.text import BYTE_EOD_ID, BYTE_VOCAB_SIZE
 
@@ -27,6 +29,10 @@ class Bytes:
 
     def decoder(self) -> "Decoder":
         return _ByteDecoder()
+
+    def bytes_of(self, tokens: Sequence[int], eod: int) -> int:
+        """Bytes of the text of tokens, ends of documents apart."""
+        return int(np.count_nonzero(np.asarray(tokens) != eod))
 
 
 class _ByteDecoder:
@@ -61,6 +67,11 @@ class TokenizerFile:
     def decoder(self) -> "Decoder":
         return _TokenDecoder(self._tokenizer)
 
+    def bytes_of(self, tokens: Sequence[int], eod: int) -> int:
+        """Bytes of the text of tokens, ends of documents apart."""
+        text = [int(token) for token in tokens if token != eod]
+        return len(self._tokenizer.decode(text, skip_special_tokens=False).encode())
+
 
 class _TokenDecoder:
     """Decodes all tokens since the last complete text: a token may be part of a character."""
@@ -94,12 +105,6 @@ def tokenizer_of(vocab_size: int, eod: int, file: Path | None) -> Bytes | Tokeni
             "bytes: name its tokenizer.json with --tokenizer"
         )
     return Bytes()
-
-
-def shown(text: str) -> str:
-    """Text for a terminal: control characters but newline and tab as escapes, so that what a model
-    writes cannot move the cursor or set a title."""
-    return "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def check_ids(tokens: Sequence[int], vocab_size: int) -> None:

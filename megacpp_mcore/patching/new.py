@@ -13,6 +13,8 @@ from megacpp_mcore.patching import PatchError, diffs, site, state, verify
 from megacpp_mcore.patching.manifest import MANIFEST, NAME, REPRODUCERS, Manifest, load, sha256
 from megacpp_mcore.patching.verify import Proof
 
+Changes = dict[str, tuple[bytes | None, bytes]]  # path -> a file before (None: no file) and after
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -56,10 +58,9 @@ def new(
     if not inside and (lane / REPRODUCERS / test_name).exists():
         raise PatchError(f"{lane / REPRODUCERS / test_name}: exists already; give it as --test")
     package, changes = _changes(manifest, edited, folder)
-    body = b"".join(diffs.make(path, *change) for path, change in changes.items())
     entry = _entry(draft, package, test_name, changes)
     files = {
-        f"{draft.id}.patch": draft.reason.strip().encode() + b"\n\n" + body,
+        f"{draft.id}.patch": patch_text(draft.reason, changes),
         f"{REPRODUCERS}/{test_name}": test.read_bytes(),
         MANIFEST: (lane / MANIFEST).read_bytes().rstrip(b"\n") + b"\n\n" + entry,
     }
@@ -77,6 +78,21 @@ def new(
     return _write(lane, files), proof
 
 
+def patch_text(header: str, changes: Changes) -> bytes:
+    """A patch file: why, and the diff of every file."""
+    body = b"".join(diffs.make(path, *change) for path, change in changes.items())
+    return header.strip().encode() + b"\n\n" + body
+
+
+def file_tables(changes: Changes) -> tomlkit.items.AoT:
+    """`[[patch.files]]` of a manifest."""
+    tables = tomlkit.aot()
+    for path, (before, after) in changes.items():
+        digests = {"sha256_before": sha256(before), "sha256_after": sha256(after)}
+        tables.append(tomlkit.item({"path": path, **digests}))
+    return tables
+
+
 def _write(lane: Path, files: dict[str, bytes]) -> list[Path]:
     """Write the files, the manifest last, each in one step."""
     (lane / REPRODUCERS).mkdir(exist_ok=True)
@@ -85,9 +101,7 @@ def _write(lane: Path, files: dict[str, bytes]) -> list[Path]:
     return [lane / name for name in files]
 
 
-def _changes(
-    manifest: Manifest, edited: Path, folder: Path | None
-) -> tuple[str, dict[str, tuple[bytes | None, bytes]]]:
+def _changes(manifest: Manifest, edited: Path, folder: Path | None) -> tuple[str, Changes]:
     """(package, path -> (bytes with the whole lane, edited bytes)) of every file that differs."""
     files = {
         path.relative_to(edited).as_posix(): path
@@ -95,7 +109,7 @@ def _changes(
         if path.is_file() and "__pycache__" not in path.parts
     }
     found, rows = _owner(manifest, {path.split("/")[0] for path in files}, folder)
-    changes: dict[str, tuple[bytes | None, bytes]] = {}
+    changes: Changes = {}
     for path, file in files.items():
         live, after = found.installed.site / path, file.read_bytes()
         before = live.read_bytes() if live.is_file() else None
@@ -142,9 +156,7 @@ def _owner(
     )
 
 
-def _entry(
-    draft: Draft, package: str, test: str, changes: dict[str, tuple[bytes | None, bytes]]
-) -> bytes:
+def _entry(draft: Draft, package: str, test: str, changes: Changes) -> bytes:
     """The manifest's new `[[patch]]`."""
     upstream = tomlkit.inline_table()
     upstream.update(dict(draft.upstream))
@@ -156,10 +168,7 @@ def _entry(
     patch.update({"id": draft.id, "package": package, "file": f"{draft.id}.patch"})
     patch.update({} if draft.defect is None else {"defect": draft.defect})
     patch.update({**texts, "test": test, "needs": draft.needs, "upstream": upstream})
-    patch["files"] = tomlkit.aot()
-    for path, (before, after) in changes.items():
-        digests = {"sha256_before": sha256(before), "sha256_after": sha256(after)}
-        patch["files"].append(tomlkit.item({"path": path, **digests}))
+    patch["files"] = file_tables(changes)
     document = tomlkit.document()
     document["patch"] = tomlkit.aot()
     document["patch"].append(patch)

@@ -3,7 +3,7 @@
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +12,8 @@ import tomlkit
 from megacpp_mcore.files import write_atomically
 from megacpp_mcore.patching import PatchError, diffs, site, state, verify
 from megacpp_mcore.patching.diffs import FileDiff, Hunk
-from megacpp_mcore.patching.manifest import MANIFEST, REPRODUCERS, Manifest, Patch, load, sha256
+from megacpp_mcore.patching.manifest import MANIFEST, REPRODUCERS, Manifest, Patch, load
+from megacpp_mcore.patching.new import Changes, file_tables, patch_text
 
 AS_IS = "applies as is"
 MOVED = "applies, moved"
@@ -66,7 +67,7 @@ def port(
         raise PatchError(f"{target}: " + ("exists" if target.exists() else "needs the whole lane"))
     contents: Contents = {}
     reports: list[Report] = []
-    changes: dict[str, dict[str, tuple[bytes | None, bytes]]] = {}
+    changes: dict[str, Changes] = {}
     for patch in [patch for patch in manifest.patches if patch.package in there]:
         where = there[patch.package]
         before = {path: contents.get(path, _read(where / path)) for path in patch.diffs}
@@ -164,7 +165,7 @@ def _write(
     target: Path,
     version: str,
     there: Collection[str],
-    changes: Mapping[str, Mapping[str, tuple[bytes | None, bytes]]],
+    changes: dict[str, Changes],
 ) -> None:
     """A copy of the lane for `version` of the packages `there`, with the patches of `changes`."""
     shutil.copytree(manifest.lane, target, ignore=shutil.ignore_patterns("__pycache__"))
@@ -180,14 +181,9 @@ def _write(
             continue
         kept.append(entry)
         if patch.package in there:
-            files = changes[patch.id]
-            body = b"".join(diffs.make(path, *change) for path, change in files.items())
-            text = diffs.header_of(patch.text).encode() + b"\n\n" + body
+            text = patch_text(diffs.header_of(patch.text), changes[patch.id])
             write_atomically(target / patch.file, text)
-            entry["files"] = tomlkit.aot()
-            for path, (before, after) in files.items():
-                digests = {"sha256_before": sha256(before), "sha256_after": sha256(after)}
-                entry["files"].append(tomlkit.item({"path": path, **digests}))
+            entry["files"] = file_tables(changes[patch.id])
     document["patch"] = kept
     write_atomically(target / MANIFEST, tomlkit.dumps(document))
     load(target).check_diffs()

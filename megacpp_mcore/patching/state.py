@@ -1,7 +1,7 @@
 """What is applied: read from the files' digests, never from a note that they were changed."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -187,6 +187,14 @@ def original(manifest: Manifest, state: PackageState, path: str) -> bytes | None
         f"{state.package}: {path}: its original bytes (sha256 {wanted}) are not kept any more; "
         f"reinstall it: {state.installed.reinstall}"
     )
+
+
+def composed(
+    manifest: Manifest, state: PackageState, path: str, ids: Collection[str]
+) -> bytes | None:
+    """A managed file's bytes with the patches `ids`; see `original` and `diffs.compose`."""
+    pristine = original(manifest, state, path)
+    return diffs.compose(pristine, manifest.chain(state.package, path), ids)
 
 
 def status(manifest: Manifest, folder: Path | None = None) -> list[dict]:

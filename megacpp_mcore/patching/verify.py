@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacpp_mcore.patching import PatchError, diffs, state
+from megacpp_mcore.patching import PatchError, state
 from megacpp_mcore.patching.manifest import Manifest, Patch
 from megacpp_mcore.patching.state import PackageState
 
@@ -118,8 +118,7 @@ def _copy_package(
     for name in {path.split("/")[0] for path in found.files} | {found.installed.info.name}:
         shutil.copytree(site / name, target / name, ignore=without, dirs_exist_ok=True)
     for path in manifest.touching(found.package):
-        original = state.original(manifest, found, path)
-        data = diffs.compose(original, manifest.chain(found.package, path), ids)
+        data = state.composed(manifest, found, path, ids)
         (target / path).unlink(missing_ok=True)
         if data is not None:
             (target / path).parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,8 @@
 
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces import moe_dispatch
-from megacpp_mcore.surfaces.moe_experts import FUSED
+from megacpp_mcore.surfaces.backend import REFERENCE
+from megacpp_mcore.surfaces.moe_experts import FUSED, GROUPED_MM
 from megacpp_mcore.surfaces.registry import REGISTRY
 
 
@@ -35,3 +36,22 @@ def gathers_tokens(recipe: Recipe) -> bool:
         and moe.moe_expert_capacity_factor is None
         and not moe.moe_shared_expert_overlap
     )
+
+
+def layer_backend(recipe: Recipe, letter: str) -> str | None:
+    """Which of the measured kinds of a layer the recipe's is; None: there is one kind.
+
+    Those without a receipt of their own count as the layer that copies between its operators.
+    """
+    if letter == "E":
+        return FUSED if gathers_tokens(recipe) else GROUPED_MM
+    surface = {"M": "mamba3_core", "R": "m2rnn_core"}.get(letter)
+    return surface and serving(recipe, surface)
+
+
+def passes_rate(letter: str, backend: str | None) -> str:
+    """Name of the rate: how often a layer moves the bytes that it keeps."""
+    return "_".join(filter(None, ("passes", letter, backend)))
+
+
+PASSES_OF_OTHERS = passes_rate("M", REFERENCE)  # of a letter without a receipt

@@ -13,6 +13,7 @@ from typing import Any
 from megacpp_mcore import dispatch
 from megacpp_mcore.hybrid.plan import Layer
 from megacpp_mcore.planner.activations import Sizes, bytes_per_token
+from megacpp_mcore.planner.backends import layer_backend, passes_rate
 from megacpp_mcore.planner.memory import memory
 from megacpp_mcore.planner.pipeline import layers_of, micro_batches
 from megacpp_mcore.planner.rates import Rates, assumptions
@@ -26,9 +27,11 @@ from megacpp_mcore.planner.step import (
 from megacpp_mcore.receipts.reader import Receipt, observed, read, rows_by_key, warm_median
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.source import BACKENDS, KEYS
+from megacpp_mcore.surfaces.backend import REFERENCE
 from megacpp_mcore.surfaces.registry import REGISTRY
 
 _BOTH = "forward_backward"
+_CORES = ("mamba3_core", "m2rnn_core")
 _RUN, _MODEL = "run-nam56r-2xh200.json", "model-nam56r-quarter-m2rnn.json"
 
 
@@ -41,8 +44,9 @@ def recipe_of(receipt: Receipt) -> Recipe:
             dotted = f"{section}.{key}"
             if section == BACKENDS or (dotted in KEYS and not isinstance(value, dict)):
                 overrides.append(f"{dotted}={json.dumps(value)}")
-    served = observed(receipt)
-    for surface in ("linear_cross_entropy", "moe_experts"):  # `auto` may have another order by now
+    # `auto` may have another order by now, and a surface may be younger than the receipt.
+    served = dict.fromkeys(_CORES, REFERENCE) | observed(receipt)
+    for surface in ("linear_cross_entropy", "moe_experts", *_CORES):
         if served.get(surface) in dispatch.choices(surface):  # not a bench of several models
             overrides.append(f"{BACKENDS}.{surface}={served[surface]}")
     return load_recipe("nam56r", overrides)
@@ -119,21 +123,26 @@ class Calibration:
     def layers(self) -> None:
         how = "what its products, attention and recurrence leave of the median, over the bytes kept"
         for letter, name, backend in (
-            ("R", "layer-m2rnn.json", "recipe"),
             ("A", "layer-mla-core.json", "core_attention=sdpa_cudnn"),
+            ("E", "layer-moe.json", "recipe"),
+            ("M", "layer-mamba3.json", "recipe"),
             ("M", "layer-mamba3-prep.json", "mamba3_prep=reference"),
+            ("R", "layer-m2rnn-core.json", "recipe"),
+            ("R", "layer-m2rnn.json", "recipe"),
         ):
             receipt = self.receipt(name)
             recipe = _of_one_layer(receipt, letter)
             (layer,) = layers_of(recipe, 0)
-            self.put(f"passes_{letter}", 0.0, "passes", name, how)
+            rate = passes_rate(letter, layer_backend(recipe, letter))
+            self.put(rate, 0.0, "passes", name, how)
             value = self.left_over(recipe, layer, self.seconds(name, backend))
-            self.put(f"passes_{letter}", value, "passes", name, how)
+            self.put(rate, value, "passes", name, how)
 
     def experts(self) -> None:
-        """No receipt has an E layer alone: the rest of a model that has five and one in MTP."""
+        """E with permuted copies has no receipt alone: a model has five, and one in MTP."""
         recipe = recipe_of(self.receipt(_MODEL))
-        self.put("passes_E", 0.0, "passes", _MODEL, "")
+        rate = passes_rate("E", layer_backend(recipe, "E"))
+        self.put(rate, 0.0, "passes", _MODEL, "")
         known = micro_batch(recipe, self.rates, 0)
         # the bench has no main gradient to add to
         summed = adding_gradients(recipe, self.rates, 0)
@@ -141,7 +150,7 @@ class Calibration:
         found = [layer for layer in layers_of(recipe, 0) if layer.letter == "E"]
         sizes = Sizes.of(recipe)
         kept = sizes.tokens * bytes_per_token(recipe, sizes, found[0], recompute=False)
-        self.put("passes_E", seconds * self.rates["bytes"] / kept / len(found), "passes", _MODEL,
+        self.put(rate, seconds * self.rates["bytes"] / kept / len(found), "passes", _MODEL,
                  "what all other layers, heads and the experts' products leave of the model's "
                  "median, over the bytes that its E layers keep")  # fmt: skip
 

@@ -6,11 +6,17 @@ they take longer. A step is its micro batches with the pipeline's bubble, the pa
 data-parallel collectives that is not hidden, and the optimizer.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from megacpp_mcore.hybrid.plan import Layer
 from megacpp_mcore.planner.activations import Sizes, bytes_per_token
-from megacpp_mcore.planner.backends import gathers_tokens, serving
+from megacpp_mcore.planner.backends import (
+    PASSES_OF_OTHERS,
+    gathers_tokens,
+    layer_backend,
+    passes_rate,
+    serving,
+)
 from megacpp_mcore.planner.memory import optimized, parameters, summed_bytes
 from megacpp_mcore.planner.pipeline import (
     costs,
@@ -22,6 +28,7 @@ from megacpp_mcore.planner.pipeline import (
 )
 from megacpp_mcore.planner.rates import Rates
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.surfaces.backend import REFERENCE
 from megacpp_mcore.surfaces.moe_experts import FUSED, GROUPED_MM
 from megacpp_mcore.surfaces.support import TE
 
@@ -170,10 +177,9 @@ def layer_seconds(
     found = serving(recipe, "moe_experts")
     experts = f"experts_{GROUPED_MM if found == FUSED else found}"
     core = f"attention_{serving(recipe, 'core_attention')}"
-    # Passes were measured over what a layer with permuted copies keeps.
-    copying = replace(recipe, backends={**recipe.backends, "moe_experts": GROUPED_MM})
-    kept = bytes_per_token(copying, sizes, layer, recompute=False)
-    passes = _rate(rates, f"passes_{layer.letter}", "passes_M")
+    kept = bytes_per_token(recipe, sizes, layer, recompute=False)
+    served = passes_rate(layer.letter, layer_backend(recipe, layer.letter))
+    passes = _rate(rates, served, PASSES_OF_OTHERS)
     return {
         "products": tokens / tp * ((products - routed) / rates["products"]
                                    + routed / _rate(rates, experts, "experts_te")),
@@ -195,6 +201,8 @@ def _routed_flops(recipe: Recipe) -> float:
 
 def _recurrence(recipe: Recipe, rates: Rates, sizes: Sizes, layer: Layer) -> float:
     if layer.letter == "M":
+        if layer_backend(recipe, "M") != REFERENCE:
+            return 0.0  # inside one operator with all that is moved, and measured with it
         m = recipe.mamba3
         rank = m.mimo_rank if m.variant == "mimo" else 1
         flops = 12 * (m.mamba_num_heads or 0) * m.mamba_head_dim * m.mamba_state_dim * rank

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.recipe import Recipe, answers_cache
 from megacpp_mcore.recipe.lowering import Lowered, lower
 from megacpp_mcore.recipe.source import RecipeError
 
@@ -73,8 +73,10 @@ class Report:
         return self.refused is None and not self.differences
 
 
-def check(recipes: Sequence[Recipe]) -> list[Report]:
+def check(recipes: Sequence[Recipe], *, cached: bool = False) -> list[Report]:
     """Parse and validate lowered recipes with the Megatron that is installed, one after another.
+
+    cached: an answer to the same question by the same installation may be an earlier one.
 
     Raises RecipeError when Megatron's parser cannot be run at all.
     """
@@ -91,6 +93,7 @@ def check(recipes: Sequence[Recipe]) -> list[Report]:
         }
         for recipe, item in zip(recipes, lowered, strict=True)
     ]
+    answers = answers_cache.through(questions, _ask) if cached else _ask(questions)
     return [
         Report(
             recipe.name,
@@ -98,7 +101,7 @@ def check(recipes: Sequence[Recipe]) -> list[Report]:
             tuple(_rows(item, answer["values"])) if "values" in answer else (),
             answer.get("refused"),
         )
-        for recipe, item, answer in zip(recipes, lowered, _ask(questions), strict=True)
+        for recipe, item, answer in zip(recipes, lowered, answers, strict=True)
     ]
 
 

@@ -66,19 +66,18 @@ def _options(workload: Workload) -> str | None:
     if ranks != 1:
         return f"tensor_model_parallel_size {ranks}: the angles are gathered over the ranks between"
     if workload.dtype != "bfloat16":
-        return f"mamba-ssm's kernels compute in bfloat16, not {workload.dtype}"
+        return f"the kernels' products are of bfloat16, not {workload.dtype}"
     if (chunk_size := workload.size("chunk_size")) != 64:
-        return f"chunk_size {chunk_size}: mamba-ssm's kernels are tested with 64"
+        return f"chunk_size {chunk_size}: the kernels' chunks have 64 tokens"
     for name in ("state_dim", "head_dim"):
         if (size := workload.size(name)) not in (32, 64, 128):
-            return f"{name} {size}: mamba-ssm's kernels take powers of two, here 32, 64 or 128"
+            return f"{name} {size}: the kernels are tested with 32, 64 and 128"
     return None
 
 
 def _triton(workload: Workload) -> str | None:
-    if reason := cuda_only("its kernels run", workload) or _options(workload):
-        return reason
-    return import_reason("mamba_ssm.ops.triton.mamba3.mamba3_siso_combined")
+    reason = cuda_only("its kernels run", workload) or _options(workload)
+    return reason or import_reason("triton")
 
 
 _KERNELS = "megacpp_mcore.kernels.mamba3_core"
@@ -96,13 +95,14 @@ SURFACE = Surface(
             "triton", f"{_KERNELS}.triton:mamba3_core", _triton,
             ruled_out=whatever_the_machine(_options), role="chosen", keep="keep",
             removes="every copy between in_proj and the scan, between the scan and out_proj, and "
-            "of their gradients: x and z are read where they lie, the projection's gradient is "
-            "written in place, and beside the scan's two kernels there are six of our own",
+            "of their gradients: x and z are read where they lie, and the projection's gradient is "
+            "written in place; a program walks an eighth of a row of one head, where mamba-ssm's "
+            "scan walks the whole row",
             dtypes="bf16; dt, decay, angles, their sums and state in fp32",
             fallback=REFERENCE,
             no_receipt="a layer's receipt is wanted: `megacpp bench layer M --against "
             "mamba3_core=reference`",
-            exit_when="a scan of our own has prep and gate inside",
+            exit_when="one kernel each way has the scan and what is around it inside",
             **_facts,
         ),
         reference(

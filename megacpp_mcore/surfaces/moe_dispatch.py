@@ -223,6 +223,7 @@ SURFACE = Surface(
         ),
         _backend(
             DEEPEP, "megacpp_mcore.layers.deepep:DeepEPTokenDispatcher", _deepep,
+            opt_in=True, role="experimental",
             ruled_out=_ruled_out(_exchange, _deepep_shapes), tests=_GPU_TESTS,
             removes="copies of a token to one rank: each goes once to every rank that has one of "
             "its experts, and its partial sums are added up as they return. Within a host",

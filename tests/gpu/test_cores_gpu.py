@@ -102,12 +102,12 @@ def test_angles_after_65536_steps():
     tensors = parity.drawn(case, torch.bfloat16, "cuda", seed=8)
     tensors["dt_bias"] -= 3
     sizes = around.Sizes(8, 64, 2, 64, 16, "softplus", 1e-4, 1e-5)
-    projected, dt_bias, B_weight, C_weight, *_ = tensors.values()
-    found = around.steps(projected, dt_bias, B_weight, C_weight, None, sizes).theta
+    projected, *parameters, _ = tensors.values()
+    found = around.steps(projected, *parameters, None, sizes).theta
     parts = projected.transpose(0, 1).double().split(
         [*case.parts, projected.shape[-1] - sum(case.parts)], -1
     )  # fmt: skip
-    dt = torch.nn.functional.softplus(parts[4] + dt_bias.double())
+    dt = torch.nn.functional.softplus(parts[4] + tensors["dt_bias"].double())
     turned = (math.pi * parts[7].tanh()[:, :, None] * dt[..., None]).cumsum(1)
     off = (found.double() - turned) / (2 * math.pi)
     assert 2 * math.pi * (off - off.round()).abs().max() < 1e-3

@@ -272,6 +272,21 @@ def test_same_bits_whichever_warp_is_faster(on_cpu, dtype, chunk_size):
         assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
 
 
+def test_same_bits_whichever_block_starts_first(on_cpu, monkeypatch):
+    """A block waits for another only if that has started: nothing promises an order of the indices.
+    Chains are cut, and backward has segments."""
+    monkeypatch.setattr(schedule, "forward_schedule", lambda sizes, processors: (3, 1))
+    monkeypatch.setattr(schedule, "backward_segments", lambda sizes, processors: 3)
+    inputs, results = draw(1, 200, 5), []
+    try:
+        for from_last in (0, 1):
+            on_cpu.cpu_from_last(from_last)
+            results.append(run(inputs, chunk_size=32))
+    finally:
+        on_cpu.cpu_from_last(0)
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
 def test_a_launch_that_fails_says_why(on_cpu, monkeypatch):
     inputs = draw(1, 9, 1)
     inputs[2] = torch.zeros(9 * V + 1, dtype=torch.bfloat16)[1:].view(1, 9, 1, V)  # not 4-aligned

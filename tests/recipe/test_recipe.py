@@ -10,7 +10,7 @@ from megacpp_mcore.hybrid.block_settings import M2RNNSettings, Mamba3Settings
 from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, load_recipe, recipe_from_environment
 from megacpp_mcore.recipe.source import RecipeError, shipped
 
-NAMES = ("nam56r", "nam56r-quarter", "nam56r-tiny")
+NAMES = ("cpu-base", "nam56r", "nam56r-quarter", "nam56r-tiny")
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def refusal(name, *overrides):
     return str(error.value)
 
 
-def test_the_shipped_recipes_are_the_three():
+def test_the_shipped_recipes():
     assert tuple(shipped()) == NAMES
 
 

@@ -2,16 +2,19 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
 from megacpp_mcore.cli import main
-from megacpp_mcore.recipe import load_recipe
+from megacpp_mcore.recipe import answers_cache, load_recipe
 from megacpp_mcore.recipe.check import Report, Row
 from megacpp_mcore.recipe.lowering import lower
+from megacpp_mcore.recipe.source import shipped
 
 NEEDS_QUOTES = ["attention.kind=gqa", "data.data_path=my data/cpp"]
 
@@ -37,7 +40,7 @@ def bash(script, **variables):
 def test_list(capsys):
     assert recipe("list") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["nam56r", "nam56r-quarter", "nam56r-tiny"]
+    assert [line.split()[0] for line in lines] == shipped()
     assert all(len(line.split()) > 3 for line in lines)
 
 
@@ -148,9 +151,11 @@ def test_env_sets_everything_for_a_launch(capsys):
 @pytest.mark.slow
 def test_check_of_a_good_recipe(capsys):
     assert recipe("check", "nam56r-tiny") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) <= 2 and said[-1].startswith("nam56r-tiny, Megatron 0.19.2: every value as as")
+    assert recipe("check", "nam56r-tiny", "-v") == 0
     out = capsys.readouterr().out
     assert "model.hidden_size" in out and "requested" in out
-    assert out.splitlines()[-1] == "nam56r-tiny, Megatron 0.19.2: every value as asked"
 
 
 @pytest.mark.parametrize(
@@ -168,9 +173,99 @@ def test_check_exits_with_2_for_a_refusal_or_a_difference(
     capsys, monkeypatch, rows, refused, words
 ):
     report = Report("nam56r-tiny", "0.19.2", rows, refused)
-    monkeypatch.setattr("megacpp_mcore.recipe.check.check", lambda recipes: [report])
+    monkeypatch.setattr("megacpp_mcore.recipe.check.check", lambda recipes, cached: [report])
     assert recipe("check", "nam56r-tiny") == 2
     assert capsys.readouterr().err.strip() == words
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data.num_workers=2"], "data.num_workers is 2; the CPU lane supports 0"),
+        (["model.pattern=AEMD"], "(the letter D of model.pattern)"),
+        (["backends.norm=triton"], "backend 'triton' is named for surface 'norm'"),
+    ],
+)
+def test_check_refuses_what_would_not_train_before_megatron_is_asked(
+    words, said, capsys, monkeypatch
+):
+    monkeypatch.setattr("megacpp_mcore.recipe.check.check", None)
+    assert recipe("check", "nam56r-tiny", *sets(words)) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_check_compares_with_the_dataset_that_is_there(corpus, capsys, monkeypatch):
+    monkeypatch.setattr("megacpp_mcore.recipe.check.check", lambda recipes, cached: [])
+    there = [f"data.data_path={corpus}", "model.vocab_size=300"]
+    assert recipe("check", "nam56r-tiny", *sets([*there, "data.null_tokenizer_eod_id=null"])) == 2
+    assert "documents end with token 256, the recipe with 299" in capsys.readouterr().err
+
+
+def test_a_second_answer_is_the_first_ones(tmp_path, monkeypatch):
+    """By the question and what is installed; a damaged file is no answer."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked = []
+
+    def ask(questions):
+        asked.append([question["argv"] for question in questions])
+        return [{"version": "0.19.2", "values": {"argv": q["argv"]}} for q in questions]
+
+    first = answers_cache.through([{"argv": 1}, {"argv": 2}], ask)
+    assert answers_cache.through([{"argv": 2}, {"argv": 3}, {"argv": 1}], ask)[0] == first[1]
+    assert asked == [[1, 2], [3]]
+    monkeypatch.setattr(answers_cache, "_installation", lambda: ["another Megatron"])
+    answers_cache.through([{"argv": 1}], ask)
+    assert asked[-1] == [1]
+    for file in answers_cache.folder().iterdir():
+        file.write_text("{")
+    answers_cache.through([{"argv": 1}], ask)
+    assert len(asked) == 4
+    monkeypatch.setattr(answers_cache, "folder", lambda: tmp_path / "file" / "x")
+    (tmp_path / "file").touch()
+    assert answers_cache.through([{"argv": 1}], ask)[0]["values"] == {"argv": 1}
+
+
+class TestNew:
+    def test_a_new_recipe_extends_and_trains_as_asked(self, tmp_path, capsys):
+        path = tmp_path / "mine.toml"
+        words = ["schedule.train_iters=60", "backends.norm=reference", "launch.environment.A=b"]
+        assert recipe("new", str(path), *sets(words)) == 0
+        said = capsys.readouterr().out
+        assert f"next: megacpp recipe check {path} && megacpp train {path}\n" in said
+        assert load_recipe(str(path)).to_dict() == load_recipe("cpu-base", words).to_dict()
+        assert recipe("new", str(path)) == 2 and "exists" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("name", shipped())
+    def test_each_commented_line_has_the_parents_value(self, name, tmp_path):
+        path = tmp_path / "mine.toml"
+        assert recipe("new", str(path), "--extends", name) == 0
+        head, *lines = path.read_text().split("\n\n", 1)
+        keys = "\n".join(lines).replace("# megacpp", "#-").replace("# Comm", "#-")
+        path.write_text(head + "\n" + re.sub(r"^# (\w+ = .)", r"\1", keys, flags=re.MULTILINE))
+        assert load_recipe(str(path)).to_dict() == load_recipe(name).to_dict()
+
+    def test_what_cannot_be_is_not_written(self, tmp_path, capsys):
+        path = tmp_path / "mine.toml"
+        assert recipe("new", str(path), "--set", "schedule.train_iters=0") == 2
+        assert recipe("new", str(tmp_path / "mine.txt")) == 2
+        assert not path.exists() and "ends in .toml" in capsys.readouterr().err
+
+
+class TestDiff:
+    def test_every_key_that_differs(self, capsys):
+        assert recipe("diff", "cpu-base", "nam56r-tiny") == 1
+        said = capsys.readouterr().out
+        assert re.search(r"^model\.depth +4 +12$", said, re.MULTILINE)
+        assert re.search(r'^mtp\.pattern +"" +"AE"$', said, re.MULTILINE)
+        assert recipe("diff", "nam56r", "nam56r") == 0 and capsys.readouterr().out == "the same\n"
+
+    def test_a_receipt_stands_for_its_recipe(self, capsys):
+        receipt = "examples/receipts/h200/run-nam56r-1xh200-graph.json"
+        path = str(Path(__file__).parents[2] / receipt)
+        assert recipe("diff", path, path, "--json") == 0
+        assert json.loads(capsys.readouterr().out) == {}
+        assert recipe("diff", "nam56r", path, "--json") == 1
+        assert json.loads(capsys.readouterr().out)["schedule.global_batch_size"][0] == 64
 
 
 @pytest.mark.parametrize(

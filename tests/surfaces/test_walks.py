@@ -37,6 +37,8 @@ OTHER_WORDS = {
     "megatron": {
         "hybrid/plan.py": "a key of the plan as JSON",
         "training/cpu/megatron_setup.py": "Megatron's logger",
+        "commands/recipe_check.py": "a key of the answer as JSON",
+        "recipe/answers_cache.py": "the package",
     },
     "triton": {
         "stack/__init__.py": "the package",

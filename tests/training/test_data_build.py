@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shlex
 import shutil
 import signal
 import tempfile
@@ -15,6 +16,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megacpp_mcore import cli
+from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.training.data import build as data_build
 from megacpp_mcore.training.data.build import build
 from megacpp_mcore.training.data.files import DataError, read_pair
@@ -344,6 +346,28 @@ class TestCommand:
         assert cli.main(["data", "check", prefix]) == 0
         # aab + end: counts 2, 1, 1; pairs aa, ab, b-end
         assert "unigram 1.0397, bigram 0.4621" in capsys.readouterr().out
+
+    def test_a_pair_of_another_tool_is_checked_as_far_as_that_goes(self, tmp_path, capsys):
+        build(TextFiles([write_tree(tmp_path / "src", {"a.cpp": b"int x;"})]), tmp_path / "c")
+        (tmp_path / "c.json").unlink()
+        assert cli.main(["data", "check", str(tmp_path / "c")]) == 0
+        out = capsys.readouterr().out
+        assert "whether it is unchanged is not known" in out and "the largest id 256" in out
+        with open(tmp_path / "c.bin", "ab") as stream:
+            stream.write(b"more")
+        assert cli.main(["data", "check", str(tmp_path / "c")]) == 2
+
+    def test_build_goes_past_a_dangling_link_and_says_what_comes_next(self, tmp_path, capsys):
+        src = write_tree(tmp_path / "src", {"a.cpp": b"int x;"})
+        (src / "b.cpp").symlink_to(tmp_path / "nowhere")
+        out = tmp_path / "my data"
+        assert cli.main(["data", "build", str(src), "--out", str(out)]) == 0
+        said = capsys.readouterr().out
+        assert "1 (dangling link)" in said
+        (following,) = [line for line in said.splitlines() if line.startswith("next: ")]
+        words = shlex.split(following.removeprefix("next: "))
+        assert words[:3] == ["megacpp", "train", "nam56r-tiny"]
+        assert load_recipe(words[2], words[4:5]).data.data_path == (str(out),)
 
     def test_check_sees_one_changed_bit(self, tmp_path, capsys):
         build(TextFiles([tree_of(tmp_path)]), tmp_path / "c")

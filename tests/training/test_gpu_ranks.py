@@ -17,20 +17,21 @@ pytestmark = pytest.mark.slow
 # A training loop in miniature: gloo's all-reduce, and a rank that ends in its midst.
 RANK = """
 import os, signal, sys, time
-import torch
-import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-def children():
-    # what a rank starts: the process of asynchronous saves' results, and workers of its data
-    from megacpp_mcore.training.checkpoints import writer
+if __name__ == "__main__":  # not in the processes that are spawned, which would import it in vain
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    writer.keep_no_process(asynchronous=True)
-    data = torch.utils.data.DataLoader(range(8), num_workers=2, persistent_workers=True)
-    workers = iter(data)
-    return next(workers), workers
+    def children():
+        # what a rank starts: the process of asynchronous saves' results, and workers of its data
+        from megacpp_mcore.training.checkpoints import writer
 
-if __name__ == "__main__":  # not in the processes that are spawned
+        writer.keep_no_process(asynchronous=True)
+        data = torch.utils.data.DataLoader(range(8), num_workers=2, persistent_workers=True)
+        workers = iter(data)
+        return next(workers), workers
+
     dist.init_process_group("gloo")
     how = sys.argv[1]
     kept = children() if how in ("killed", "hangs") and dist.get_rank() == 1 else None

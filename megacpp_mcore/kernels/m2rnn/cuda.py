@@ -127,7 +127,8 @@ def forward(
     sizes = Sizes(q, k, v, bounds, chunk_size, None, exact_tanh)
     y, final_state, checkpoints = _outputs(v, f, sizes)
     # Zeroed flags: how many row blocks have written their part of each Y_STEPS steps' y, and which
-    # states (of every eight rows) one block has left for the next to continue from.
+    # states (of every eight rows) one block has left for the next to continue from; at the end, how
+    # many blocks have started.
     y_counts = state_ready = None
     if v.dtype != torch.float32:
         sizes.slots, sizes.bundle = schedule.forward_schedule(
@@ -137,8 +138,8 @@ def forward(
             sizes.slots = sizes.bundles(sizes.bundle)
         steps = sizes.batch * sizes.tokens // Y_STEPS + 3 * sizes.chains
         strips = sizes.chains * sizes.k_dim // 8
-        zeros = f.new_zeros(steps + strips, sizes.heads, dtype=torch.int32)
-        y_counts, state_ready = zeros.split((steps, strips))
+        zeros = f.new_zeros((steps + strips) * sizes.heads + 1, dtype=torch.int32)
+        y_counts, state_ready = zeros.split((steps * sizes.heads, strips * sizes.heads + 1))
     launch(
         "m2rnn_forward", sizes, v.dtype, v.device,
         q=_readable(q), k=_readable(k), v=_readable(v), W=W.contiguous(), f=f,

@@ -16,8 +16,9 @@ from megacpp_mcore.kernels.mamba3_core import triton_kernels as kernels
 # The fastest of seven configurations of tokens, warps and stages on an H200 at 4 x 4096 tokens, 56
 # heads, N 64. A matrix product in a kernel needs 16 tokens.
 TOKENS = 16  # of a program
-_HEADS = 8  # of a program of `angles`; of which `rotation_backward` keeps what it writes
-_STAGES = 2  # of `rotation_backward`: the next head's tiles are loaded with one head's sums
+_WARPS = 2  # of `rotate`
+_SPAN, _STEP, _STAGES = 64, 2, 2  # tokens of a program of `rotation_backward`, of its loop; stages
+_TILE = 512  # (token, head, pair)s of a warp of it
 _GATE_TOKENS = 64
 
 
@@ -50,26 +51,34 @@ class Sizes:
 class Steps(NamedTuple):
     """What the scan reads beside x and z.
 
-    q, k: (b, s, G, N) in the projection's dtype, (b, G, s, N) in memory. dt, adt, trap: (b, H, s)
-    in float32, trap before the sigmoid. theta: (b, s, H, A) in float32, (b, H, s, A) in memory.
+    dt, adt, scale, gamma: (b, H, s) in float32; scale is k's factor, gamma that of a token's own
+    value. B, C: (b, s, G, N), normed, and q, k: (b, s, H, N), rotated, k scaled, in the
+    projection's dtype. theta: (b, s, H, A) in float32. The last five have the tokens of a head or
+    group together in memory, (b, H, s, ...).
     """
 
-    q: Tensor
-    k: Tensor
     dt: Tensor
     adt: Tensor
-    trap: Tensor
+    scale: Tensor
+    gamma: Tensor
+    B: Tensor
+    C: Tensor
     theta: Tensor
+    q: Tensor
+    k: Tensor
 
 
 class ScanGradients(NamedTuple):
-    """Of the scan's inner values: dq, dk (b, s, H, N) of the rotated q and the rotated and scaled
-    k, (b, H, s, N) in memory; dadt, dqk (b, H, s)."""
+    """Of the scan's inner values: dq, dk (b, s, H, N) of the rotated q and k, (b, H, s, N) in
+    memory. (b, H, s) in float32: both, of q k of one token; dadt; dscale; dboth, the sum of
+    dscale and gamma's gradient."""
 
     dq: Tensor
     dk: Tensor
+    both: Tensor
     dadt: Tensor
-    dqk: Tensor
+    dscale: Tensor
+    dboth: Tensor
 
 
 def by_head(like: Tensor, batch: int, seq: int, heads: int, dim: int, dtype=None) -> Tensor:
@@ -78,38 +87,48 @@ def by_head(like: Tensor, batch: int, seq: int, heads: int, dim: int, dtype=None
     return found.transpose(1, 2)
 
 
+def steps_like(projected: Tensor, sizes: Sizes) -> Steps:
+    """Empty. projected: (s, b, rows)."""
+    seq, batch, _ = projected.shape
+    heads, dim, angles = sizes.heads, sizes.state_dim, sizes.angles
+    rows, wide = (batch, heads, seq), torch.float32
+    return Steps(
+        *(projected.new_empty(rows, dtype=wide) for _ in range(4)),
+        *(by_head(projected, batch, seq, sizes.groups, dim) for _ in range(2)),
+        by_head(projected, batch, seq, heads, angles, wide),
+        *(by_head(projected, batch, seq, heads, dim) for _ in range(2)),
+    )
+
+
 def steps(
-    projected: Tensor, dt_bias: Tensor, B_weight: Tensor, C_weight: Tensor, starts: Tensor | None,
-    sizes: Sizes,
+    projected: Tensor, dt_bias: Tensor, B_weight: Tensor, C_weight: Tensor, B_bias: Tensor,
+    C_bias: Tensor, starts: Tensor | None, sizes: Sizes,
 ) -> Steps:  # fmt: skip
     """projected: (s, b, rows), rows contiguous. starts: (s,) int32, each token's document's first
     token (b = 1), or None."""
     seq, batch, _ = projected.shape
     heads, groups, dim, angles = sizes.heads, sizes.groups, sizes.state_dim, sizes.angles
-    wide = torch.float32
     chunks = triton.cdiv(seq, TOKENS)
-    q, k = (by_head(projected, batch, seq, groups, dim) for _ in range(2))
-    # Not one tensor's parts: dt is saved for the backward pass, the others are not.
-    dt, adt, trap = (projected.new_empty((batch, heads, seq), dtype=wide) for _ in range(3))
-    theta = by_head(projected, batch, seq, heads, angles, wide)
-    sums, before = projected.new_empty((2, batch, chunks, heads, angles), dtype=wide)
+    found = steps_like(projected, sizes)
+    sums, before = projected.new_empty((2, batch, chunks, heads, angles), dtype=torch.float32)
     resets = projected.new_empty(chunks, dtype=torch.int32) if starts is not None else None
     at, shared = sizes.offsets, _shared(sizes, starts, projected)
     proj = _strides(projected, shared["ALIGN"])
     h_block = min(64, _block(heads))
-    kernels.before_scan[(chunks, groups + triton.cdiv(heads, h_block), batch)](
-        projected, dt_bias, B_weight, C_weight, starts, q, k, dt, adt, trap, sums, resets,
-        seq, chunks, *proj, sizes.decay_floor, sizes.eps,
-        *(at[name] for name in ("B_AT", "C_AT", "DT_AT", "A_AT", "TRAP_AT", "ANGLE_AT")),
-        G=groups, N=dim, N_BLOCK=triton.next_power_of_2(dim), A_BLOCK=_block(angles),
-        H_BLOCK=h_block, SOFTPLUS=sizes.decay == "softplus", num_warps=8, **shared,
+    kernels.before_scan[(chunks, triton.cdiv(heads, h_block), batch)](
+        projected, dt_bias, starts, *found[:4], sums, resets, seq, chunks, *proj,
+        sizes.decay_floor, *(at[name] for name in ("DT_AT", "A_AT", "TRAP_AT", "ANGLE_AT")),
+        A_BLOCK=_block(angles), H_BLOCK=h_block, SOFTPLUS=sizes.decay == "softplus", num_warps=8,
+        **shared,
     )  # fmt: skip
     _add_up(sums, resets, before, reverse=False)
-    kernels.angles[(chunks, triton.cdiv(heads, _HEADS), batch)](
-        projected, starts, dt, before, theta, seq, chunks, *proj, ANGLE_AT=at["ANGLE_AT"],
-        A_BLOCK=triton.next_power_of_2(angles), HEADS=_HEADS, **shared,
+    kernels.rotate[(chunks, groups, batch)](
+        projected, B_weight, C_weight, B_bias, C_bias, starts, found.dt, found.scale, before,
+        *found[4:], seq, chunks, *proj, sizes.eps, B_AT=at["B_AT"], C_AT=at["C_AT"],
+        ANGLE_AT=at["ANGLE_AT"], G=groups, N=dim, PAIRS=triton.next_power_of_2(dim) // 2,
+        APPROXIMATE=projected.is_cuda, num_warps=_WARPS, **shared,
     )  # fmt: skip
-    return Steps(q, k, dt, adt, trap, theta)
+    return found
 
 
 def gate_backward(
@@ -121,77 +140,67 @@ def gate_backward(
     """
     seq, batch, _ = projected.shape
     dy_inner = torch.empty_like(y)
-    align = _align(projected, dy, dprojected)
+    by = align(projected, dy, dprojected)
     kernels.gate_backward[(triton.cdiv(seq, _GATE_TOKENS), sizes.heads, batch)](
         projected, dy, y, dprojected, dy_inner, seq,
-        *_strides(projected, align), *_strides(dy, align), *_strides(dprojected, align),
+        *_strides(projected, by), *_strides(dy, by), *_strides(dprojected, by),
         H=sizes.heads, P=sizes.head_dim, P_BLOCK=triton.next_power_of_2(sizes.head_dim),
-        TOKENS=_GATE_TOKENS, ALIGN=align, num_warps=8,
+        TOKENS=_GATE_TOKENS, ALIGN=by, num_warps=8,
     )  # fmt: skip
     return dy_inner
 
 
 def steps_backward(
     projected: Tensor, dt_bias: Tensor, B_weight: Tensor, C_weight: Tensor, B_bias: Tensor,
-    C_bias: Tensor, starts: Tensor | None, dt: Tensor, theta: Tensor, scale: Tensor, gamma: Tensor,
-    found: ScanGradients, dprojected: Tensor, sizes: Sizes,
-) -> Tensor:  # fmt: skip
+    C_bias: Tensor, starts: Tensor | None, found: Steps, gradients: ScanGradients,
+    dprojected: Tensor, sizes: Sizes,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of B, C, dt, A, trap and angle into `dprojected`, zeros behind them.
 
-    Others as in `steps`. scale, gamma: (b, H, s), k's factor and that of the diagonal. Returns the
-    parameters' gradients, for `parameter_gradients`.
+    Others as in `steps`. Returns the gradients of dt_bias, of B's and C's weights (2, N), and of
+    their biases (2, H, N).
     """
     seq, batch, columns = projected.shape
     heads, groups, dim, angles = sizes.heads, sizes.groups, sizes.state_dim, sizes.angles
-    chunks = triton.cdiv(seq, TOKENS)
-    dscale, dboth, ddt = projected.new_empty((3, batch, heads, seq), dtype=torch.float32)
+    chunks, spans = triton.cdiv(seq, TOKENS), triton.cdiv(seq, _SPAN)
+    ddt = torch.empty_like(found.dt)
     dspeed = projected.new_empty((batch, groups, seq, angles), dtype=torch.float32)
-    sums, behind = projected.new_empty((2, batch, chunks, heads, angles), dtype=torch.float32)
-    resets = projected.new_empty(chunks, dtype=torch.int32) if starts is not None else None
-    widths = _partial_widths(sizes)
-    partial = projected.new_empty((batch * chunks, sum(widths)), dtype=torch.float32)
+    sums, behind = projected.new_empty((2, batch, spans, heads, angles), dtype=torch.float32)
+    resets = projected.new_empty(spans, dtype=torch.int32) if starts is not None else None
+    bias_sums = projected.new_empty((batch * spans, 2, heads, dim), dtype=torch.float32)
+    weight_sums = projected.new_empty((batch * spans, 2, groups, dim), dtype=torch.float32)
+    step_sums = projected.new_empty((batch * chunks, heads), dtype=torch.float32)
     at, shared = sizes.offsets, _shared(sizes, starts, projected, dprojected)
     strides = (*_strides(projected, shared["ALIGN"]), *_strides(dprojected, shared["ALIGN"]))
-    kernels.rotation_backward[(chunks, groups, batch)](
-        projected, B_weight, C_weight, B_bias, C_bias, starts, dt, theta.view(torch.int16), scale,
-        gamma, found.dq, found.dk, found.dqk, dprojected, dscale, dboth, ddt, dspeed, sums, resets,
-        partial, seq, chunks, *strides, partial.shape[1], sizes.eps,
-        B_AT=at["B_AT"], C_AT=at["C_AT"], ANGLE_AT=at["ANGLE_AT"], G=groups, N=dim,
-        PAIRS=triton.next_power_of_2(dim) // 2, HEADS=_HEADS, APPROXIMATE=projected.is_cuda,
-        num_warps=2 if dim <= 64 else 4, STAGES=_STAGES, **shared,
+    pairs, block = triton.next_power_of_2(dim) // 2, triton.next_power_of_2(heads // groups)
+    kernels.rotation_backward[(spans, groups, batch)](
+        projected, found.B, found.C, B_bias, C_bias, starts, found.dt,
+        found.theta.view(torch.int16), gradients.dq, gradients.dk, gradients.both, dprojected, ddt,
+        dspeed, sums, resets, bias_sums, seq, spans, *strides,
+        B_AT=at["B_AT"], C_AT=at["C_AT"], ANGLE_AT=at["ANGLE_AT"], G=groups, N=dim, PAIRS=pairs,
+        HEADS=block, SPAN=_SPAN, APPROXIMATE=projected.is_cuda, STAGES=_STAGES,
+        num_warps=min(8, max(1, _STEP * block * pairs // _TILE)), **shared | {"TOKENS": _STEP},
+    )  # fmt: skip
+    kernels.norms_backward[(spans, groups, batch)](
+        projected, B_weight, C_weight, dprojected, weight_sums, seq, spans, *strides, sizes.eps,
+        B_AT=at["B_AT"], C_AT=at["C_AT"], G=groups, N=dim, PAIRS=pairs, SPAN=_SPAN,
+        ALIGN=shared["ALIGN"], num_warps=4,
     )  # fmt: skip
     _add_up(sums, resets, behind, reverse=True)
     kernels.steps_backward[(chunks, batch)](
-        projected, dt_bias, starts, dt, found.dadt, dscale, dboth, ddt, dspeed, behind, dprojected,
-        partial[:, sum(widths[:-1]) :], seq, chunks, *strides, partial.shape[1], sizes.decay_floor,
-        *(at[name] for name in ("DT_AT", "A_AT", "TRAP_AT", "ANGLE_AT", "END")),
+        projected, dt_bias, starts, found.dt, gradients.dadt, gradients.dscale, gradients.dboth,
+        ddt, dspeed, behind, dprojected, step_sums, seq, chunks, spans, *strides,
+        sizes.decay_floor, *(at[name] for name in ("DT_AT", "A_AT", "TRAP_AT", "ANGLE_AT", "END")),
         COLUMNS=columns, G=groups, A_BLOCK=_block(angles), H_BLOCK=16,
-        PAD_BLOCK=triton.next_power_of_2(max(1, columns - at["END"])),
+        PAD_BLOCK=triton.next_power_of_2(max(1, columns - at["END"])), SPAN=_SPAN,
         SOFTPLUS=sizes.decay == "softplus", num_warps=8, num_stages=1, **shared,
     )  # fmt: skip
-    return partial.sum(0)
-
-
-def parameter_gradients(sums: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
-    """dt_bias's, B_weight's, C_weight's, B_bias's and C_bias's from what `steps_backward` gives."""
-    b_bias, c_bias, b_weight, c_weight, dt_bias = sums.split(_partial_widths(sizes))
-    groups, heads = (sizes.groups, sizes.state_dim), (sizes.heads, sizes.state_dim)
-    return (
-        dt_bias, b_weight.view(groups).sum(0), c_weight.view(groups).sum(0), b_bias.view(heads),
-        c_bias.view(heads),
-    )  # fmt: skip
-
-
-def _partial_widths(sizes: Sizes) -> tuple[int, ...]:
-    """Of a program's row of sums: for B_bias, C_bias, B_weight, C_weight (a group each) and
-    dt_bias."""
-    head, group = sizes.heads * sizes.state_dim, sizes.groups * sizes.state_dim
-    return (head, head, group, group, sizes.heads)
+    return step_sums.sum(0), weight_sums.sum((0, 2)), bias_sums.sum(0)
 
 
 def _shared(sizes: Sizes, starts: Tensor | None, *rows: Tensor) -> dict[str, int | bool]:
     return {
-        "H": sizes.heads, "A": sizes.angles, "TOKENS": TOKENS, "ALIGN": _align(*rows),
+        "H": sizes.heads, "A": sizes.angles, "TOKENS": TOKENS, "ALIGN": align(*rows),
         "PACKED": starts is not None,
     }  # fmt: skip
 
@@ -210,7 +219,7 @@ def _block(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def _align(*rows: Tensor) -> int:
+def align(*rows: Tensor) -> int:
     """The largest power of two up to 16 that divides every stride."""
     return gcd(16, *(stride for x in rows for stride in x.stride()[:-1]))
 

@@ -73,9 +73,9 @@ def check_inputs(projected: Tensor, parts: Sequence[int], cu_seqlens: Tensor | N
         )
 
 
-def document_starts(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Offsets (documents + 1,) that end at `tokens`, and (tokens,) the first token of each token's
-    document; both int32. The host does not wait for the device."""
+def document_starts(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """(tokens,) the first token of each token's document, int32. The host does not wait for the
+    device."""
     bounds = bounds_to_end(cu_seqlens, tokens).to(torch.int32)
     token = torch.arange(tokens, dtype=torch.int32, device=bounds.device)
-    return bounds, bounds[torch.searchsorted(bounds, token, right=True) - 1]
+    return bounds[torch.searchsorted(bounds, token, right=True) - 1]

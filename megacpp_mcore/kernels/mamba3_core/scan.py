@@ -1,7 +1,6 @@
-"""Launches mamba-ssm's Mamba-3 SISO kernels on tensors where they lie.
+"""Launches the scan's kernels: a chunk-parallel Mamba-3 SISO, forward and backward.
 
-Upstream's launchers copy what is not contiguous and allocate every result; the kernels themselves
-take strides of everything. They address x, z, y and x's gradient with 32-bit offsets.
+The math is in `kernels/mamba3/reference.py`, how the kernels share it in `scan_kernels.py`.
 """
 
 from typing import NamedTuple
@@ -10,111 +9,120 @@ import torch
 import triton
 from torch import Tensor
 
-from megacpp_mcore.kernels.mamba3.mamba_ssm_ops import set_up
-from megacpp_mcore.kernels.mamba3_core.around import ScanGradients, Steps, by_head
+from megacpp_mcore.kernels.mamba3_core import scan_kernels as kernels
+from megacpp_mcore.kernels.mamba3_core.around import ScanGradients, Steps, align, by_head
 
-CHUNK = 64  # as the kernels are tested with
+CHUNK = 64
+_PROGRAMS = 2048  # enough for an H200's 132 multiprocessors; more mean more states between them
+_SEGMENTS = 16  # at most: a program adds up all those before its own
+# Warps and stages of each kernel: the fastest on an H200 at 4 x 4096 tokens, 56 heads, P = N = 64,
+# of 4 or 8 warps, 1 to 3 stages, and 128, 168 or any number of registers.
+CONFIGS = {"states": (4, 1), "forward": (4, 2), "backward": (4, 1)}
 
 
 class Saved(NamedTuple):
-    """What the backward pass reads. y: before the gate, (b, s, H, P). states: (b, H, P, chunks *
-    N), before each chunk. decay, qk, scale, gamma: (b, H, s) and chunk_decay (b, H, chunks) in
-    float32. q, k: rotated, k scaled, (b, s, H, N). All but the last in v's dtype."""
+    """What the backward pass reads. inner: y before the gate, (b, s, H, P); states: before each
+    chunk, (b, H, chunks, P, N); both in x's dtype."""
 
-    y: Tensor
+    inner: Tensor
     states: Tensor
-    decay: Tensor
-    chunk_decay: Tensor
-    q: Tensor
-    k: Tensor
-    qk: Tensor
-    scale: Tensor
-    gamma: Tensor
 
 
-def saved_like(x: Tensor, state_dim: int, documents: int | None) -> Saved:
-    """Empty. x: (b, s, H, P). documents: packed ones, or None."""
+class Segments(NamedTuple):
+    """chunks: of the row; each: of a segment; count: of segments."""
+
+    chunks: int
+    each: int
+    count: int
+
+    @classmethod
+    def of(cls, seq: int, programs: int) -> "Segments":
+        """programs: as many walk the row, one for each head and sequence."""
+        chunks = triton.cdiv(seq, CHUNK)
+        wanted = min(_SEGMENTS, chunks, max(1, _PROGRAMS // programs))
+        each = triton.cdiv(chunks, wanted)
+        return cls(chunks, each, triton.cdiv(chunks, each))
+
+
+def saved_like(x: Tensor, state_dim: int) -> Saved:
+    """Empty. x: (b, s, H, P)."""
     batch, seq, heads, dim = x.shape
-    chunks = -(-seq // CHUNK) if documents is None else documents + seq // CHUNK
-
-    def rows(*shape: int) -> Tensor:
-        return torch.empty((batch, heads, *shape), dtype=torch.float32, device=x.device)
-
+    chunks = triton.cdiv(seq, CHUNK)
     return Saved(
-        by_head(x, batch, seq, heads, dim),
-        x.new_empty((batch, heads, dim, chunks * state_dim)),
-        rows(seq),
-        rows(chunks),
-        *(by_head(x, batch, seq, heads, state_dim) for _ in range(2)),
-        *(rows(seq) for _ in range(3)),
+        by_head(x, batch, seq, heads, dim), x.new_empty((batch, heads, chunks, dim, state_dim))
     )
 
 
 def forward(
-    steps: Steps, x: Tensor, z: Tensor, q_bias: Tensor, k_bias: Tensor, D: Tensor,
-    bounds: Tensor | None, y: Tensor, save: bool,
-) -> Saved:  # fmt: skip
-    """x, z: (b, s, H, P), in any strides that are multiples of 16 bytes; so is y, the output.
-
-    bounds: (documents + 1,) int32, which end at s. save: False leaves half of `Saved` unwritten.
-    """
-    from mamba_ssm.ops.triton.mamba3.mamba3_siso_fwd import mamba3_siso_fwd_kernel
-
-    q, k, dt, adt, trap, theta = steps
-    batch, seq, heads, dim = x.shape
-    groups, state_dim = q.shape[2:]
-    set_up(state_dim, dim, CHUNK)
-    documents = None if bounds is None else bounds.shape[0] - 1
-    saved = saved_like(x, state_dim, documents)
-    inner, states, decay, chunk_decay, q_rotated, k_rotated, qk, scale, gamma = saved
-    mamba3_siso_fwd_kernel[(heads, batch) if bounds is None else (heads, 1, documents)](
-        q, k, x, adt, dt, trap, q_bias, k_bias, theta, D, z, None, None, None, bounds,
-        y, inner, states, decay, chunk_decay, q_rotated, k_rotated, qk, scale, gamma, None, None,
-        *_strides(q, k, x, adt, dt, trap, q_bias, k_bias, theta, D, z),
-        *(0,) * 10,  # initial states
-        0 if bounds is None else bounds.stride(0),
-        *_strides(y, inner, states, decay, chunk_decay, q_rotated, k_rotated, qk, scale, gamma),
-        *(0,) * 8,  # final states
-        seq, groups, state_dim, dim, theta.shape[-1], CHUNK,
-        triton.next_power_of_2(state_dim), triton.next_power_of_2(dim),
-        STORE_SSM_STATES_ADT_OUTV=save, HAS_INITIAL_STATES=False, RETURN_FINAL_STATES=False,
-        HAS_D=True, HAS_Z=True, IS_VARLEN=bounds is not None,
+    steps: Steps, x: Tensor, z: Tensor, D: Tensor, starts: Tensor | None, y: Tensor, save: bool
+) -> Saved:
+    """x, z, y, the output: (b, s, H, P), rows of P contiguous. starts: (s,) int32, each token's
+    document's first token (b = 1), or None. save: False leaves `Saved` empty."""
+    batch, _, heads, _ = x.shape
+    segments = Segments.of(x.shape[1], batch * heads)
+    saved = saved_like(x if save else x[:, :0], steps.q.shape[-1])
+    sums, throughs = _segment_states(steps, steps.k, x, starts, segments, reverse=False)
+    shared, warps, stages = _shared(steps, x, starts, "forward", x, z, y)
+    kernels.scan_forward[(heads, segments.count, batch)](
+        steps.q, steps.k, x, z, steps.adt, steps.scale, steps.gamma, D, starts, sums, throughs, y,
+        *saved, x.shape[1], *segments,
+        *_strides(shared["ALIGN"], x, z, y), SAVE=save, STAGES=stages, num_warps=warps, **shared,
     )  # fmt: skip
     return saved
 
 
 def backward(
-    dy: Tensor, saved: Saved, x: Tensor, D: Tensor, bounds: Tensor | None, dx: Tensor
+    dy: Tensor, steps: Steps, saved: Saved, x: Tensor, D: Tensor, starts: Tensor | None, dx: Tensor
 ) -> tuple[ScanGradients, Tensor]:
-    """dy: of y before the gate, (b, s, H, P). x's gradient goes into dx, in strides as x's.
+    """dy: of y before the gate, like `saved.inner`. x's gradient goes into dx, as x lies.
 
     Returns the inner gradients and D's, (H,) in float32.
     """
-    from mamba_ssm.ops.triton.mamba3.mamba3_siso_bwd import mamba3_siso_bwd_kernel_dqkv
-
-    _, states, decay, chunk_decay, q, k, qk, _, _ = saved
-    batch, seq, heads, dim = x.shape
-    state_dim = q.shape[-1]
-    set_up(state_dim, dim, CHUNK)
-    dq, dk = torch.empty_like(q), torch.empty_like(k)
-    dadt, dqk = torch.empty_like(decay), torch.empty_like(qk)
-    sequences = batch if bounds is None else bounds.shape[0] - 1
-    dD = D.new_empty((sequences, heads))
-    mamba3_siso_bwd_kernel_dqkv[(heads, sequences)](
-        q, k, x, decay, chunk_decay, qk, D, states, dy, None, bounds,
-        dq, dk, dx, dadt, dqk, dD, None,
-        *_strides(q, k, x, decay, chunk_decay, qk, D, states, dy),
-        *(0,) * 4,  # the final state's gradient
-        0 if bounds is None else bounds.stride(0),
-        *_strides(dq, dk, dx, dadt, dqk, dD),
-        *(0,) * 4,  # the initial state's
-        seq, heads, state_dim, dim, CHUNK_SIZE=CHUNK,
-        HEADDIM_QK=triton.next_power_of_2(state_dim), HEADDIM_V=triton.next_power_of_2(dim),
-        RECOMPUTE_MASK=False, HAS_D_OSSM_STATE=False, RETURN_D_ISSM_STATE=False,
-        IS_VARLEN=bounds is not None,
+    batch, seq, heads, _ = x.shape
+    segments = Segments.of(seq, batch * heads)
+    sums, throughs = _segment_states(steps, steps.q, dy, starts, segments, reverse=True)
+    dq, dk = torch.empty_like(steps.q), torch.empty_like(steps.k)
+    both, dadt, dscale, dboth = (torch.empty_like(steps.adt) for _ in range(4))
+    dD = D.new_empty((batch * segments.count, heads))
+    shared, warps, stages = _shared(steps, x, starts, "backward", x, dx)
+    kernels.scan_backward[(heads, segments.count, batch)](
+        steps.q, steps.k, x, dy, steps.adt, steps.scale, steps.gamma, D, starts, saved.states,
+        sums, throughs, dq, dk, dx, both, dadt, dscale, dboth, dD, seq, *segments,
+        *_strides(shared["ALIGN"], x, dx), STAGES=stages, num_warps=warps, **shared,
     )  # fmt: skip
-    return ScanGradients(dq, dk, dadt, dqk), dD.sum(0)
+    return ScanGradients(dq, dk, both, dadt, dscale, dboth), dD.sum(0)
 
 
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(stride for tensor in tensors for stride in tensor.stride())
+def _segment_states(
+    steps: Steps, rows: Tensor, values: Tensor, starts: Tensor | None, segments: Segments,
+    reverse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What each segment but the last (reverse: the first) adds to the state, and its decay."""
+    batch, seq, heads, dim = values.shape
+    sums = steps.adt.new_empty((batch, heads, segments.count, dim, rows.shape[-1]))
+    throughs = steps.adt.new_empty((batch, heads, segments.count))
+    shared, warps, stages = _shared(steps, values, starts, "states", values)
+    if segments.count > 1:
+        kernels.segment_states[(heads, segments.count - 1, batch)](
+            rows, values, steps.adt, starts, sums, throughs, seq, *segments,
+            *_strides(shared["ALIGN"], values), REVERSE=reverse, STAGES=stages, num_warps=warps,
+            **shared,
+        )  # fmt: skip
+    return sums, throughs
+
+
+def _shared(steps: Steps, x: Tensor, starts: Tensor | None, kernel: str, *rows: Tensor):
+    heads, state_dim = steps.q.shape[2:]
+    dim = x.shape[-1]
+    found = {
+        "H": heads, "P": dim, "N": state_dim, "P_BLOCK": max(16, triton.next_power_of_2(dim)),
+        "N_BLOCK": max(16, triton.next_power_of_2(state_dim)), "CHUNK": CHUNK,
+        "ALIGN": align(*rows), "PACKED": starts is not None, "WHOLE": x.shape[1] % CHUNK == 0,
+        "APPROXIMATE": x.is_cuda,
+    }  # fmt: skip
+    return found, *CONFIGS[kernel]
+
+
+def _strides(align: int, *tensors: Tensor) -> tuple[int, ...]:
+    """Of the token, the sequence and the head."""
+    return tuple(x.stride(dim) // align for x in tensors for dim in (1, 0, 2))

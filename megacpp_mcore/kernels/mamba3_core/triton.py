@@ -1,4 +1,4 @@
-"""An M block between its projections, with kernels of our own around mamba-ssm's scan.
+"""An M block between its projections, in kernels of our own.
 
 No part of the projection's output is copied, split off or concatenated: the scan reads x and z in
 it, and every gradient is written where it lies in that of the projection. Nothing is saved for the
@@ -12,8 +12,6 @@ from megacpp_mcore.kernels.device_guard import device_of
 from megacpp_mcore.kernels.mamba3.inputs import Mamba3InputError
 from megacpp_mcore.kernels.mamba3_core import around, scan
 from megacpp_mcore.kernels.mamba3_core.reference import check_inputs, document_starts
-
-_BYTES = 16  # mamba-ssm's tensor descriptors want addresses and strides in multiples of them
 
 
 def mamba3_core(
@@ -37,20 +35,16 @@ def mamba3_core(
 ) -> Tensor:
     """`megacpp_mcore.kernels.mamba3_core.mamba3_core`, in bfloat16; shapes are described there.
 
-    Raises Mamba3InputError for a projection that is not bfloat16, an empty one, one whose rows are
-    no multiple of 16 bytes, and one of more than 2^31 - 1 elements, which mamba-ssm's kernels
-    cannot address.
+    Raises Mamba3InputError for a projection that is not bfloat16, and for an empty one.
     """
     sizes = around.Sizes(heads, head_dim, groups, state_dim, angles, decay, decay_floor, eps)
     check_inputs(projected, sizes.parts, cu_seqlens)
     _check(projected)
-    bounds = starts = None
-    if cu_seqlens is not None:
-        bounds, starts = document_starts(cu_seqlens, projected.shape[0])
+    starts = None if cu_seqlens is None else document_starts(cu_seqlens, projected.shape[0])
     tensors = (projected, dt_bias, B_weight, C_weight, B_bias, C_bias, D)
     save = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return _forward(
-        *tensors, bounds, starts, heads, head_dim, groups, state_dim, angles, decay, decay_floor,
+        *tensors, starts, heads, head_dim, groups, state_dim, angles, decay, decay_floor,
         eps, save,
     )[0]  # fmt: skip
 
@@ -58,28 +52,18 @@ def mamba3_core(
 def _check(projected: Tensor) -> None:
     if projected.dtype != torch.bfloat16:
         raise Mamba3InputError(
-            f"the projection is {projected.dtype}: mamba-ssm's kernels would round it to "
-            "torch.bfloat16; use the reference"
+            f"the projection is {projected.dtype}: the kernels' products are of torch.bfloat16; "
+            "use the reference"
         )
-    seq, batch, rows = projected.shape
+    seq, batch, _ = projected.shape
     if seq < 1 or batch < 1:
         raise Mamba3InputError(f"the projection is empty: {tuple(projected.shape)}")
-    if projected.numel() >= 2**31:
-        raise Mamba3InputError(
-            f"the projection has {projected.numel()} elements; mamba-ssm's kernels address fewer "
-            "than 2^31: take a smaller micro batch, or name reference for mamba3_core"
-        )
-    if rows * projected.element_size() % _BYTES:
-        raise Mamba3InputError(
-            f"a row of the projection has {rows * projected.element_size()} bytes, no multiple of "
-            f"{_BYTES}: use the reference"
-        )
 
 
 @torch.library.custom_op("megacpp::mamba3_core", mutates_args=())
 def _forward(
     projected: Tensor, dt_bias: Tensor, B_weight: Tensor, C_weight: Tensor, B_bias: Tensor,
-    C_bias: Tensor, D: Tensor, bounds: Tensor | None, starts: Tensor | None, heads: int,
+    C_bias: Tensor, D: Tensor, starts: Tensor | None, heads: int,
     head_dim: int, groups: int, state_dim: int, angles: int, decay: str, decay_floor: float,
     eps: float, save: bool,
 ) -> list[Tensor]:  # fmt: skip
@@ -91,73 +75,66 @@ def _forward(
     y = _output(projected, sizes)
     x, z = (_heads(projected, sizes, i) for i in (1, 0))
     with device_of(projected):
-        found = around.steps(projected, dt_bias, B_weight, C_weight, starts, sizes)
-        saved = scan.forward(found, x, z, C_bias, B_bias, D, bounds, _heads(y, sizes), save)
-    return [y, found.dt, found.theta, *saved] if save else [y]
+        found = around.steps(projected, dt_bias, B_weight, C_weight, B_bias, C_bias, starts, sizes)
+        saved = scan.forward(found, x, z, D, starts, _heads(y, sizes), save)
+    return [y, *found, *saved] if save else [y]
 
 
 @_forward.register_fake
 def _(
-    projected, dt_bias, B_weight, C_weight, B_bias, C_bias, D, bounds, starts, heads, head_dim,
+    projected, dt_bias, B_weight, C_weight, B_bias, C_bias, D, starts, heads, head_dim,
     groups, state_dim, angles, decay, decay_floor, eps, save,
 ):  # fmt: skip
     sizes = around.Sizes(heads, head_dim, groups, state_dim, angles, decay, decay_floor, eps)
     y = _output(projected, sizes)
     if not save:
         return [y]
-    seq, batch, _ = projected.shape
-    dt = projected.new_empty((batch, heads, seq), dtype=torch.float32)
-    theta = around.by_head(projected, batch, seq, heads, angles, torch.float32)
-    documents = None if bounds is None else bounds.shape[0] - 1
-    return [y, dt, theta, *scan.saved_like(_heads(y, sizes), state_dim, documents)]
+    return [y, *around.steps_like(projected, sizes), *scan.saved_like(_heads(y, sizes), state_dim)]
 
 
 @torch.library.custom_op("megacpp::mamba3_core_backward", mutates_args=())
 def _backward(
     dy: Tensor, projected: Tensor, dt_bias: Tensor, B_weight: Tensor, C_weight: Tensor,
-    B_bias: Tensor, C_bias: Tensor, D: Tensor, bounds: Tensor | None, starts: Tensor | None,
-    dt: Tensor, theta: Tensor, saved: list[Tensor], heads: int, head_dim: int, groups: int,
-    state_dim: int, angles: int, decay: str, decay_floor: float, eps: float,
+    B_bias: Tensor, C_bias: Tensor, D: Tensor, starts: Tensor | None, steps: list[Tensor],
+    saved: list[Tensor], heads: int, head_dim: int, groups: int, state_dim: int, angles: int,
+    decay: str, decay_floor: float, eps: float,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of the projection, of five parameters in one, and of D."""
+    """The gradients of the projection, dt_bias, both norms' weights, both biases, and D."""
     sizes = around.Sizes(heads, head_dim, groups, state_dim, angles, decay, decay_floor, eps)
     parameters = tuple(x.contiguous() for x in (dt_bias, B_weight, C_weight, B_bias, C_bias))
     projected, dy, inner = _readable(projected), _readable(dy), scan.Saved(*saved)
+    found = around.Steps(*steps)
     dprojected = torch.empty(projected.shape, dtype=projected.dtype, device=projected.device)
     x, dx = _heads(projected, sizes, 1), _heads(dprojected, sizes, 1)
     with device_of(projected):
-        dy_inner = around.gate_backward(projected, dy, inner.y, dprojected, sizes)
-        gradients, dD = scan.backward(dy_inner, inner, x, D.contiguous(), bounds, dx)
+        dy_inner = around.gate_backward(projected, dy, inner.inner, dprojected, sizes)
+        gradients, dD = scan.backward(dy_inner, found, inner, x, D.contiguous(), starts, dx)
         sums = around.steps_backward(
-            projected, *parameters, starts, dt, theta, inner.scale, inner.gamma, gradients,
-            dprojected, sizes,
-        )  # fmt: skip
-    return [dprojected, sums, dD]
+            projected, *parameters, starts, found, gradients, dprojected, sizes
+        )
+    return [dprojected, *sums, dD]
 
 
 @_backward.register_fake
 def _(dy, projected, dt_bias, B_weight, C_weight, B_bias, C_bias, D, *others):
-    parameters = sum(x.numel() for x in (dt_bias, B_bias, C_bias))
-    groups = others[7]
-    width = parameters + groups * (B_weight.numel() + C_weight.numel())
-    return [projected.new_empty(projected.shape), D.new_empty(width), D.new_empty(D.shape)]
+    shapes = (dt_bias.shape, (2, *B_weight.shape), (2, *B_bias.shape), D.shape)
+    return [projected.new_empty(projected.shape), *(D.new_empty(shape) for shape in shapes)]
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.bounds, ctx.starts = inputs[:9]
-    ctx.options = inputs[9:-1]
+    *tensors, ctx.starts = inputs[:8]
+    ctx.options = inputs[8:-1]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # the saved outputs need no gradients
     ctx.save_for_backward(*tensors, *output[1:])
 
 
 def _gradients(ctx, dys):
-    tensors, (dt, theta, *saved) = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
-    dprojected, sums, dD = _backward(
-        dys[0], *tensors, ctx.bounds, ctx.starts, dt, theta, saved, *ctx.options
+    kept, at = ctx.saved_tensors, 7 + len(around.Steps._fields)
+    dprojected, ddt_bias, weights, biases, dD = _backward(
+        dys[0], *kept[:7], ctx.starts, list(kept[7:at]), list(kept[at:]), *ctx.options
     )
-    parameters = around.parameter_gradients(sums, around.Sizes(*ctx.options))
-    return dprojected, *parameters, dD, *(None,) * 11
+    return dprojected, ddt_bias, *weights, *biases, dD, *(None,) * 10
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
@@ -177,6 +154,4 @@ def _heads(rows: Tensor, sizes: around.Sizes, part: int = 0) -> Tensor:
 
 def _readable(rows: Tensor) -> Tensor:
     """rows itself when the kernels can take it as it lies, else a copy."""
-    steps = (rows.storage_offset(), *rows.stride()[:-1])
-    aligned = all(step * rows.element_size() % _BYTES == 0 for step in steps)
-    return rows if rows.stride(-1) == 1 and aligned else rows.contiguous()
+    return rows if rows.stride(-1) == 1 else rows.contiguous()

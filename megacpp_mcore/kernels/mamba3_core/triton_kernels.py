@@ -40,11 +40,6 @@ def _add_flagged(done, x, next_done, y):
 
 
 @triton.jit
-def _add_2(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
 def _add_5(a, b, c, d, e, f, g, h, i, j):
     return a + f, b + g, c + h, d + i, e + j
 
@@ -56,20 +51,13 @@ def _starts(starts, token, S):
 
 
 @triton.jit
-def _norm(source, target, weight, n, mask, eps, N: tl.constexpr):
-    x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    w = tl.load(weight + n, mask=n < N, other=0.0)
-    x = x * tl.rsqrt(tl.sum(x * x, 1) / N + eps)[:, None] * w[None, :]
-    tl.store(target, x, mask=mask)
-
-
-@triton.jit
 def _steps(
-    row, token, inside, h, dt_bias, dt, adt, trap, to, floor,
+    row, next_row, follows, inside, h, dt_bias, dt, adt, scale, gamma, to, floor,
     DT_AT: tl.constexpr, A_AT: tl.constexpr, TRAP_AT: tl.constexpr, H: tl.constexpr,
     SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
-    """dt, A dt and trap of a block of heads, written at `to`; dt is zero where there is none."""
+    """dt, A dt, and the factors of a token's own value and of k, of a block of heads, written at
+    `to`; dt is zero where there is none. follows: the next token is of the same document."""
     mask = inside[:, None] & (h < H)[None, :]
     column = row[:, None] + h[None, :]
     bias = tl.load(dt_bias + h, mask=h < H, other=0.0)
@@ -78,8 +66,15 @@ def _steps(
     tl.store(dt + to, step, mask=mask)
     logit = tl.load(column + A_AT, mask=mask, other=0.0).to(tl.float32)
     tl.store(adt + to, decay(logit, floor, SOFTPLUS) * step, mask=mask)
-    logit = tl.load(column + TRAP_AT, mask=mask, other=0.0).to(tl.float32)
-    tl.store(trap + to, logit, mask=mask)
+    own = step * sigmoid(tl.load(column + TRAP_AT, mask=mask, other=0.0).to(tl.float32))
+    tl.store(gamma + to, own, mask=mask)
+    mask_next = mask & follows[:, None]
+    column = next_row[:, None] + h[None, :]
+    logit = tl.load(column + DT_AT, mask=mask_next, other=0.0).to(tl.float32)
+    after = log1p_exp(logit + bias[None, :])
+    logit = tl.load(column + TRAP_AT, mask=mask_next, other=0.0).to(tl.float32)
+    after = tl.where(mask_next, after * sigmoid(-logit), 0.0)
+    tl.store(scale + to, own + after, mask=mask)
     return step
 
 
@@ -93,42 +88,35 @@ def _speed(row, inside, a, ANGLE_AT: tl.constexpr, A: tl.constexpr):
 
 @triton.jit
 def before_scan(
-    proj, dt_bias, b_weight, c_weight, starts, q, k, dt, adt, trap, sums, resets,
-    S, CHUNKS, proj_s, proj_b, floor, eps,
-    B_AT: tl.constexpr, C_AT: tl.constexpr, DT_AT: tl.constexpr, A_AT: tl.constexpr,
-    TRAP_AT: tl.constexpr, ANGLE_AT: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
-    N: tl.constexpr, A: tl.constexpr, N_BLOCK: tl.constexpr, A_BLOCK: tl.constexpr,
-    H_BLOCK: tl.constexpr, TOKENS: tl.constexpr, ALIGN: tl.constexpr, SOFTPLUS: tl.constexpr,
-    PACKED: tl.constexpr,
+    proj, dt_bias, starts, dt, adt, scale, gamma, sums, resets, S, CHUNKS, proj_s, proj_b, floor,
+    DT_AT: tl.constexpr, A_AT: tl.constexpr, TRAP_AT: tl.constexpr, ANGLE_AT: tl.constexpr,
+    H: tl.constexpr, A: tl.constexpr, A_BLOCK: tl.constexpr, H_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, ALIGN: tl.constexpr, SOFTPLUS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Normed B and C of one group, or steps, decays and sums of angles of a block of heads."""
+    """Steps, decays and sums of angles of a block of heads."""
     chunk, part, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = chunk * TOKENS + tl.arange(0, TOKENS)
     inside = token < S
     row = _rows(proj, proj_s, proj_b, token, b, ALIGN)
-    if part < G:
-        n = tl.arange(0, N_BLOCK)
-        mask = inside[:, None] & (n < N)[None, :]
-        to = ((b * G + part).to(tl.int64) * S + token[:, None]) * N + n[None, :]
-        source = row[:, None] + part * N + n[None, :]
-        _norm(source + B_AT, k + to, b_weight, n, mask, eps, N)
-        _norm(source + C_AT, q + to, c_weight, n, mask, eps, N)
-    else:
-        h = (part - G) * H_BLOCK + tl.arange(0, H_BLOCK)
-        vector = (b * H + h[None, :]).to(tl.int64) * S + token[:, None]
-        step = _steps(row, token, inside, h, dt_bias, dt, adt, trap, vector, floor, DT_AT, A_AT,
-                      TRAP_AT, H, SOFTPLUS)  # fmt: skip
-        a = tl.arange(0, A_BLOCK)
-        speed = _speed(row, inside, a, ANGLE_AT, A)
-        if PACKED:
-            # Of the last document alone: the others have ended.
-            start = _starts(starts, token, S)
-            last = tl.max(tl.where(inside, start, -1), 0)
-            step = tl.where((start == last)[:, None], step, 0.0)
-            tl.store(resets + chunk, (last >= chunk * TOKENS).to(tl.int32))
-        total = tl.dot(tl.trans(step), speed, input_precision="ieee")
-        cell = ((b * CHUNKS + chunk) * H + h[:, None]) * A + a[None, :]
-        tl.store(sums + cell, total, mask=(h < H)[:, None] & (a < A)[None, :])
+    h = part * H_BLOCK + tl.arange(0, H_BLOCK)
+    vector = (b * H + h[None, :]).to(tl.int64) * S + token[:, None]
+    next_row = _rows(proj, proj_s, proj_b, token + 1, b, ALIGN)
+    follows = token + 1 < S
+    if PACKED:
+        follows = _starts(starts, token + 1, S) <= token
+    step = _steps(row, next_row, follows, inside, h, dt_bias, dt, adt, scale, gamma, vector, floor,
+                  DT_AT, A_AT, TRAP_AT, H, SOFTPLUS)  # fmt: skip
+    a = tl.arange(0, A_BLOCK)
+    speed = _speed(row, inside, a, ANGLE_AT, A)
+    if PACKED:
+        # Of the last document alone: the others have ended.
+        start = _starts(starts, token, S)
+        last = tl.max(tl.where(inside, start, -1), 0)
+        step = tl.where((start == last)[:, None], step, 0.0)
+        tl.store(resets + chunk, (last >= chunk * TOKENS).to(tl.int32))
+    total = tl.dot(tl.trans(step), speed, input_precision="ieee")
+    cell = ((b * CHUNKS + chunk) * H + h[:, None]) * A + a[None, :]
+    tl.store(sums + cell, total, mask=(h < H)[:, None] & (a < A)[None, :])
 
 
 @triton.jit
@@ -170,37 +158,86 @@ def add_up_chunks(
 
 
 @triton.jit
-def angles(
-    proj, starts, dt, before, theta, S, CHUNKS, proj_s, proj_b,
-    ANGLE_AT: tl.constexpr, H: tl.constexpr, A: tl.constexpr, A_BLOCK: tl.constexpr,
-    HEADS: tl.constexpr, TOKENS: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr,
+def _pairs(x, ROWS: tl.constexpr, PAIRS: tl.constexpr):
+    return tl.split(tl.reshape(x, (ROWS, PAIRS, 2)))
+
+
+@triton.jit
+def _pair_vector(at, N: tl.constexpr, PAIRS: tl.constexpr):
+    n = tl.arange(0, 2 * PAIRS)
+    x = tl.load(at + n, mask=n < N, other=0.0).to(tl.float32)
+    return tl.split(tl.reshape(x, (PAIRS, 2)))
+
+
+@triton.jit
+def _normed(at, mask, w0, w1, eps, N: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr):
+    """RMSNorm of rows in pairs; and without the weight, and the factors of the rows."""
+    x0, x1 = _pairs(tl.load(at, mask=mask, other=0.0).to(tl.float32), ROWS, PAIRS)
+    scale = tl.rsqrt(tl.sum(x0 * x0 + x1 * x1, 1) / N + eps)
+    x0, x1 = x0 * scale[:, None], x1 * scale[:, None]
+    return x0 * w0[None, :], x1 * w1[None, :], x0, x1, scale
+
+
+@triton.jit
+def _store_pairs(at, x0, x1, mask, ROWS: tl.constexpr, PAIRS: tl.constexpr):
+    tl.store(at, tl.reshape(tl.join(x0, x1), (ROWS, 2 * PAIRS)), mask=mask)
+
+
+@triton.jit
+def rotate(
+    proj, b_weight, c_weight, b_bias, c_bias, starts, dt, scale, before, b_rows, c_rows, theta, q,
+    k, S, CHUNKS, proj_s, proj_b, eps,
+    B_AT: tl.constexpr, C_AT: tl.constexpr, ANGLE_AT: tl.constexpr, H: tl.constexpr,
+    G: tl.constexpr, N: tl.constexpr, A: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+    ALIGN: tl.constexpr, PACKED: tl.constexpr, APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
-    """theta (b, H, s, A), in [-pi, pi): HEADS heads of a chunk. before: of `add_up_chunks`."""
-    chunk, b = tl.program_id(0), tl.program_id(2)
+    """Of one group of a chunk: b_rows, c_rows (b, G, s, N), B and C normed; and of its heads theta
+    (b, H, s, A), in [-pi, pi), and q, k (b, H, s, N), the rows biased and rotated, k scaled.
+    before: of `add_up_chunks`."""
+    chunk, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = chunk * TOKENS + tl.arange(0, TOKENS)
     inside = token < S
-    a = tl.arange(0, A_BLOCK)
-    mask = inside[:, None] & (a[None, :] < A)
-    speed = _speed(_rows(proj, proj_s, proj_b, token, b, ALIGN), inside, a, ANGLE_AT, A)
+    n, a = tl.arange(0, 2 * PAIRS), tl.arange(0, PAIRS)
+    mask = inside[:, None] & (n < N)[None, :]
+    turning = inside[:, None] & (a < A)[None, :]
+    rows = _rows(proj, proj_s, proj_b, token, b, ALIGN)
+    at = rows[:, None] + g * N + n[None, :]
+    w0, w1 = _pair_vector(b_weight, N, PAIRS)
+    kn0, kn1, _, _, _ = _normed(at + B_AT, mask, w0, w1, eps, N, TOKENS, PAIRS)
+    w0, w1 = _pair_vector(c_weight, N, PAIRS)
+    qn0, qn1, _, _, _ = _normed(at + C_AT, mask, w0, w1, eps, N, TOKENS, PAIRS)
+    at = ((b * G + g).to(tl.int64) * S + token[:, None]) * N + n[None, :]
+    _store_pairs(b_rows + at, kn0, kn1, mask, TOKENS, PAIRS)
+    _store_pairs(c_rows + at, qn0, qn1, mask, TOKENS, PAIRS)
+    speed = _speed(rows, inside, a, ANGLE_AT, A)
     if PACKED:
         start = _starts(starts, token, S)
         first = (start == token).to(tl.int32)
-        flags = tl.broadcast_to(first[:, None], (TOKENS, A_BLOCK))
+        flags = tl.broadcast_to(first[:, None], (TOKENS, PAIRS))
         goes_on = (start < chunk * TOKENS)[:, None]
-    for i in range(HEADS):
-        h = tl.program_id(1) * HEADS + i
-        if h < H:
-            step = tl.load(dt + (b * H + h).to(tl.int64) * S + token, mask=inside, other=0.0)
-            turn = tl.load(before + ((b * CHUNKS + chunk) * H + h) * A + a, mask=a < A, other=0.0)
-            x = step[:, None] * speed
-            if PACKED:
-                _done, x = tl.associative_scan((flags, x), 0, _add_flagged)
-                x += tl.where(goes_on, turn[None, :], 0.0)
-            else:
-                x = tl.cumsum(x, 0) + turn[None, :]
-            x = x - 2 * PI * tl.floor(x / (2 * PI) + 0.5)
-            at = ((b * H + h).to(tl.int64) * S + token[:, None]) * A + a[None, :]
-            tl.store(theta + at, x, mask=mask)
+    for i in range(H // G):
+        h = g * (H // G) + i
+        vector = (b * H + h).to(tl.int64) * S + token
+        x = tl.load(dt + vector, mask=inside, other=0.0)[:, None] * speed
+        cell = ((b * CHUNKS + chunk) * H + h) * A + a
+        turn = tl.load(before + cell, mask=a < A, other=0.0)
+        if PACKED:
+            _flags, x = tl.associative_scan((flags, x), 0, _add_flagged)
+            x += tl.where(goes_on, turn[None, :], 0.0)
+        else:
+            x = tl.cumsum(x, 0) + turn[None, :]
+        x = x - 2 * PI * tl.floor(x / (2 * PI) + 0.5)
+        tl.store(theta + vector[:, None] * A + a[None, :], x, mask=turning)
+        c, s = cos_sin(x, APPROXIMATE)
+        factor = tl.load(scale + vector, mask=inside, other=0.0)[:, None]
+        x0, x1 = _pair_vector(b_bias + h * N, N, PAIRS)
+        x0, x1 = kn0 + x0[None, :], kn1 + x1[None, :]
+        at = vector[:, None] * N + n[None, :]
+        _store_pairs(k + at, (x0 * c - x1 * s) * factor, (x0 * s + x1 * c) * factor, mask, TOKENS,
+                     PAIRS)  # fmt: skip
+        x0, x1 = _pair_vector(c_bias + h * N, N, PAIRS)
+        x0, x1 = qn0 + x0[None, :], qn1 + x1[None, :]
+        _store_pairs(q + at, x0 * c - x1 * s, x0 * s + x1 * c, mask, TOKENS, PAIRS)
 
 
 @triton.jit
@@ -228,205 +265,181 @@ def gate_backward(
 
 
 @triton.jit
-def _pairs(x, ROWS: tl.constexpr, PAIRS: tl.constexpr):
-    return tl.split(tl.reshape(x, (ROWS, PAIRS, 2)))
-
-
-@triton.jit
-def _pair_vector(at, N: tl.constexpr, PAIRS: tl.constexpr):
-    n = tl.arange(0, 2 * PAIRS)
-    x = tl.load(at + n, mask=n < N, other=0.0).to(tl.float32)
-    return tl.split(tl.reshape(x, (PAIRS, 2)))
-
-
-@triton.jit
-def _store_pair_vector(at, x, y, N: tl.constexpr, PAIRS: tl.constexpr):
-    n = tl.arange(0, 2 * PAIRS)
-    tl.store(at + n, tl.reshape(tl.join(x, y), (2 * PAIRS,)), mask=n < N)
-
-
-@triton.jit
-def _normed(at, mask, w0, w1, eps, N: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr):
-    """RMSNorm of rows in pairs; and without the weight, and the factors of the rows."""
-    x0, x1 = _pairs(tl.load(at, mask=mask, other=0.0).to(tl.float32), ROWS, PAIRS)
-    scale = tl.rsqrt(tl.sum(x0 * x0 + x1 * x1, 1) / N + eps)
-    x0, x1 = x0 * scale[:, None], x1 * scale[:, None]
-    return x0 * w0[None, :], x1 * w1[None, :], x0, x1, scale
-
-
-@triton.jit
 def _norm_backward(
-    at, to, weight_to, mask, d0, d1, w0, w1, eps,
-    N: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+    source, to, weight, partial, n, mask, eps, N: tl.constexpr, ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """d0, d1: the gradient of the normed rows at `at` -> of the rows, at `to`, and the weight's."""
-    _, _, x0, x1, scale = _normed(at, mask, w0, w1, eps, N, ROWS, PAIRS)
-    sum0, sum1 = tl.reduce((d0 * x0, d1 * x1), 0, _add_2)
-    _store_pair_vector(weight_to, sum0, sum1, N, PAIRS)
+    w0, w1 = _pair_vector(weight, N, PAIRS)
+    _, _, x0, x1, scale = _normed(source, mask, w0, w1, eps, N, ROWS, PAIRS)
+    d0, d1 = _pairs(tl.load(to, mask=mask, other=0.0).to(tl.float32), ROWS, PAIRS)
+    sums = tl.join(tl.sum(d0 * x0, 0), tl.sum(d1 * x1, 0))
+    tl.store(partial + n, tl.reshape(sums, (2 * PAIRS,)), mask=n < N)
     d0, d1 = d0 * w0[None, :], d1 * w1[None, :]
     along = tl.sum(d0 * x0 + d1 * x1, 1)[:, None] / N
-    d0, d1 = (d0 - x0 * along) * scale[:, None], (d1 - x1 * along) * scale[:, None]
-    tl.store(to, tl.reshape(tl.join(d0, d1), (ROWS, 2 * PAIRS)), mask=mask)
+    _store_pairs(to, (d0 - x0 * along) * scale[:, None], (d1 - x1 * along) * scale[:, None], mask,
+                 ROWS, PAIRS)  # fmt: skip
 
 
 @triton.jit
-def _angle_pairs(theta, mask, TOKENS: tl.constexpr, PAIRS: tl.constexpr):
-    """float32 angles, read as pairs of 16 bits: as pairs of q and k are, in the same registers."""
-    low, high = _pairs(tl.load(theta, mask=mask, other=0), TOKENS, PAIRS)
-    bits = (high.to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)
-    return bits.to(tl.float32, bitcast=True)
+def norms_backward(
+    proj, b_weight, c_weight, dproj, partial, S, SPANS, proj_s, proj_b, dproj_s, dproj_b, eps,
+    B_AT: tl.constexpr, C_AT: tl.constexpr, G: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
+    SPAN: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """The gradients of the normed B and C of one group of a span -> of B and C, where they stand in
+    dproj; partial (b, spans, 2, G, N): the sums over the span's tokens for b_weight and c_weight.
+    """
+    span, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    token = span * SPAN + tl.arange(0, SPAN)
+    n = tl.arange(0, 2 * PAIRS)
+    mask = (token < S)[:, None] & (n < N)[None, :]
+    at = _rows(proj, proj_s, proj_b, token, b, ALIGN)[:, None] + g * N + n[None, :]
+    to = _rows(dproj, dproj_s, dproj_b, token, b, ALIGN)[:, None] + g * N + n[None, :]
+    partial += ((b * SPANS + span) * 2 * G + g) * N
+    _norm_backward(at + B_AT, to + B_AT, b_weight, partial, n, mask, eps, N, SPAN, PAIRS)
+    partial += G * N
+    _norm_backward(at + C_AT, to + C_AT, c_weight, partial, n, mask, eps, N, SPAN, PAIRS)
+
+
+@triton.jit
+def _head_pairs(x, HEADS: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr):
+    return tl.split(tl.reshape(x, (HEADS, TOKENS, PAIRS, 2)))
+
+
+@triton.jit
+def _bias_pairs(at, mask, HEADS: tl.constexpr, PAIRS: tl.constexpr):
+    x0, x1 = _pairs(tl.load(at, mask=mask, other=0.0), HEADS, PAIRS)
+    return x0[:, None, :], x1[:, None, :]
 
 
 @triton.jit
 def rotation_backward(
-    proj, b_weight, c_weight, b_bias, c_bias, starts, dt, theta, scale, gamma, dq, dk, dqk,
-    dproj, dscale, dboth, ddt, dspeed, sums, resets, partial,
-    S, CHUNKS, proj_s, proj_b, dproj_s, dproj_b, partial_row, eps,
+    proj, b_rows, c_rows, b_bias, c_bias, starts, dt, theta, dq, dk, both,
+    dproj, ddt, dspeed, sums, resets, partial, S, SPANS, proj_s, proj_b, dproj_s, dproj_b,
     B_AT: tl.constexpr, C_AT: tl.constexpr, ANGLE_AT: tl.constexpr, H: tl.constexpr,
     G: tl.constexpr, N: tl.constexpr, A: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
-    TOKENS: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr, APPROXIMATE: tl.constexpr,
-    STAGES: tl.constexpr,
+    SPAN: tl.constexpr, TOKENS: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr,
+    APPROXIMATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Back through rotation, biases and norms of B and C: one group of a chunk, its heads in turn.
+    """Back through rotation and biases: the heads of a group, all at once, over a span of tokens,
+    TOKENS at a time from its end.
 
-    In: dq, dk (b, H, s, N), of the rotated q and of the rotated and scaled k; dqk (b, H, s), of
-    gamma (q k); theta as int16, two an angle. Out: dB, dC; dscale, dboth (b, H, s), of k's scale,
-    and the same plus gamma's; ddt (b, H, s) and dspeed (b, G, s, A), of dt and of pi tanh(angle),
-    as far as the chunk's own angles go; sums (b, chunks, H, A), the angles' gradients of the
-    document that begins before the chunk or with it; partial: a row of sums over the chunk's tokens
-    for b_bias, c_bias, and G times b_weight and c_weight.
+    In: dq, dk (b, H, s, N), of the rotated q and k; both (b, H, s), of q k before rotation; b_rows,
+    c_rows: of `rotate`; theta as int16, two an angle. Out: the gradients of the normed B and C,
+    where dproj has those of B and C; ddt (b, H, s) and dspeed (b, G, s, A), of dt and of
+    pi tanh(angle), as far as the span's own angles go; sums (b, spans, H, A), the angles' gradients
+    of the document that begins before the span or with it; partial (b, spans, 2, H, N): the sums
+    over the span's tokens for b_bias and c_bias.
 
-    What a head has of vectors is kept for HEADS heads and written at once: a store in the loop
-    would move each between threads.
+    Of a (head, token, pair) tile a thread has all tokens: sums over them stay in its registers,
+    and those over heads and pairs go over the lanes of few warps.
     """
-    chunk, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token = chunk * TOKENS + tl.arange(0, TOKENS)
-    inside = token < S
+    span, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n, pair, own = tl.arange(0, 2 * PAIRS), tl.arange(0, PAIRS), tl.arange(0, HEADS)
-    mask = inside[:, None] & (n < N)[None, :]
-    rows = _rows(proj, proj_s, proj_b, token, b, ALIGN)
-    row = rows[:, None]
-    column = g * N + n[None, :]
-    bw0, bw1 = _pair_vector(b_weight, N, PAIRS)
-    cw0, cw1 = _pair_vector(c_weight, N, PAIRS)
-    kn0, kn1, _, _, _ = _normed(row + B_AT + column, mask, bw0, bw1, eps, N, TOKENS, PAIRS)
-    qn0, qn1, _, _, _ = _normed(row + C_AT + column, mask, cw0, cw1, eps, N, TOKENS, PAIRS)
-    speed = _speed(rows, inside, pair, ANGLE_AT, A)
-    ends = (token == S - 1).to(tl.int32)
-    if PACKED:
-        start = _starts(starts, token, S)
-        ends = (_starts(starts, token + 1, S) != start).to(tl.int32)
-        first = tl.min(start, 0)
-        if g == 0:
-            tl.store(resets + chunk, tl.max(tl.where(inside, ends, 0), 0))
-    partial += (b * CHUNKS + chunk).to(tl.int64) * partial_row
+    h = g * (H // G) + own
+    mine = own < H // G
+    of_head = h[:, None] * N + n[None, :]
+    within = mine[:, None] & (n < N)[None, :]
+    turning = (pair < A)[None, :]
+    kb0, kb1 = _bias_pairs(b_bias + of_head, within, HEADS, PAIRS)
+    qb0, qb1 = _bias_pairs(c_bias + of_head, within, HEADS, PAIRS)
+    heads = (b * H + h).to(tl.int64) * S
+    zero = tl.zeros((HEADS, PAIRS), tl.float32)
+    all_k0, all_k1, all_q0, all_q1, later = zero, zero, zero, zero, zero
+    reset = 0
+    for step in tl.range(0, SPAN // TOKENS, num_stages=STAGES):
+        token = (span + 1) * SPAN - (step + 1) * TOKENS + tl.arange(0, TOKENS)
+        inside = token < S
+        mask = inside[:, None] & (n < N)[None, :]
+        at = ((b * G + g).to(tl.int64) * S + token[:, None]) * N + n[None, :]
+        kn0, kn1 = _pairs(tl.load(b_rows + at, mask=mask, other=0.0), TOKENS, PAIRS)
+        qn0, qn1 = _pairs(tl.load(c_rows + at, mask=mask, other=0.0), TOKENS, PAIRS)
+        rows = _rows(proj, proj_s, proj_b, token, b, ALIGN)
+        speed = _speed(rows, inside, pair, ANGLE_AT, A)
+        vector = heads[:, None] + token[None, :]
+        some = mine[:, None] & inside[None, :]
+        at = vector[:, :, None] * N + n[None, None, :]
+        all_of = some[:, :, None] & (n < N)[None, None, :]
+        dq0, dq1 = _head_pairs(tl.load(dq + at, mask=all_of, other=0.0), HEADS, TOKENS, PAIRS)
+        dk0, dk1 = _head_pairs(tl.load(dk + at, mask=all_of, other=0.0), HEADS, TOKENS, PAIRS)
+        at = vector[:, :, None] * (2 * A) + n[None, None, :]
+        all_of = some[:, :, None] & (n < 2 * A)[None, None, :]
+        low, high = _head_pairs(tl.load(theta + at, mask=all_of, other=0), HEADS, TOKENS, PAIRS)
+        bits = (high.to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)
+        mix = tl.load(both + vector, mask=some, other=0.0)[:, :, None]
+        passed = tl.load(dt + vector, mask=some, other=0.0)[:, :, None]
+        c, s = cos_sin(bits.to(tl.float32, bitcast=True), APPROXIMATE)
+        dq0, dq1, dk0, dk1 = (dq0.to(tl.float32), dq1.to(tl.float32), dk0.to(tl.float32),
+                              dk1.to(tl.float32))  # fmt: skip
 
-    zero = tl.zeros((TOKENS, PAIRS), tl.float32)
-    dqn0, dqn1, dkn0, dkn1, dw = zero, zero, zero, zero, zero
-    for block in range(0, H // G, HEADS):
-        none = tl.zeros((TOKENS, HEADS), tl.float32)
-        empty = tl.zeros((HEADS, PAIRS), tl.float32)
-        all_scale, all_both, all_dt = none, none, none
-        all_k0, all_k1, all_q0, all_q1, all_turn = empty, empty, empty, empty, empty
-        for i in tl.range(min(HEADS, H // G - block), num_stages=STAGES):
-            h = g * (H // G) + block + i
-            vector = (b * H + h).to(tl.int64) * S + token
-            at = vector[:, None] * N + n[None, :]
-            d = tl.load(dq + at, mask=mask, other=0.0)
-            e = tl.load(dk + at, mask=mask, other=0.0)
-            turning = inside[:, None] & (n < 2 * A)[None, :]
-            x = _angle_pairs(theta + vector[:, None] * (2 * A) + n[None, :], turning, TOKENS, PAIRS)
-            mix = tl.load(dqk + vector, mask=inside, other=0.0)
-            factor = tl.load(scale + vector, mask=inside, other=0.0)
-            step = tl.load(dt + vector, mask=inside, other=0.0)
-            diagonal = tl.load(gamma + vector, mask=inside, other=0.0)
-            q0, q1 = _pair_vector(c_bias + h * N, N, PAIRS)
-            k0, k1 = _pair_vector(b_bias + h * N, N, PAIRS)
-            q0, q1 = q0[None, :] + qn0, q1[None, :] + qn1
-            k0, k1 = k0[None, :] + kn0, k1[None, :] + kn1
-            dq0, dq1 = _pairs(d.to(tl.float32), TOKENS, PAIRS)
-            dk0, dk1 = _pairs(e.to(tl.float32), TOKENS, PAIRS)
-            c, s = cos_sin(x, APPROXIMATE)
+        # The gradients of the rows before rotation; the angle's is of them and the rows as well.
+        dq0, dq1 = dq0 * c + dq1 * s, dq1 * c - dq0 * s
+        dk0, dk1 = dk0 * c + dk1 * s, dk1 * c - dk0 * s
+        q0, q1 = qn0[None, :, :] + qb0, qn1[None, :, :] + qb1
+        k0, k1 = kn0[None, :, :] + kb0, kn1[None, :, :] + kb1
+        turn = dq1 * q0 - dq0 * q1 + dk1 * k0 - dk0 * k1
+        turn = tl.where(turning[None, :, :] & some[:, :, None], turn, 0.0)
+        dq0, dq1, dk0, dk1 = dq0 + mix * k0, dq1 + mix * k1, dk0 + mix * q0, dk1 + mix * q1
+        all_k0 += tl.sum(dk0, 1)
+        all_k1 += tl.sum(dk1, 1)
+        all_q0 += tl.sum(dq0, 1)
+        all_q1 += tl.sum(dq1, 1)
 
-            r0, r1 = k0 * c - k1 * s, k0 * s + k1 * c
-            # Sums of several tiles at once share their barriers.
-            along, dgamma = tl.reduce((dk0 * r0 + dk1 * r1, q0 * k0 + q1 * k1), 1, _add_2)
-            dk0, dk1 = dk0 * factor[:, None], dk1 * factor[:, None]
-            turn = dk1 * r0 - dk0 * r1
-            r0, r1 = q0 * c - q1 * s, q0 * s + q1 * c
-            turn += dq1 * r0 - dq0 * r1
-            both = (mix * diagonal)[:, None]
-            dq0, dq1 = dq0 * c + dq1 * s + both * k0, dq1 * c - dq0 * s + both * k1
-            dk0, dk1 = dk0 * c + dk1 * s + both * q0, dk1 * c - dk0 * s + both * q1
-            dqn0, dqn1, dkn0, dkn1 = dqn0 + dq0, dqn1 + dq1, dkn0 + dk0, dkn1 + dk1
-            turn = tl.where((pair < A)[None, :], turn, 0.0)
-            counted = turn
-            if PACKED:
-                counted = tl.where((start == first)[:, None], turn, 0.0)
-            dk0, dk1, dq0, dq1, total = tl.reduce((dk0, dk1, dq0, dq1, counted), 0, _add_5)
+        # A token's angle turns all later ones of its document.
+        if PACKED:
+            start = _starts(starts, token, S)
+            ends = (_starts(starts, token + 1, S) != start).to(tl.int32)
+            reset = tl.maximum(reset, tl.max(tl.where(inside, ends, 0), 0))
+            flags = tl.broadcast_to(ends[None, :, None], turn.shape)
+            flags, turn = tl.associative_scan((flags, turn), 1, _add_flagged, reverse=True)
+            turn += tl.where(flags > 0, 0.0, later[:, None, :])
+        elif TOKENS > 1:
+            turn = tl.cumsum(turn, 1, reverse=True) + later[:, None, :]
+        else:
+            turn += later[:, None, :]
+        first = (tl.arange(0, TOKENS) == 0)[None, :, None]
+        later = tl.sum(tl.where(first, turn, 0.0), 1)
+        tl.store(ddt + vector, tl.sum(speed[None, :, :] * turn, 2), mask=some)
 
-            # A token's angle turns all later ones of its document.
-            if PACKED:
-                flags = tl.broadcast_to(ends[:, None], turn.shape)
-                flags, turn = tl.associative_scan((flags, turn), 0, _add_flagged, reverse=True)
-            else:
-                turn = tl.cumsum(turn, 0, reverse=True)
-            dw += step[:, None] * turn
-            here = (own == i)[None, :]
-            all_scale = tl.where(here, along[:, None], all_scale)
-            all_both = tl.where(here, (along + mix * dgamma)[:, None], all_both)
-            all_dt = tl.where(here, tl.sum(speed * turn, 1)[:, None], all_dt)
-            here = (own == i)[:, None]
-            all_k0 = tl.where(here, dk0[None, :], all_k0)
-            all_k1 = tl.where(here, dk1[None, :], all_k1)
-            all_q0 = tl.where(here, dq0[None, :], all_q0)
-            all_q1 = tl.where(here, dq1[None, :], all_q1)
-            all_turn = tl.where(here, total[None, :], all_turn)
+        # Sums of several tiles at once share what they cost.
+        dk0, dk1, dq0, dq1, dw = tl.reduce((dk0, dk1, dq0, dq1, passed * turn), 0, _add_5)
+        at = ((b * G + g).to(tl.int64) * S + token[:, None]) * A + pair[None, :]
+        tl.store(dspeed + at, dw, mask=inside[:, None] & turning)
+        to = _rows(dproj, dproj_s, dproj_b, token, b, ALIGN)[:, None] + g * N + n[None, :]
+        _store_pairs(to + B_AT, dk0, dk1, mask, TOKENS, PAIRS)
+        _store_pairs(to + C_AT, dq0, dq1, mask, TOKENS, PAIRS)
 
-        within = own < H // G - block
-        h = g * (H // G) + block + own
-        vector = (b * H + h[None, :]).to(tl.int64) * S + token[:, None]
-        mine = inside[:, None] & within[None, :]
-        tl.store(dscale + vector, all_scale, mask=mine)
-        tl.store(dboth + vector, all_both, mask=mine)
-        tl.store(ddt + vector, all_dt, mask=mine)
-        at = h[:, None] * N + n[None, :]
-        mine = within[:, None] & (n < N)[None, :]
-        x = tl.reshape(tl.join(all_k0, all_k1), (HEADS, 2 * PAIRS))
-        tl.store(partial + at, x, mask=mine)
-        x = tl.reshape(tl.join(all_q0, all_q1), (HEADS, 2 * PAIRS))
-        tl.store(partial + H * N + at, x, mask=mine)
-        to = sums + ((b * CHUNKS + chunk) * H + h[:, None]) * A + pair[None, :]
-        tl.store(to, all_turn, mask=within[:, None] & (pair < A)[None, :])
-    at = ((b * G + g).to(tl.int64) * S + token[:, None]) * A + pair[None, :]
-    tl.store(dspeed + at, dw, mask=inside[:, None] & (pair < A)[None, :])
-    to = _rows(dproj, dproj_s, dproj_b, token, b, ALIGN)[:, None]
-    partial += (2 * H + g) * N
-    _norm_backward(row + B_AT + column, to + B_AT + column, partial, mask, dkn0, dkn1, bw0, bw1,
-                   eps, N, TOKENS, PAIRS)  # fmt: skip
-    _norm_backward(row + C_AT + column, to + C_AT + column, partial + G * N, mask, dqn0, dqn1, cw0,
-                   cw1, eps, N, TOKENS, PAIRS)  # fmt: skip
+    if PACKED and g == 0:
+        tl.store(resets + span, reset)
+    partial += ((b * SPANS + span) * 2 * H).to(tl.int64) * N
+    _store_pairs(partial + of_head, all_k0, all_k1, within, HEADS, PAIRS)
+    _store_pairs(partial + H * N + of_head, all_q0, all_q1, within, HEADS, PAIRS)
+    at = sums + ((b * SPANS + span) * H + h[:, None]) * A + pair[None, :]
+    tl.store(at, later, mask=mine[:, None] & turning)
 
 
 @triton.jit
 def steps_backward(
     proj, dt_bias, starts, dt, dadt, dscale, dboth, ddt, dspeed, behind, dproj, partial,
-    S, CHUNKS, proj_s, proj_b, dproj_s, dproj_b, partial_row, floor,
+    S, CHUNKS, SPANS, proj_s, proj_b, dproj_s, dproj_b, floor,
     DT_AT: tl.constexpr, A_AT: tl.constexpr, TRAP_AT: tl.constexpr, ANGLE_AT: tl.constexpr,
     END: tl.constexpr, COLUMNS: tl.constexpr, H: tl.constexpr, G: tl.constexpr, A: tl.constexpr,
     A_BLOCK: tl.constexpr, H_BLOCK: tl.constexpr, PAD_BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-    ALIGN: tl.constexpr, SOFTPLUS: tl.constexpr, PACKED: tl.constexpr,
+    SPAN: tl.constexpr, ALIGN: tl.constexpr, SOFTPLUS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """d dt, dA, dtrap and dangle of a chunk, zeros behind them, and dt_bias's sums over its tokens.
+    """d dt, dA, dtrap and dangle of a chunk, zeros behind them; partial (b, chunks, H): dt_bias's
+    sums over its tokens.
 
-    behind: of `add_up_chunks`. The rest: of `rotation_backward`, and dadt (b, H, s).
+    dadt, dscale, dboth (b, H, s): of A dt, of k's factor, and that plus gamma's. behind: of
+    `add_up_chunks`, for spans. ddt, dspeed: of `rotation_backward`.
     """
     chunk, b = tl.program_id(0), tl.program_id(1)
     token = chunk * TOKENS + tl.arange(0, TOKENS)
     inside = token < S
     row = _rows(proj, proj_s, proj_b, token, b, ALIGN)[:, None]
     to = _rows(dproj, dproj_s, dproj_b, token, b, ALIGN)[:, None]
-    partial += (b * CHUNKS + chunk).to(tl.int64) * partial_row
+    partial += (b * CHUNKS + chunk).to(tl.int64) * H
+    span = chunk * TOKENS // SPAN
     a = tl.arange(0, A_BLOCK)
     turning = inside[:, None] & (a < A)[None, :]
     angle = tl.load(row + ANGLE_AT + a[None, :], mask=turning, other=0.0).to(tl.float32)
@@ -435,9 +448,9 @@ def steps_backward(
     if PACKED:
         start = _starts(starts, token, S)
         follows = start < token
-        # Later chunks turn with the tokens whose document goes on there.
-        goes_on = inside & (start == tl.load(starts + (chunk + 1) * TOKENS,
-                                             mask=(chunk + 1) * TOKENS < S, other=S))  # fmt: skip
+        # Later spans turn with the tokens whose document goes on there.
+        goes_on = inside & (start == tl.load(starts + (span + 1) * SPAN,
+                                             mask=(span + 1) * SPAN < S, other=S))  # fmt: skip
     dw = tl.zeros((TOKENS, A_BLOCK), tl.float32)
     for g in range(G):
         at = ((b * G + g).to(tl.int64) * S + token[:, None]) * A + a[None, :]
@@ -448,7 +461,7 @@ def steps_backward(
         mask = inside[:, None] & (h < H)[None, :]
         vector = (b * H + h[None, :]).to(tl.int64) * S + token[:, None]
         step = tl.load(dt + vector, mask=mask, other=0.0)
-        at = ((b * CHUNKS + chunk) * H + h[:, None]) * A + a[None, :]
+        at = ((b * SPANS + span) * H + h[:, None]) * A + a[None, :]
         later = tl.load(behind + at, mask=(h[:, None] < H) & (a[None, :] < A), other=0.0)
         moved, turned = step, tl.dot(speed, tl.trans(later), input_precision="ieee")
         if PACKED:

@@ -7,6 +7,7 @@ from megacpp_mcore.surfaces.moe_dispatch import ALLGATHER
 
 # names in launch.environment that torchrun or the lowering sets
 _RESERVED = re.compile(r"MEGACPP_.*|PET_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_.*")
+_MOST_SEED = 2**32 - 1  # numpy's
 # what cannot be on a machine without CUDA, and why (what else the CPU lane leaves out, it says)
 _ON_CPU = {
     "launch.distributed_backend": ("gloo", "nccl needs CUDA"),
@@ -56,6 +57,15 @@ def _schedule(r: Rules) -> None:
         "schedule.lr_wsd_decay_iters",
         'is needed with schedule.lr_decay_style = "WSD"',
     )
+
+    seed, last = "schedule.seed", 100 * (r["parallel.pipeline_model_parallel_size"] - 1)
+    if r["launch.device"] == "cuda":
+        r.refuse(r[seed] == 0, seed, "must be at least 1: Megatron refuses 0 as a run starts")
+        r.refuse(
+            r[seed] + last > _MOST_SEED, seed,
+            f"must be at most {_MOST_SEED - last}: pipeline stage n adds 100 n, and numpy takes 32 "
+            "bits",
+        )  # fmt: skip
 
 
 def _data(r: Rules) -> None:

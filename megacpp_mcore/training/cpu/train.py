@@ -10,12 +10,15 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import torch
+from megatron.core.transformer.module import MegatronModule
 
 from megacpp_mcore import dispatch, receipts
 from megacpp_mcore.hybrid import flops
@@ -63,24 +66,48 @@ def train(
     receipt then says so, and the last good checkpoint is kept.
     """
     support.check(recipe, steps)
+    with _started(recipe, out, resume=resume, overwrite=overwrite, resume_from=resume_from) as run:
+        return run.until(steps or run.args.train_iters)
+
+
+def begin_with(recipe: Recipe, out: Path, fill: Callable[[MegatronModule], None]) -> Path:
+    """Begin a run with other weights than drawn ones: `train` with `resume` goes on from there.
+
+    fill: replaces the parameters of the recipe's model. Returns the checkpoint, of iteration 0 and
+    with a fresh optimizer. Raises as `train`.
+    """
+    support.check(recipe)
+    with _started(recipe, out) as run:
+        with torch.no_grad():
+            fill(run.trainer.model.module)
+        saved = run.save()
+        run.receipt.write("interrupted", "its weights were imported; go on with --resume")
+        return saved
+
+
+@contextlib.contextmanager
+def _started(
+    recipe: Recipe, out: Path, *, overwrite: bool = False, **claim: Any
+) -> Iterator["_Run"]:
+    """A run in the folder `out`, from its checkpoint or from the beginning."""
     check_packages(recipe)
     patch_needs.check(recipe)
     memory.check(recipe)
     goodput = Goodput()
     folder = RunFolder(out)
-    latest = folder.claim(resume=resume, overwrite=overwrite, resume_from=resume_from)
+    latest = folder.claim(overwrite=overwrite, **({"resume": False} | claim))
     environment = apply_environment(recipe.launch.environment)
     try:
         args = megatron_args(lower(recipe).argv)
         with single_process(recipe.schedule.seed), _StopSignals() as stop:
             timeout = recipe.launch.heartbeat_timeout_s
             with Heartbeat(folder.path / "heartbeat", 0, timeout) as heartbeat:
-                run = _Run(recipe, args, folder, goodput, environment, heartbeat)
+                run = _Run(recipe, args, folder, goodput, environment, heartbeat, stop)
                 if overwrite:
                     folder.clear()  # now that the new run can start
                 if latest:
                     run.resume(latest)
-                return run.until(steps or args.train_iters, stop)
+                yield run
     finally:
         folder.release()
 
@@ -90,9 +117,9 @@ class _Run:
 
     def __init__(
         self, recipe: Recipe, args: Namespace, folder: RunFolder, goodput: Goodput,
-        environment: dict[str, dict[str, str]], heartbeat: Heartbeat,
+        environment: dict[str, dict[str, str]], heartbeat: Heartbeat, stop: "_StopSignals",
     ) -> None:  # fmt: skip
-        self.heartbeat = heartbeat
+        self.heartbeat, self.stop = heartbeat, stop
         self.recipe, self.args, self.folder, self.goodput = recipe, args, folder, goodput
         with goodput.span("data"):
             self.train_data, self.valid_data = _datasets(recipe, folder.cache)
@@ -148,8 +175,9 @@ class _Run:
     def tokens_per_step(self) -> int:
         return self.args.global_batch_size * self.args.seq_length
 
-    def until(self, last: int, stop: "_StopSignals") -> Outcome:
+    def until(self, last: int) -> Outcome:
         """Train up to iteration `last`, then evaluate, save and write the result."""
+        stop = self.stop
         log = ProgressLog(
             self.iteration, last, self.recipe.schedule.log_interval,
             lambda seconds: self._seconds_left(last, seconds),
@@ -159,7 +187,7 @@ class _Run:
             for micro_batches in self._global_batches(last):
                 self._step(micro_batches, log)
                 if stop.signal or self._due(self.recipe.checkpoint.save_interval, last):
-                    self._save()
+                    self.save()
                 if stop.signal:
                     return self._interrupted(stop.signal, log)
                 if self._due(self.recipe.schedule.eval_interval, last):
@@ -236,7 +264,8 @@ class _Run:
         self.receipt.evaluation(self.iteration, loss)
         log.say(f"step {self.iteration} | held-out loss {loss:.4f} nats per token")
 
-    def _save(self) -> None:
+    def save(self) -> Path:
+        """Save a checkpoint, and the receipt so far. Returns the checkpoint's folder."""
         # The receipt first: a resumed run can drop steps after the checkpoint from it, but cannot
         # restore missing steps before the checkpoint.
         self.heartbeat.beat(f"saving after step {self.iteration}")
@@ -244,8 +273,9 @@ class _Run:
         self.receipt.write("running")
         with self.goodput.span("checkpoint"):
             keep = self.recipe.checkpoint.keep_latest
-            checkpoint.save(self.folder.checkpoints, self.trainer, self._progress(), keep)
+            saved = checkpoint.save(self.folder.checkpoints, self.trainer, self._progress(), keep)
         self._save_s = time.perf_counter() - started
+        return saved
 
     def _progress(self) -> checkpoint.Progress:
         return checkpoint.Progress(
@@ -263,7 +293,7 @@ class _Run:
 
     def _finish(self, log: ProgressLog) -> Outcome:
         self._evaluate(log)
-        self._save()
+        self.save()
         result: dict[str, Any] = {}
         if len(self.recipe.data.data_path) == 1:  # a blend of corpora has another entropy
             with self.goodput.span("data"):

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from megacpp_mcore.files import sha256_file, sync
 from megacpp_mcore.terminal import has_room
-from megacpp_mcore.training.data.files import MANIFEST_SCHEMA, DataError, paths
+from megacpp_mcore.training.data.files import MANIFEST_SCHEMA, DataError, packed_kinds, paths
 
 _DTYPE = np.uint16
 _IDX_BYTES_A_DOCUMENT = 20
@@ -150,6 +150,8 @@ def _write(source: DocumentSource, written: tuple[Path, Path, Path], quiet: bool
         "skipped": dict(sorted((+source.skipped).items())),
         "source": source.describe(),
     }
+    if kinds := packed_kinds(getattr(source, "kinds", [])):
+        manifest["kinds"] = kinds
     json_path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     for path in written:
         sync(path)

@@ -10,11 +10,14 @@ Megatron only asserts the magic, the version and the last bound. Any other damag
 crash or read wrong tokens, so everything is checked here.
 """
 
+import base64
 import json
 import os
 import re
 import stat
 import struct
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -120,6 +123,44 @@ def read_pair(
     except OSError as error:
         raise DataError(f"cannot read the dataset at {os.fspath(prefix)}: {error}") from error
     return TokenFiles(os.fspath(prefix), lengths, tokens, manifest)
+
+
+def packed_kinds(kinds: Sequence[str]) -> dict[str, Any] | None:
+    """The kind of each document as a manifest has it: names, and a compressed index a document.
+
+    None where there are no kinds, more than 255, or so many documents that the manifest would be
+    larger than it is read.
+    """
+    names = sorted(set(kinds))
+    if not 0 < len(names) < 256:
+        return None
+    index = {name: number for number, name in enumerate(names)}
+    data = zlib.compress(bytes(index[kind] for kind in kinds), 9)
+    text = base64.b64encode(data).decode()
+    return {"names": names, "documents": text} if len(text) < _MANIFEST_MAX_BYTES // 2 else None
+
+
+def kinds_of(pair: TokenFiles) -> list[str] | None:
+    """The kind of each document: its file's suffix. None for a pair without them.
+
+    Raises DataError when the manifest's are damaged.
+    """
+    packed = (pair.manifest or {}).get("kinds")
+    if packed is None:
+        return None
+    try:
+        names = [str(name) for name in packed["names"]]
+        decoder = zlib.decompressobj()
+        count = pair.lengths.size
+        index = decoder.decompress(base64.b64decode(packed["documents"], validate=True), count + 1)
+        found = [names[number] for number in index]
+        if len(found) != count:
+            raise ValueError(f"{len(found)} of {count} documents")
+    except (LookupError, TypeError, ValueError, zlib.error) as error:
+        raise DataError(
+            f"{pair.prefix}.json: the kinds of its documents are damaged: {error}"
+        ) from (error)
+    return found
 
 
 def _is_file(path: Path) -> bool:

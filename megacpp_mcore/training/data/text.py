@@ -74,9 +74,10 @@ class TextFiles:
     def documents(self, advance: Callable[[int], Any]) -> Iterator[np.ndarray]:
         """Each document as uint16 tokens; `advance` gets the bytes read since the last call.
 
-        `skipped` is complete at the end.
+        `skipped` and `kinds` are complete at the end.
         """
         self.skipped = self._passed_over.copy()
+        self.kinds: list[str] = []  # the suffix of each document's file
         for file in self._files:
             try:
                 text = file.path.read_bytes()
@@ -87,6 +88,7 @@ class TextFiles:
             elif b"\0" in text:
                 self.skipped["binary file"] += 1
             else:
+                self.kinds.append(os.path.splitext(os.fsdecode(file.relative))[1].lower())
                 yield byte_tokens(text)
             advance(len(text))
 

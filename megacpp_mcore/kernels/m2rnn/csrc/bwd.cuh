@@ -130,14 +130,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 3)
 backward_16bit(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) char memory[];
   auto& shared = *reinterpret_cast<BackwardShared*>(memory);
-  // Blocks are numbered in the order in which they start, so one only waits for a started block.
   const int blocks = p.chains * p.heads * p.row_blocks;
-  auto& ticket = *reinterpret_cast<int32_t*>(memory);
-  if (threadIdx.x == 0) ticket = atomicAdd(p.segments_done + blocks, 1);
-  __syncthreads();
-  const int number = __reduce_max_sync(kFullMask, ticket), segment = number / blocks;
-  const int block = number % blocks;
-  __syncthreads();
+  const int number = block_number(p.segments_done + blocks, memory);
+  const int segment = number / blocks, block = number % blocks;
   Place at(p, kTiles * kTileRows, block / p.row_blocks, block % p.row_blocks);
   const int chunk = p.stages * kSteps;
   const int tokens = Place::ceil_div(Place::ceil_div(at.length, p.segments), chunk) * chunk;

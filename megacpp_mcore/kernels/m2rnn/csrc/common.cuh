@@ -32,7 +32,7 @@ struct Params {
   void* y;                       // (B, S, H, V)
   float* y_parts;                // (row_blocks, B, S, H, V), or null with one row block
   int32_t* y_counts;             // zeros, (B * S / 32 + 3 chains, H), or null for float inputs
-  int32_t* state_ready;          // zeros, (chains, H, K / 8), or null for float inputs
+  int32_t* state_ready;          // zeros, (chains, H, K / 8), then blocks started; or null for float
   const void* dy;                // (B, S, H, V) contiguous, or null
   const float* d_final;          // (chains, H, K, V), or null
   void *dq, *dk, *dv;            // as q, k, v, contiguous

@@ -135,6 +135,18 @@ __device__ inline int32_t load_acquire(const int32_t* from) {
   return x;
 }
 
+// Blocks are numbered in the order in which they start, so that one only waits for a started block.
+// started: a count of all that have, zero before the launch. memory: shared, overwritten. To be
+// called by all threads.
+__device__ inline int block_number(int32_t* started, char* memory) {
+  auto& ticket = *reinterpret_cast<int32_t*>(memory);
+  if (threadIdx.x == 0) ticket = atomicAdd(started, 1);
+  __syncthreads();
+  const int number = __reduce_max_sync(kFullMask, ticket);  // known to be the same in all threads
+  __syncthreads();
+  return number;
+}
+
 // Column of W that lanes g have in column tile n.
 __device__ inline int column_of(int n, int g) { return 4 * (g / 2) + 2 * n + g % 2; }
 

@@ -188,6 +188,8 @@ __global__ void __launch_bounds__(kForwardThreads<kHeads>, kHeads == 1 ? 2 : 1)
 forward_16bit(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) char memory[];
   auto& shared = *reinterpret_cast<ForwardShared<kHeads>*>(memory);
+  const int number = block_number(p.state_ready + state_size(p) / (kWarpRows * kColumns) * p.chains,
+                                  memory);
   // Chains are cut only where both a group and a chunk begin.
   int granule = p.stages * kSteps;
   while (granule % kGroup != 0) granule += p.stages * kSteps;
@@ -195,12 +197,12 @@ forward_16bit(const __grid_constant__ Params p) {
   const int64_t all =
       static_cast<int64_t>(p.chains) * Place::ceil_div(p.heads, kHeads) * chain;
   const int64_t slot = (all + p.slots - 1) / p.slots;
-  int64_t position = (p.slots - 1 - blockIdx.x / p.row_blocks) * slot;
+  int64_t position = (p.slots - 1 - number / p.row_blocks) * slot;
   const int64_t end = min(position + slot, all);
   while (position < end) {
     const int64_t left = chain - position % chain;
     const int own = static_cast<int>(min(left, end - position));
-    const BundlePart<kHeads> at(p, position, chain, own, granule);
+    const BundlePart<kHeads> at(p, number % p.row_blocks, position, chain, own, granule);
     if (threadIdx.x < kForwardThreads<kHeads> - kHelperThreads)
       forward_recurrence<T, kExact, kHeads>(shared, p, at);
     else

@@ -44,16 +44,17 @@ struct ForwardShared {
 // A block's part of a bundle of chains: kHeads neighbouring heads of one document. Where there are
 // more bundles than slots, the bundles are laid end to end and cut into slots of equal length. A
 // bundle that two slots share starts in the second slot, whose block has the lower number and so
-// runs first, and ends in the first slot. Lengths are in granules.
+// has started before, and ends in the first slot. Lengths are in granules.
 template <int kHeads>
 struct BundlePart : Place {
   int heads;  // kHeads, or fewer in a document's last bundle
   int from;   // the part's first step in the chains
   bool ends;  // whether the part ends where the chains do
 
-  __device__ BundlePart(const Params& p, int64_t position, int chain_length, int own_length,
-                        int granule)
-      : BundlePart(p, static_cast<int>(position / chain_length), Place::ceil_div(p.heads, kHeads)) {
+  __device__ BundlePart(const Params& p, int row_block, int64_t position, int chain_length,
+                        int own_length, int granule)
+      : BundlePart(p, row_block, static_cast<int>(position / chain_length),
+                   Place::ceil_div(p.heads, kHeads)) {
     const int offset = static_cast<int>(position % chain_length);
     from = (chain_length - offset - own_length) * granule;
     ends = offset == 0;
@@ -65,8 +66,8 @@ struct BundlePart : Place {
   __device__ int head_of(int block_head) const { return head + min(block_head, heads - 1); }
 
  private:
-  __device__ BundlePart(const Params& p, int bundle, int bundles)
-      : Place(p, kForwardRows, bundle / bundles * p.heads + bundle % bundles * kHeads),
+  __device__ BundlePart(const Params& p, int row_block, int bundle, int bundles)
+      : Place(p, kForwardRows, bundle / bundles * p.heads + bundle % bundles * kHeads, row_block),
         heads(min(kHeads, p.heads - head)) {}
 };
 

@@ -1,0 +1,143 @@
+"""`megacpp evaluate`: how well a trained model predicts a dataset."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from megacpp_mcore.commands.generate import add_model_arguments, device_of
+from megacpp_mcore.errors import MegacppError
+
+_EPILOG = """\
+examples:
+  megacpp evaluate runs/nam56r-tiny --data runs/data/torch-include
+  megacpp evaluate runs/nam56r-tiny --data data/other --documents 0:200 --png other.png --json
+
+Without --documents, of the run's own data what data.split held out for validation is judged, of
+other data everything. Bits per byte count every token, ends of documents included, over the bytes
+of the text. A document longer than the model's seq_length is read in windows of that length. The
+baselines are n-grams with Witten-Bell smoothing, counted in the rest of the data.
+"""
+
+
+def register(subparsers: Any) -> None:
+    """Add `evaluate`."""
+    parser = subparsers.add_parser(
+        "evaluate",
+        help="judge a trained model: bits per byte, by position and kind of file",
+        description="The loss of a checkpoint's model on documents of a dataset, by position and "
+        "kind of file, beside unigrams, bigrams and an n-gram model.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model_arguments(parser)
+    add = parser.add_argument
+    add("--data", metavar="PREFIX", required=True, help="a dataset, without .bin")
+    add("--documents", metavar="A:B", help="judge documents A to B - 1 of it")
+    add("--tokens", type=int, default=1_000_000, metavar="N",
+        help="stop after the document with the Nth token (default: 1,000,000)")  # fmt: skip
+    add("--baseline", metavar="PREFIX",
+        help="count n-grams in this dataset (default: in --data's other documents)")  # fmt: skip
+    add("--order", type=int, default=5, metavar="N",
+        help="of the n-gram baseline (default: 5, less for a large vocabulary)")  # fmt: skip
+    add("--png", type=Path, metavar="FILE", help="draw loss by position and by kind")
+    add("--json", action="store_true", help="print everything as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Judge, print and draw."""
+    if args.tokens < 1 or not 2 <= args.order <= 16:
+        raise MegacppError("--tokens must be at least 1, --order from 2 to 16")
+    if args.png and args.png.suffix.lower() != ".png":
+        raise MegacppError(f"--png {args.png}: name a file that ends in .png")
+    documents = _range(args.documents)
+    from megacpp_mcore.inference import loading
+    from megacpp_mcore.training.data.files import read_pair
+
+    source = loading.trained(args.run_folder, args.iteration)
+    pair = read_pair(args.data, vocab_size=source.recipe["model"]["vocab_size"])
+    device = device_of(args)
+    with loading.loaded(source, device=device, dtype=args.dtype) as loaded:
+        result = _judge(args, source, pair, documents, loaded)
+    result = {
+        "run": str(args.run_folder), "iteration": source.iteration, "recipe": source.name,
+        "data": args.data, "device": device, **result,
+    }  # fmt: skip
+    if args.png:
+        from megacpp_mcore.inference.evaluate import draw
+
+        try:
+            draw(result, f"{source.name}, iteration {source.iteration}", args.png)
+        except OSError as error:
+            raise MegacppError(f"cannot write {args.png}: {error}") from error
+    print(json.dumps(result, indent=2) if args.json else _page(result))
+    return 0
+
+
+def _judge(args: argparse.Namespace, source: Any, pair: Any, documents: Any, loaded: Any) -> dict:
+    import sys
+
+    from tqdm import tqdm
+
+    from megacpp_mcore.inference import evaluate
+    from megacpp_mcore.inference.text import tokenizer_of
+    from megacpp_mcore.terminal import has_room
+    from megacpp_mcore.training.data.files import read_pair
+
+    selection = evaluate.select(pair, source.recipe, documents)
+    vocab_size = loaded.recipe.model.vocab_size
+    order = args.order
+    while vocab_size**order >= 2**62:
+        order -= 1
+    most = 8 * args.tokens
+    if args.baseline:
+        other = read_pair(args.baseline, vocab_size=vocab_size)
+        nothing = evaluate.Selection(0, 0, "")
+        counted = evaluate.documents_outside(other, nothing, most)
+    else:
+        counted = evaluate.documents_outside(pair, selection, most)
+    tokenizer = tokenizer_of(vocab_size, loaded.eod, args.tokenizer)
+    with tqdm(
+        desc="evaluate", unit="tok", unit_scale=True, disable=not has_room(sys.stderr)
+    ) as bar:
+        return evaluate.judge(
+            loaded, pair, selection, counted=counted, order=order, most_tokens=args.tokens,
+            bytes_of=lambda tokens: tokenizer.bytes_of(tokens, loaded.eod), say=bar.update,
+        )  # fmt: skip
+
+
+def _range(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    begin, colon, end = text.partition(":")
+    if not (colon and begin.isdecimal() and end.isdecimal()):
+        raise MegacppError(f"--documents {text}: expected A:B, two numbers")
+    return int(begin), int(end)
+
+
+def _page(result: dict[str, Any]) -> str:
+    chosen = result["selection"]
+    lines = [
+        f"{result['recipe']}, iteration {result['iteration']}, on {result['data']}: "
+        f"{result['documents']:,} documents ({chosen['why']}), {result['tokens']:,} tokens, "
+        f"{result['bytes']:,} bytes",
+        "",
+        f"{'':20}{'bits/byte':>10}{'nats/token':>12}",
+        _row("model", result),
+        *(_row(f"{row['name']}", row) for row in result["baselines"]),
+    ]
+    if not result["baselines"]:
+        lines.append("no baselines: every document of the data is judged; name --baseline PREFIX")
+    lines += ["", f"{'kind of file':20}{'bits/byte':>10}{'nats/token':>12}{'documents':>12}"]
+    lines += [_row(row["kind"], row) + f"{row['documents']:>12,}" for row in result["kinds"]]
+    lines += ["", f"{'tokens of context':20}{'nats/token':>22}"]
+    for row in result["positions"]:
+        place = str(row["to"]) if row["from"] >= row["to"] else f"{row['from']}-{row['to']}"
+        lines.append(f"{place:20}{row['loss']:>22.4f}")
+    return "\n".join(lines)
+
+
+def _row(name: str, row: dict[str, Any]) -> str:
+    bits = "-" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}"
+    return f"{name:20}{bits:>10}{row['loss']:>12.4f}"
