@@ -1,15 +1,17 @@
 """The exchange of tokens over the GPUs of a host: what it computes, and what it costs.
 
     torchrun --standalone --nproc-per-node 2 tests/gpu/dispatch_over_ranks.py check NAME OUT
+    torchrun --standalone --nproc-per-node 2 tests/gpu/dispatch_over_ranks.py capture NAME OUT
     torchrun --standalone --nproc-per-node 2 tests/gpu/dispatch_over_ranks.py time OUT NAME ...
     torchrun --standalone --nproc-per-node 2 tests/gpu/dispatch_over_ranks.py copies OUT
 
 Commands may follow one another, each after a word "then"; the status is 1 where one of them found
 wrong values. check: a layer E of NAM56R and a small model by the dispatcher NAME, held against
-all-to-all. time: forward + backward of a layer E at NAM56R's sizes, weight gradients into
-main_grad, by each NAME in turns: DISPATCHER[:SMS[:worst]][+EXPERTS], the multiprocessors that
-DeepEP gets, and "worst" where it allocates for the worst case and the host does not wait. copies:
-DeepEP's and NCCL's exchanges alone, by size of their chunks and multiprocessors. OUT: a JSON file.
+all-to-all. capture: the layer as one CUDA graph, held against itself. time: forward + backward of
+a layer E at NAM56R's sizes, weight gradients into main_grad, by each NAME in turns:
+DISPATCHER[:SMS[:worst]][+EXPERTS], the multiprocessors that DeepEP gets, and "worst" where it
+allocates for the worst case and the host does not wait. copies: DeepEP's and NCCL's exchanges
+alone, by size of their chunks and multiprocessors. OUT: a JSON file.
 """
 
 import faulthandler
@@ -165,6 +167,42 @@ def check(name: str) -> tuple[dict, list[str]]:
     return table, wrong
 
 
+def capture(name: str) -> tuple[dict, list[str]]:
+    """A layer's forward and backward as one CUDA graph, replayed with other tokens, whose routing
+    is another: equal to the eager call in every bit."""
+    built = layers([name], "precision.gradient_accumulation_fusion=false")[name]
+    built.trained.layers[0].mlp.token_dispatcher.waits = False
+    one, other = (x.detach().clone() for x in built.sets)
+    expected = []
+    for x in (one, other):
+        built.sets[0].data.copy_(x)
+        expected.append(built.values())
+    x = built.sets[0]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            built.forward(0).backward(built.direction)
+            built.forget()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = built.forward(0)
+        y.backward(built.direction)
+    gradients = {f"d {n}": p.grad for n, p in built.trained.named_parameters()}
+    table, wrong = {}, []
+    for turn, tokens in enumerate((one, other, one)):
+        x.data.copy_(tokens)
+        graph.replay()
+        torch.cuda.synchronize()
+        found = {"y": y.detach(), "dx": x.grad, **gradients}
+        for key, value in expected[turn % 2].items():
+            table[f"replay {turn}, {key}"] = float((found[key] != value).sum()), 0.5
+    wrong = [key for key, (unequal, _) in table.items() if unequal]
+    graph.reset()
+    return table, wrong
+
+
 def timed(calls: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
     """Median milliseconds of each, in turns, all ranks together; the slowest rank's."""
     samples = {name: [] for name in calls}
@@ -300,9 +338,9 @@ def copies() -> dict:
 
 def run(command: str, *arguments: str) -> bool:
     """One command, its results written and printed by rank 0. False: it found wrong values."""
-    if command == "check":
+    if command in ("check", "capture"):
         name, out = arguments
-        table, wrong = check(name)
+        table, wrong = (check if command == "check" else capture)(name)
         everyones = [None] * RANKS
         dist.all_gather_object(everyones, wrong)
         found = {"compared": table, "wrong": [text for of_rank in everyones for text in of_rank]}
@@ -314,7 +352,7 @@ def run(command: str, *arguments: str) -> bool:
         found = copies()
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found, indent=1))
-        print(json.dumps(found, indent=1) if command != "check" else found["wrong"], flush=True)
+        print(json.dumps(found.get("wrong", found), indent=1), flush=True)
     return not found.get("wrong")
 
 
