@@ -14,7 +14,6 @@ allocates for the worst case and the host does not wait. copies: DeepEP's and NC
 alone, by size of their chunks and multiprocessors. OUT: a JSON file.
 """
 
-import faulthandler
 import json
 import os
 import statistics
@@ -357,7 +356,6 @@ def run(command: str, *arguments: str) -> bool:
 
 
 def main(words: list[str]) -> None:
-    faulthandler.dump_traceback_later(int(os.environ.get("DUMP_AFTER_S", "600")), repeat=True)
     began = time.perf_counter()
     start()
     right = True
