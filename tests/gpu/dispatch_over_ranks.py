@@ -3,6 +3,7 @@
     torchrun --standalone --nproc-per-node 2 tests/gpu/dispatch_over_ranks.py check NAME OUT
     torchrun --standalone --nproc-per-node 2 tests/gpu/dispatch_over_ranks.py capture NAME OUT
     torchrun --standalone --nproc-per-node 2 tests/gpu/dispatch_over_ranks.py time OUT NAME ...
+    torchrun --standalone --nproc-per-node 2 tests/gpu/dispatch_over_ranks.py profile OUT NAME ...
     torchrun --standalone --nproc-per-node 2 tests/gpu/dispatch_over_ranks.py copies OUT
 
 Commands may follow one another, each after a word "then"; the status is 1 where one of them found
@@ -11,7 +12,8 @@ all-to-all. capture: the layer as one CUDA graph, held against itself. time: for
 a layer E at NAM56R's sizes, weight gradients into main_grad, by each NAME in turns:
 DISPATCHER[:SMS[:worst]][+EXPERTS], the multiprocessors that DeepEP gets, and "worst" where it
 allocates for the worst case and the host does not wait. copies: DeepEP's and NCCL's exchanges
-alone, by size of their chunks and multiprocessors. OUT: a JSON file.
+alone, by size of their chunks and multiprocessors. profile: a table of kernels of each NAME and a
+trace, beside OUT. OUT: a JSON file.
 """
 
 import json
@@ -221,7 +223,8 @@ def timed(calls: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[
     return dict(zip(samples, found.tolist(), strict=True))
 
 
-def time_layers(names: list[str], out: Path) -> dict:
+def time_layers(names: list[str], profiles: Path | None = None) -> dict:
+    """profiles: a folder for a table of the kernels of each, which then are not timed."""
     built = layers(names, "precision.gradient_accumulation_fusion=true")
     forward, both, peak = {}, {}, {}
     for name, made in built.items():
@@ -249,10 +252,10 @@ def time_layers(names: list[str], out: Path) -> dict:
         call()
         torch.cuda.synchronize()
         peak[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
-    found = {"forward": timed(forward), "forward_backward": timed(both), "peak MiB": peak}
-    if os.environ.get("PROFILE"):
-        profile(both, out)
-    return found
+    if profiles is not None:
+        profile(both, profiles)
+        return {"profiled": names}
+    return {"forward": timed(forward), "forward_backward": timed(both), "peak MiB": peak}
 
 
 def use_sms(sms: int) -> None:
@@ -267,7 +270,7 @@ def use_sms(sms: int) -> None:
         link.returning = Buffer.get_combine_config(RANKS)
 
 
-def profile(calls: dict[str, Callable[[], object]], out: Path) -> None:
+def profile(calls: dict[str, Callable[[], object]], folder: Path) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as recorded
 
@@ -279,11 +282,8 @@ def profile(calls: dict[str, Callable[[], object]], out: Path) -> None:
         if dist.get_rank() == 0:
             table = found.key_averages().table(sort_by="cuda_time_total", row_limit=40,
                                                max_name_column_width=70)  # fmt: skip
-            (out.parent / f"profile-{name.replace(':', '-')}.txt").write_text(table)
-            if name.startswith(("deepep", "allgather")):
-                found.export_chrome_trace(
-                    str(out.parent / f"trace-{name.replace(':', '-')}.json.gz")
-                )
+            (folder / f"profile-{name.replace(':', '-')}.txt").write_text(table)
+            found.export_chrome_trace(str(folder / f"trace-{name.replace(':', '-')}.json.gz"))
 
 
 def copies() -> dict:
@@ -345,7 +345,10 @@ def run(command: str, *arguments: str) -> bool:
         found = {"compared": table, "wrong": [text for of_rank in everyones for text in of_rank]}
     elif command == "time":
         out, *names = arguments
-        found = time_layers(names, Path(out))
+        found = time_layers(names)
+    elif command == "profile":
+        out, *names = arguments
+        found = time_layers(names, Path(out).parent)
     else:
         (out,) = arguments
         found = copies()
