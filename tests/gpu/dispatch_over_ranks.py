@@ -234,9 +234,9 @@ def time_layers(names: list[str], profiles: Path | None = None) -> dict:
         _, *options = name.partition("+")[0].split(":")
         made.trained.layers[0].mlp.token_dispatcher.waits = "worst" not in options
 
-        def call(made=made, options=options, backward=True):
-            if options:
-                use_sms(int(options[0]))
+        def call(made=made, name=name, options=options, backward=True):
+            if name.startswith("deepep"):
+                use_sms(int(options[0]) if options else None)
             y = made.forward(0)
             if backward:
                 y.backward(made.direction)
@@ -258,13 +258,13 @@ def time_layers(names: list[str], profiles: Path | None = None) -> dict:
     return {"forward": timed(forward), "forward_backward": timed(both), "peak MiB": peak}
 
 
-def use_sms(sms: int) -> None:
-    """Let the link of DeepEP use so many multiprocessors from here on."""
+def use_sms(sms: int | None) -> None:
+    """Let the link of DeepEP use so many multiprocessors from here on; None: as it is shipped."""
     from deep_ep import Buffer
 
     from megacpp_mcore.layers import deepep
 
-    Buffer.set_num_sms(sms)
+    Buffer.set_num_sms(sms or deepep._SMS)
     for link in deepep._links.values():
         link.sending = Buffer.get_dispatch_config(RANKS)
         link.returning = Buffer.get_combine_config(RANKS)
