@@ -300,6 +300,7 @@ SHAPES = {
     "wide": (["model.hidden_size=8192", "model.num_attention_heads=64"], "up to 8176"),
     "fp32": (["precision.bf16=false"], "bfloat16"),
     "weights": (["moe.moe_router_dtype=fp64"], "moe_router_dtype fp64"),
+    "SMs": (["moe.moe_flex_dispatcher_num_sms=21"], "even number"),
     "dropped": (["moe.moe_expert_capacity_factor=1"], "every token"),
     "overlap": (["moe.moe_shared_expert_overlap=true"], "anyway"),
     "top-k": (["moe.num_experts=64", "moe.moe_router_topk=33"], "at most 32"),
