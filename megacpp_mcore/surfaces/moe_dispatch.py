@@ -147,7 +147,7 @@ def _deepep_shapes(workload: Workload) -> str | None:
         f"moe_router_topk {size('topk')}: its kernels take at most {_TOPK}": size("topk") > _TOPK,
         f"{experts // ranks} experts a rank: its kernels take at most {_LOCAL_EXPERTS}":
             experts // ranks > _LOCAL_EXPERTS,
-        f"moe_flex_dispatcher_num_sms {size('sms')}: two send and receive together, it takes an even "
+        f"moe_flex_dispatcher_num_sms {size('sms')}: one of two sends, so that it takes an even "
         "number": (size("sms") or 0) % 2,
         f"{workload.dtype}: its kernels add up bfloat16": workload.dtype != "bfloat16",
         f"moe_router_dtype {size('router_dtype')}: it carries probabilities in float32, set "
