@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.errors import MegacppError
@@ -12,15 +14,27 @@ from megacpp_mcore.errors import MegacppError
 BYTE_VOCAB_SIZE = 257  # of training.data.text, which imports numpy
 
 _BUILD_EPILOG = """\
-Text: every file of the folders is one document of byte-level tokens: 0..255 are the bytes, 256 ends
-the document. Hidden, binary and empty files are left out and counted. Documents are ordered
-pseudo-randomly by --seed, because Megatron's --split holds out the last ones.
+Text: every file of the folders is one document, of byte-level tokens (0..255 are the bytes, 256
+ends the document) or of those of --tokenizer (`megacpp data tokenizer` trains one). Hidden, binary
+and empty files are left out and counted. Documents are ordered pseudo-randomly by --seed, because
+Megatron's --split holds out the last ones.
 Parquet: every row of one column is one document, in the order of the shards.
 
   megacpp data build --torch-headers --out data/torch-headers
   megacpp data build src lib --include '*.cpp' --include '*.h' --out data/cpp
   megacpp data build shards/ --text-column content --out data/code
+  megacpp data build repos/ --tokenizer tokenizer.json --dedup --drop-generated \\
+      --strip-licence --held-out-folders 0.05 --resume --out data/cpp
   megacpp data build shards/ --tokens-column ids --vocab-size 65536 --append-eod --out data/code
+"""
+
+_TOKENIZER_EPILOG = """\
+Indentation after a line break, the path of an #include, a word with the space before it and a run
+of punctuation are never cut by a token of another; every byte has a token.
+
+examples:
+  megacpp data tokenizer repos/ --include '*.cpp' --include '*.h' --out tokenizer.json
+  megacpp data tokenizer --torch-headers --vocab-size 8192 --out tokenizer.json
 """
 
 
@@ -29,6 +43,7 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("data", help="build or check a Megatron dataset")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _register_build(commands)
+    _register_tokenizer(commands)
     check = commands.add_parser("check", help="read a whole dataset and check that it is unchanged")
     check.add_argument("prefix", metavar="PREFIX", help="path without .bin and .idx")
     check.set_defaults(run=run_check)
@@ -53,9 +68,81 @@ def _register_build(commands: Any) -> None:
     add("--eod-id", type=int, metavar="ID", help="with --tokens-column (default: N-1)")
     add("--append-eod", action="store_true", help="with --tokens-column: end every row with it")
     add("--seed", type=int, help="for the order of text documents (default: 1234)")
+    text = build.add_argument_group("text files")
+    text.add_argument("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json; else bytes")
+    text.add_argument("--workers", type=int, metavar="N",
+        help="threads of the tokenizer (default: all cores)")  # fmt: skip
+    text.add_argument("--dedup", action="store_true",
+        help="leave out files with the content of an earlier one")  # fmt: skip
+    text.add_argument("--drop-generated", action="store_true",
+        help="leave out files that say that a program wrote them")  # fmt: skip
+    text.add_argument("--strip-licence", action="store_true",
+        help="without the comments about a licence that files begin with")  # fmt: skip
+    text.add_argument("--held-out-folders", type=float, metavar="SHARE",
+        help="hold out whole first folders below a source (repositories), about this share of the "
+        "bytes; prints the value of data.split")  # fmt: skip
+    text.add_argument("--resume", action="store_true",
+        help="keep what is done when interrupted, and go on from what is kept")  # fmt: skip
     add("--overwrite", action="store_true", help="replace an existing dataset")
     add("--quiet", action="store_true", help="no progress bar")
     build.set_defaults(run=run_build)
+
+
+def _register_tokenizer(commands: Any) -> None:
+    tokenizer = commands.add_parser(
+        "tokenizer",
+        help="train a byte-level BPE tokenizer on text",
+        description="Train a byte-level BPE tokenizer for C++ on the files of SRC, and write it as "
+        "a tokenizer.json. Needs the extra [tokenizer].",
+        epilog=_TOKENIZER_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = tokenizer.add_argument
+    add("sources", metavar="SRC", nargs="*", help="folders, read recursively, or files")
+    add("--out", metavar="FILE", type=Path, required=True, help="tokenizer.json to write")
+    add("--vocab-size", type=int, metavar="N", default=65536, help="tokens (default: 65536)")
+    add("--torch-headers", action="store_true", help="add the headers of the installed torch")
+    add("--include", metavar="GLOB", action="append", default=[], help="only files that match")
+    add("--max-bytes", type=int, metavar="N", default=1 << 30,
+        help="read about so many bytes, of pseudo-random files (default: 1 GiB)")  # fmt: skip
+    add("--workers", type=int, metavar="N", help="threads (default: all cores)")
+    add("--overwrite", action="store_true", help="replace an existing file")
+    add("--quiet", action="store_true", help="no progress bar")
+    tokenizer.set_defaults(run=run_tokenizer)
+
+
+def run_tokenizer(args: argparse.Namespace) -> int:
+    """Train and write the tokenizer; print its size and what comes next."""
+    from megacpp_mcore.terminal import has_room
+    from megacpp_mcore.training.data import tokenizer
+    from megacpp_mcore.training.data.sources import torch_headers
+    from megacpp_mcore.training.data.text import TextFiles
+
+    _threads(args.workers)
+    if args.out.exists() and not args.overwrite:
+        raise MegacppError(f"{args.out} exists: name another --out, or give --overwrite")
+    if args.max_bytes < 1:
+        raise MegacppError(f"--max-bytes {args.max_bytes}: at least 1 is needed")
+    sources = [*args.sources, *([torch_headers()] if args.torch_headers else [])]
+    files, started = TextFiles(sources, args.include), time.monotonic()
+    shows = not args.quiet and has_room(sys.stderr)
+    made = tokenizer.train(files.texts(args.max_bytes), args.vocab_size, args.out, shows)
+    print(f"wrote {args.out} in {time.monotonic() - started:.1f} s")
+    print(f"  tokens     {made.vocab_size:,} (end of document {made.eod_id})")
+    sample = [text for text in files.texts(1 << 22) if text]
+    tokens = sum(len(t) - 1 for t in made.documents(sample) if t is not None)
+    print(f"  bytes      {sum(map(len, sample)) / max(1, tokens):.2f} a token, of the first files")
+    print(f"  sha256     {made.sha256}")
+    print(f"next: megacpp data build SRC --tokenizer {shlex.quote(str(args.out))} --out PREFIX")
+    return 0
+
+
+def _threads(workers: int | None) -> None:
+    if workers is not None and workers < 1:
+        raise MegacppError(f"--workers {workers}: at least 1 is needed")
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    if workers is not None:
+        os.environ["RAYON_NUM_THREADS"] = str(workers)
 
 
 def run_build(args: argparse.Namespace) -> int:
@@ -64,13 +151,20 @@ def run_build(args: argparse.Namespace) -> int:
 
     started = time.monotonic()
     try:
-        manifest = build(_source(args), args.out, overwrite=args.overwrite, quiet=args.quiet)
+        manifest = build(
+            _source(args), args.out, overwrite=args.overwrite, quiet=args.quiet, resume=args.resume
+        )
     except KeyboardInterrupt:
-        print(f"megacpp: interrupted; {args.out} was not written", file=sys.stderr)
+        kept = "; what is done is kept, the same command goes on from it" if args.resume else ""
+        print(f"megacpp: interrupted; {args.out} was not written{kept}", file=sys.stderr)
         return 130
     seconds = time.monotonic() - started
     print(f"wrote {args.out}.bin, .idx and .json in {seconds:.1f} s")
     _print_manifest(manifest)
+    if read := manifest.get("text_bytes"):
+        rate = f", {read / seconds / 1e6:.1f} MB/s" if seconds else ""
+        ends = manifest["documents"]
+        print(f"  bytes      {read:,}, {read / (manifest['tokens'] - ends):.2f} a token{rate}")
     print(f"next: {_next(args.out, manifest)}")
     print(
         f"Megatron: --data-path {args.out} --tokenizer-type NullTokenizer --vocab-size "
@@ -110,7 +204,8 @@ def _source(args: argparse.Namespace) -> Any:
     sources = [*args.sources, *([torch_headers()] if args.torch_headers else [])]
     if args.text_column is None and args.tokens_column is None:
         seed = DEFAULT_SEED if args.seed is None else args.seed
-        return TextFiles(sources, args.include, seed)
+        _threads(args.workers)
+        return TextFiles(sources, args.include, seed, _text_options(args))
     from megacpp_mcore.training.data.parquet import ParquetShards
 
     if args.text_column is not None:
@@ -126,6 +221,24 @@ def _source(args: argparse.Namespace) -> Any:
     )
 
 
+def _text_options(args: argparse.Namespace) -> Any:
+    from megacpp_mcore.training.data.text import TextOptions
+    from megacpp_mcore.training.data.tokenizer import TextTokenizer
+
+    share = args.held_out_folders
+    if share is not None and not 0 < share < 1:
+        raise MegacppError(f"--held-out-folders {share}: it is a share, above 0 and below 1")
+    tokenizer = TextTokenizer.read(args.tokenizer) if args.tokenizer else None
+    return TextOptions(
+        tokenizer, dedup=args.dedup, drop_generated=args.drop_generated,
+        strip_licence=args.strip_licence, held_out=share,
+    )  # fmt: skip
+
+
+_OF_TEXT = ("tokenizer", "workers", "dedup", "drop_generated", "strip_licence", "held_out_folders",
+            "resume")  # fmt: skip
+
+
 def _refuse_unused(args: argparse.Namespace) -> None:
     if args.tokens_column is not None and args.vocab_size is None:
         raise MegacppError("--tokens-column needs --vocab-size, to check that ids are below it")
@@ -138,6 +251,10 @@ def _refuse_unused(args: argparse.Namespace) -> None:
                     f"bytes, with vocabulary 257 and end of document 256"
                 )
     if args.text_column is not None or args.tokens_column is not None:
+        for option in _OF_TEXT:
+            if getattr(args, option):
+                name = option.replace("_", "-")
+                raise MegacppError(f"--{name} is for text files only, not for Parquet shards")
         if args.seed is not None:
             raise MegacppError("--seed is for text files only; Parquet rows keep their order")
         if args.torch_headers:
@@ -149,6 +266,10 @@ def _refuse_unused(args: argparse.Namespace) -> None:
 def _next(prefix: str, manifest: dict[str, Any]) -> str:
     """The command that trains on the dataset."""
     words = ["megacpp", "train", "nam56r-tiny", "--set", f"data.data_path={json.dumps([prefix])}"]
+    if split := manifest.get("split"):
+        words += ["--set", f"data.split={split}"]
+    if tokenizer := manifest.get("tokenizer"):
+        words += ["--set", f"data.tokenizer_sha256={tokenizer['sha256']}"]
     if manifest["vocab_size"] != BYTE_VOCAB_SIZE:
         words += ["--set", f"model.vocab_size={manifest['vocab_size']}"]
         words += ["--set", f"data.null_tokenizer_eod_id={manifest['eod_id']}"]

@@ -5,6 +5,7 @@ needs neither Python's headers nor torch's. Importing this module imports neithe
 """
 
 import ctypes
+import errno
 import fcntl
 import functools
 import hashlib
@@ -12,10 +13,13 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import IO
 
 from megacpp_mcore.errors import MegacppError
 
 TESTED_MAJOR = 9
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_HOST_COMPILERS = ("g++", "gcc", "c++", "cc")
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC")
 
 
@@ -68,7 +72,7 @@ def library(source: Path, architecture: str, instead: str) -> ctypes.CDLL:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path.with_suffix(".lock"), "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                _lock(lock)
                 if not path.exists():
                     _compile(nvcc, source, architecture, path)
         return ctypes.CDLL(str(path))
@@ -76,6 +80,19 @@ def library(source: Path, architecture: str, instead: str) -> ctypes.CDLL:
         raise KernelBuildError(
             f"cannot keep or load the compiled kernels at {path}: {error}; name a folder for them "
             "in XDG_CACHE_HOME that can be written to and loaded from"
+        ) from error
+
+
+def _lock(file: IO[str]) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        raise KernelBuildError(
+            f"the file system of {file.name} has no locks ({error.strerror}), so that several "
+            "processes would compile the kernels over one another: name a folder on a local disk "
+            "in XDG_CACHE_HOME"
         ) from error
 
 
@@ -101,8 +118,11 @@ def _compile(nvcc: str, source: Path, architecture: str, path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         temporary.unlink(missing_ok=True)
+        # nvcc itself only says that it failed to preprocess a host compiler's properties.
+        alone = not any(map(shutil.which, _HOST_COMPILERS))
+        hint = ". nvcc needs a host compiler, and there is no g++: install one" if alone else ""
         raise KernelBuildError(
             f"{nvcc} {target} failed on {source.name} with status {result.returncode}: "
-            f"{result.stderr.strip()}"
+            f"{result.stderr.strip()}{hint}"
         )
     os.replace(temporary, path)

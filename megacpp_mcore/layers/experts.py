@@ -29,6 +29,7 @@ from megacpp_mcore.kernels.moe_experts import (
     torch_products,
     weighted_swiglu,
 )
+from megacpp_mcore.kernels.moe_experts.activation import SQUARED_RELU, SWIGLU
 from megacpp_mcore.kernels.moe_experts.fused import (
     Experts,
     experts_routed,
@@ -71,8 +72,9 @@ class GroupedMMExperts(MegatronModule):
         self.dp_group = pg_collection.expt_dp
         hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
         build = (num_local_experts, config, self.tp_group)
-        self.linear_fc1 = _Weights(*build, (2 * ffn, hidden), 0, config.init_method)
-        self.linear_fc2 = _Weights(*build, (hidden, ffn), 1, config.output_layer_init_method)
+        halves = 2 if config.gated_linear_unit else 1
+        self.linear_fc1 = _Weights(*build, (halves * ffn, hidden), 0, config.init_method, halves)
+        self.linear_fc2 = _Weights(*build, (hidden, ffn), 1, config.output_layer_init_method, 1)
 
     def forward(
         self,
@@ -129,6 +131,7 @@ class GroupedMMExperts(MegatronModule):
 
 class FusedExperts(GroupedMMExperts):
     """GroupedMMExperts with kernels of our own around the products, and on Hopper for them.
+    SwiGLU or, where the config is not gated, squared ReLU.
 
     Where every expert is local, a MoE layer calls `routed` with tokens as they are; `forward` takes
     what a dispatcher delivers. Weight gradients are added to main_grad with or after each product
@@ -180,7 +183,8 @@ class FusedExperts(GroupedMMExperts):
 
     def _experts(self) -> Experts:
         fused = self.config.gradient_accumulation_fusion
-        return Experts(*self._weights(), fused, self.products)
+        activation = SWIGLU if self.config.gated_linear_unit else SQUARED_RELU
+        return Experts(*self._weights(), fused, self.products, activation)
 
 
 def _check(config) -> None:
@@ -199,15 +203,16 @@ def _check(config) -> None:
 class _Weights(torch.nn.Module):
     """One weight (experts, out, in); axis `split` of (out, in) is split over the expert TP ranks.
 
-    Every expert is initialised like Megatron's parallel linears. A column-parallel weight (split 0)
-    holds this rank's rows of the gate first, then its rows of the up projection.
+    Every expert is initialised like Megatron's parallel linears. parts: 2 for a gated fc1, which
+    holds this rank's rows of the gate first, then its rows of the up projection; otherwise 1.
     """
 
     def __init__(
         self, experts: int, config, group, shape: tuple[int, int], split: int,
-        init_method: Callable[[Tensor], object],
+        init_method: Callable[[Tensor], object], parts: int,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.parts = parts
         self.split, self.ranks, self.rank = split, group.size(), group.rank()
         local = [size // self.ranks if axis == split else size for axis, size in enumerate(shape)]
         on_cpu = config.use_cpu_initialization
@@ -239,7 +244,7 @@ class _Weights(torch.nn.Module):
     ) -> ShardedTensorFactory:  # fmt: skip
         """The weight as Megatron's shards: one per expert, gate and up projection separately."""
         prepended = len(offsets) + 1
-        parts = 2 if self.split == 0 else 1
+        parts = self.parts
 
         def build(key, tensor, replica_id, flattened_range):
             if flattened_range is not None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from megacpp_mcore.hybrid.block_settings import RecomputeSettings
 from megacpp_mcore.hybrid.plan import Layer
 from megacpp_mcore.planner import PlanError
-from megacpp_mcore.planner.backends import gathers_tokens
+from megacpp_mcore.planner.backends import gathers_tokens, serving
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.surfaces.backend import REFERENCE
 
 _BF16, _FP32 = 2, 4
 
@@ -118,10 +119,11 @@ def routed_rows(recipe: Recipe, sizes: Sizes, parts: set[str]) -> float:
     rows = moe.moe_router_topk * sizes.etp / sizes.cut
     width = _BF16 * (moe.moe_ffn_hidden_size or 0) / sizes.etp
     one = _BF16 * recipe.model.hidden_size + _FP32  # a permuted token and its weight
+    gates = 2 if recipe.model.swiglu else 1
     if gathers_tokens(recipe):
-        return rows * (3 * _FP32 + (0 if "experts" in parts else 2 * width))
+        return rows * (3 * _FP32 + (0 if "experts" in parts else gates * width))
     if "experts" not in parts:
-        one += (2 if recipe.model.swiglu else 1) * width
+        one += gates * width
         one += 0 if "act" in parts else width
     return rows * one
 
@@ -139,10 +141,15 @@ def _mamba3(recipe: Recipe, sizes: Sizes, asked: _Asked) -> float:
         return 0.0
     if asked and asked.mamba3 == "core":
         return projected + out
+    turned = 2 * _BF16 * heads * rank * state
+    states = _BF16 * inner * state / m.chunk_size
+    if m.variant == "siso" and serving(recipe, "mamba3_core") != REFERENCE:
+        # B and C normed; dt, A dt and two factors; q and k rotated, and the angles
+        steps = 2 * _BF16 * groups * state + 4 * _FP32 * heads + _FP32 * heads * angles
+        return projected + steps + turned + states + 2 * out
     norms = 2 * groups * rank * state * (_FP32 + _BF16)  # B and C before, q and k after
     steps = 12 * _FP32 * heads  # softplus, decay, dt, A, their sums and scales
-    turned = 2 * _BF16 * heads * rank * state + 2 * _BF16 * heads * angles
-    states = _BF16 * inner * state / m.chunk_size
+    turned += 2 * _BF16 * heads * angles
     return projected + norms + steps + turned + states + 2 * out
 
 

@@ -297,6 +297,8 @@ class Data:
     data_cache_path: str | None = to_flag(None)
     tokenizer_type: _Tokenizer = to_flag()
     tokenizer_model: str | None = to_flag(None)
+    # of the tokenizer.json that the datasets were made with, as their PREFIX.json says
+    tokenizer_sha256: str | None = to(Target.PLUGIN, None)
     null_tokenizer_eod_id: int | None = to_flag(None, FROM_ZERO)
     num_workers: int = to_flag(2, FROM_ZERO)
     dataloader_type: Literal["single", "cyclic"] | None = to_flag(None)

@@ -36,6 +36,8 @@ def workload(device: str, config, optimizer: str) -> Workload:
         device,
         dtype_of(config),
         swiglu=config.gated_linear_unit and config.activation_func.__name__ == "silu",
+        squared_relu=not config.gated_linear_unit
+        and config.activation_func.__name__ == "squared_relu",
         bias=config.add_bias_linear,
         probs_on_input=config.moe_apply_probs_on_input,
         fp8=config.fp8,
@@ -74,6 +76,18 @@ def _grouped(workload: Workload) -> str | None:
     """Why GroupedMMExperts are not the experts that are asked for."""
     if not workload.size("swiglu"):
         return "the activation is not SwiGLU, the only one that it has"
+    return _stacked(workload)
+
+
+def _fused_kind(workload: Workload) -> str | None:
+    """Why FusedExperts are not the experts that are asked for."""
+    if not workload.size("swiglu") and not workload.size("squared_relu"):
+        return "the activation is neither SwiGLU nor squared ReLU"
+    return _stacked(workload)
+
+
+def _stacked(workload: Workload) -> str | None:
+    """Why experts whose weights are one tensor, multiplied by grouped products, do not serve."""
     for name in ("bias", "probs_on_input"):
         if workload.size(name):
             return f"{name}: it has none"
@@ -97,8 +111,8 @@ def _grouped_mm(workload: Workload) -> str | None:
 
 
 def _fused(workload: Workload) -> str | None:
-    """torch's grouped product, and Triton's kernels around it."""
-    return triton(workload) or _grouped_mm(workload)
+    """Grouped products, and Triton's kernels around them."""
+    return triton(workload) or _fused_kind(workload)
 
 
 _TESTS = ("tests/kernels/test_moe_experts.py", *KERNEL_TESTS)
@@ -111,15 +125,15 @@ SURFACE = Surface(
         _backend(
             FUSED, "megacpp_mcore.layers.parts:fused_experts", _fused,
             role="chosen", keep="keep",
-            ruled_out=whatever_the_machine(_grouped),
+            ruled_out=whatever_the_machine(_fused_kind),
             removes="where every expert is local: the permuted copies that are kept for the "
             "backward pass, the sums of the routed and the shared "
             "expert's outputs and of the tokens' gradients, and on Hopper the pass that adds "
             "weight gradients to main_grad",
             layout="tokens [t, h] and the router's map where every expert is local; else as "
             "grouped_mm's",
-            dtypes="bf16, fp16, fp32; SwiGLU in fp32; our own products bf16 on Hopper, torch's "
-            "elsewhere", fallback=GROUPED_MM,
+            dtypes="bf16, fp16, fp32; SwiGLU or squared ReLU in fp32; our own products bf16 on "
+            "Hopper, torch's elsewhere", fallback=GROUPED_MM,
             tests=(*_TESTS, "tests/kernels/test_moe_routed.py", "tests/kernels/test_moe_hopper.py",
                    "tests/layers/test_moe.py", "tests/gpu/test_moe_experts_gpu.py"),
             receipt=None,

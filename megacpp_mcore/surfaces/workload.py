@@ -61,6 +61,13 @@ def dtype_of(config) -> str:
     return str(config.params_dtype).removeprefix("torch.")
 
 
+def _activation(model) -> str:
+    """Name of Megatron's activation function, of those that a backend asks for."""
+    if model.swiglu:
+        return "silu"
+    return "squared_relu" if model.squared_relu else "another"
+
+
 def config_of(recipe: "Recipe") -> SimpleNamespace:
     """The fields of Megatron's TransformerConfig that workloads and layouts read."""
     model, attention, mamba3 = recipe.model, recipe.attention, recipe.mamba3
@@ -75,7 +82,7 @@ def config_of(recipe: "Recipe") -> SimpleNamespace:
         layernorm_zero_centered_gamma=False,
         fp32_residual_connection=model.fp32_residual_connection,
         gated_linear_unit=model.swiglu,
-        activation_func=SimpleNamespace(__name__="silu" if model.swiglu else "another"),
+        activation_func=SimpleNamespace(__name__=_activation(model)),
         add_bias_linear=model.add_bias_linear,
         num_moe_experts=recipe.moe.num_experts or 0,
         moe_router_topk=recipe.moe.moe_router_topk,

@@ -4,10 +4,23 @@ import itertools
 
 import pytest
 import torch
+from expert_checkpoints import load_from
+from megatron.core.activations import squared_relu
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
 
 from megacpp_mcore.kernels.moe_experts import hopper_products, torch_products
+from megacpp_mcore.kernels.moe_experts.activation import (
+    ACTIVATIONS,
+    SWIGLU,
+    activate,
+    activate_backward,
+)
 from megacpp_mcore.kernels.moe_experts.fused import Experts, experts_routed
-from megacpp_mcore.kernels.moe_experts.routing import Gathered, route
+from megacpp_mcore.kernels.moe_experts.routing import Gathered, route, to_rows
+from megacpp_mcore.layers.experts import FusedExperts
+from megacpp_mcore.layers.parts import te_experts
+from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,19 +90,61 @@ def test_rows_times_weights(problem):
 
 
 def test_tokens_are_gathered(problem):
+    """As of a sorted copy, to the bit; fc2's input gradient leaves that copy."""
     routing, spans, _, normal, h, f = problem
-    tokens, w = normal(routing.rows.shape[0], h), normal(len(spans), 2 * f, h)
-    gathered = Gathered(tokens, routing)
-    found = hopper_products.forward(gathered, w, routing.ends)
-    used = spans[-1][1]
-    assert torch.equal(found[:used], hopper_products.forward(gathered.rows, w, routing.ends)[:used])
+    tokens, used, ends = normal(routing.rows.shape[0], h), spans[-1][1], routing.ends
+    copy = to_rows(tokens, routing)
+    w1, w2 = normal(len(spans), 2 * f, h), normal(len(spans), h, f)
+    for _ in range(3):
+        gathered = Gathered(tokens, routing)
+        found = hopper_products.forward(gathered, w1, ends)
+        assert "rows" not in vars(gathered)
+        assert torch.equal(found[:used], hopper_products.forward(copy, w1, ends)[:used])
+        found = hopper_products.input_gradient(gathered, w2, ends)
+        assert torch.equal(found[:used], hopper_products.input_gradient(copy, w2, ends)[:used])
+        assert torch.equal(vars(gathered)["rows"][:used], copy[:used])
+
+
+def _activation(h, activation):
+    if activation != SWIGLU:
+        return torch.relu(h) ** 2
+    gate, up = h.chunk(2, dim=1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def test_rows_are_copied_beside_a_product(problem):
+    routing, spans, rows, normal, h, f = problem
+    used, tokens = spans[-1][1], normal(routing.rows.shape[0], h)
+    dy, w = rows(2 * f), normal(len(spans), 2 * f, h)
+    copied = Gathered(tokens, routing)
+    dx = hopper_products.input_gradient(dy, w, routing.ends, copied)
+    assert torch.equal(dx[:used], hopper_products.input_gradient(dy, w, routing.ends)[:used])
+    assert torch.equal(vars(copied)["rows"][:used], to_rows(tokens, routing)[:used])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_activations_kernels(problem, activation):
+    routing, spans, rows, normal, _, f = problem
+    used, ends = spans[-1][1], routing.ends
+    saved = rows(2 * f if activation == SWIGLU else f)
+    probs = normal(routing.size).float() * (routing.token >= 0)
+    wide = saved[:used].double().requires_grad_()
+    weights = probs[:used].double().requires_grad_()
+    expected = _activation(wide, activation) * weights[:, None]
+    near(activate(saved, probs, ends, activation)[:used], expected)
+    da = rows(f)
+    expected.backward(da[:used].double())
+    dh, a, dprobs = activate_backward(da, saved, probs, ends, activation)
+    near(dh[:used], wide.grad)
+    near(a[:used], expected)
+    near(dprobs[:used], weights.grad, torch.float32)
 
 
 def test_rows_after_the_last_experts_are_not_written(problem):
     routing, spans, rows, normal, h, f = problem
     x, w = rows(h), normal(len(spans), 2 * f, h)
     out = torch.full((routing.size, 2 * f), float("nan"), device="cuda", dtype=torch.bfloat16)
-    hopper_products._launch(0, x, w, out, routing.ends, len(x), n=2 * f, k=h)
+    hopper_products._launch(0, x, w, out, routing.ends, rows=len(x), n=2 * f, k=h)
     assert out[: spans[-1][1]].isfinite().all() and out[spans[-1][1] :].isnan().all()
 
 
@@ -104,6 +159,33 @@ def test_weight_gradients_stored_and_added(problem):
         hopper_products.add_weight_gradient(total, dy, x, routing.ends)
         # added to values of the order of 1: relative to the sum
         near(total, before + expected, torch.float32)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_transformer_engines_experts_load_ours_and_ours_theirs(gated):
+    """The same outputs from the same checkpoint, up to bf16's roundings, in both directions."""
+    pytest.importorskip("transformer_engine")
+    activation = {"activation_func": torch.nn.functional.silu if gated else squared_relu}
+    config = TransformerConfig(
+        num_layers=1, hidden_size=64, num_attention_heads=1, num_moe_experts=4, ffn_hidden_size=96,
+        moe_ffn_hidden_size=96, gated_linear_unit=gated, add_bias_linear=False, bf16=True,
+        params_dtype=torch.bfloat16, bias_activation_fusion=False, **activation,
+    )  # fmt: skip
+    x, probs = torch.randn(50, 64, device="cuda").bfloat16(), torch.rand(50, device="cuda")
+    counts = torch.tensor([20, 0, 13, 17])
+    with single_process(1, "cuda"):
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        ours, theirs, again = (
+            kind(num_local_experts=4, config=config, pg_collection=groups)
+            for kind in (FusedExperts, te_experts(), FusedExperts)
+        )
+        load_from(ours, theirs)
+        load_from(theirs, again)
+        for name, value in ours.named_parameters():
+            assert torch.equal(again.get_parameter(name), value)
+        outputs = [built(x, counts, probs)[0].double() for built in (ours, theirs)]
+    distance = (outputs[0] - outputs[1]).norm() / outputs[1].norm()
+    assert distance <= 5 * torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize("products", [torch_products, hopper_products], ids=lambda p: p.NAME)

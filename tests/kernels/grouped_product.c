@@ -33,13 +33,31 @@ static void rows_times_weights(int transposed, const uint16_t* a, const int* sou
   }
 }
 
+static void copy_rows(const uint16_t* tokens, const int* source, uint16_t* copies, int rows,
+                      int width) {
+  for (int r = 0; r < rows; ++r) {
+    for (int i = 0; i < width; ++i)
+      copies[(int64_t)r * width + i] = source[r] < 0 ? 0 : tokens[(int64_t)source[r] * width + i];
+  }
+}
+
+static int refused(const int* ends, int64_t rows, int experts) {
+  if (experts > 256) return 1;
+  for (int e = 0; e < experts; ++e) {
+    if ((e ? ends[e - 1] : 0) % 128 || ends[e] > rows) return 1;
+  }
+  return 0;
+}
+
 int grouped_product(int kind, int tile, const void* a, const int* source, const void* b, void* c,
-                    const int* ends, int64_t rows, int experts, int m, int n, int k, void* stream) {
+                    void* kept, const int* ends, int64_t rows, int experts, int m, int n, int k,
+                    void* stream) {
   const uint16_t *left = a, *right = b;
-  if ((tile != 224 && tile != 256) || stream || experts > 256 || (source && kind != FORWARD)) return 1;
+  if ((tile != 224 && tile != 256) || stream || (source && kind > INPUT_GRADIENT)) return 1;
+  if (refused(ends, rows, experts) || !kept != !(source && kind == INPUT_GRADIENT)) return 1;
+  if (kept) copy_rows(a, source, kept, ends[experts - 1], k);
   for (int e = 0; e < experts; ++e) {
     const int begin = e ? ends[e - 1] : 0;
-    if (begin % 128 || ends[e] > rows) return 1;
     if (kind == FORWARD || kind == INPUT_GRADIENT) {
       rows_times_weights(kind == FORWARD, left, source, right + (int64_t)e * n * k, c, begin, ends[e],
                          n, k);
@@ -58,6 +76,15 @@ int grouped_product(int kind, int tile, const void* a, const int* source, const 
       }
     }
   }
+  return 0;
+}
+
+int grouped_product_and_copy(int tile, const void* a, const void* b, void* c, const int* ends,
+                             int64_t size, int experts, int n, int k, const void* tokens,
+                             const int* source, void* rows, int width, void* stream) {
+  if (grouped_product(INPUT_GRADIENT, tile, a, 0, b, c, 0, ends, size, experts, 0, n, k, stream))
+    return 1;
+  copy_rows(tokens, source, rows, ends[experts - 1], width);
   return 0;
 }
 

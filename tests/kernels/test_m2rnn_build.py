@@ -1,6 +1,7 @@
 """Building M2RNN's kernels: nvcc missing, failing, raced for, and what dispatch then says."""
 
 import ctypes
+import errno
 import shutil
 import stat
 import subprocess
@@ -112,6 +113,39 @@ def test_a_cache_that_cannot_be_written_or_loaded_is_named(monkeypatch, tmp_path
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(build.KernelBuildError, match=r"Not a directory.*XDG_CACHE_HOME"):
+        build.library("sm_90")
+
+
+def test_a_file_system_without_locks_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_HOME", nvcc(tmp_path / "toolkit", "echo 13.0"))
+
+    def flock(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(compiler_of.fcntl, "flock", flock)
+    with pytest.raises(build.KernelBuildError, match=r"has no locks .* in XDG_CACHE_HOME"):
+        build.library("sm_90")
+    monkeypatch.setattr(
+        compiler_of.fcntl, "flock", lambda file, how: (_ for _ in ()).throw(OSError(5, "broken"))
+    )
+    with pytest.raises(build.KernelBuildError, match=r"cannot keep or load .* broken"):
+        build.library("sm_90")
+
+
+def test_a_missing_host_compiler_is_named(monkeypatch, tmp_path):
+    script = 'case "$1" in --version) echo 13.0;; *) echo "fatal: no properties" >&2; exit 1;; esac'
+    monkeypatch.setenv("CUDA_HOME", nvcc(tmp_path / "toolkit", script))
+    which = shutil.which
+    there = [True]
+
+    def found(name, *args, **kwargs):
+        return which(name, *args, **kwargs) if there[0] or name.endswith("nvcc") else None
+
+    monkeypatch.setattr(shutil, "which", found)
+    with pytest.raises(build.KernelBuildError, match=r"fatal: no properties$"):
+        build.library("sm_90")
+    there[0] = False
+    with pytest.raises(build.KernelBuildError, match=r"no properties\. nvcc needs a host compiler"):
         build.library("sm_90")
 
 

@@ -10,7 +10,7 @@ from admission_probes import poisoned_memory
 from megacpp_mcore import dispatch
 from megacpp_mcore.kernels import mamba3_core as definition
 from megacpp_mcore.kernels import parity
-from megacpp_mcore.kernels.mamba3 import Mamba3InputError
+from megacpp_mcore.kernels.mamba3 import Mamba3InputError, mamba3_scan, mamba3_step
 from megacpp_mcore.kernels.mamba3_core import around, scan, triton
 from megacpp_mcore.kernels.mamba3_core.case import Mamba3CoreCase
 from megacpp_mcore.kernels.mamba3_core.reference import document_starts
@@ -145,10 +145,11 @@ def test_the_kernels_around_the_scan_against_autograd(name):
 
 
 WHOLE = {  # case, cu_seqlens, programs that a launch wants: chunks of 64 and their segments
-    "one-segment": (Mamba3CoreCase(2, 150, 2, 1, 8, 8, 2), None, 1),
-    "segments": (Mamba3CoreCase(1, 300, 3, 1, 5, 10, 3, 64, "rational", 0.6), None, 9),
+    "one-segment": (Mamba3CoreCase(2, 131, 2, 1, 8, 8, 2), None, 1),
+    "segments": (Mamba3CoreCase(1, 301, 3, 1, 5, 10, 3, 64, "rational", 0.6), None, 9),
     "whole-chunks": (Mamba3CoreCase(2, 128, 2, 1, 8, 16, 4), None, 1024),
-    "documents": (Mamba3CoreCase(1, 230, 2, 1, 8, 8, 2), [0, 1, 3, 3, 70, 128, 199], 8),
+    # A document that ends shortly before a chunk does, where another has begun: chunks of 64.
+    "documents": (Mamba3CoreCase(1, 230, 2, 1, 8, 8, 2), [0, 1, 3, 3, 60, 120, 192, 199], 8),
     "one-token": (Mamba3CoreCase(2, 1, 4, 2, 8, 8, 2), None, 1024),
 }
 
@@ -159,6 +160,7 @@ def test_the_whole_operator_against_autograd(monkeypatch, name):
     """At lengths of several chunks and segments; a value is a sum over all tokens before it."""
     case, bounds, programs = WHOLE[name]
     tensors = parity.drawn(case, torch.float32, "cpu", seed=len(name))
+    tensors["dt_bias"] -= 3  # so slow that a state outlives some chunks
     monkeypatch.setattr(triton, "_check", lambda projected: None)
     monkeypatch.setattr(scan, "_PROGRAMS", programs)
     monkeypatch.setattr(around, "_STEP", 16)  # of 64 tokens: an eighth of the interpreter's time
@@ -179,6 +181,41 @@ def test_the_whole_operator_against_autograd(monkeypatch, name):
     # Without a gradient to come nothing is kept, and nothing changes.
     with torch.no_grad():
         assert torch.equal(triton.mamba3_core(*leaves, **options), y)
+
+
+@slow
+def test_a_row_is_its_parts_one_after_another(monkeypatch):
+    """By the definition, over four parts that carry the state, the last of them token by token."""
+    case = Mamba3CoreCase(1, 300, 2, 1, 8, 16, 4)
+    tensors = parity.drawn(case, torch.float32, "cpu", seed=9)
+    monkeypatch.setattr(triton, "_check", lambda projected: None)
+    options = {n: getattr(case, n) for n in ("heads", "head_dim", "groups", "state_dim", "angles",
+                                             "decay", "decay_floor", "eps")}  # fmt: skip
+    whole = triton.mamba3_core(**tensors, **options)
+    wide = {n: t.double() for n, t in tensors.items()}
+    parts = wide["projected"].transpose(0, 1).split(
+        [*case.parts, tensors["projected"].shape[-1] - sum(case.parts)], -1
+    )  # fmt: skip
+    z, x, B, C, dt, A, trap, angle, _ = parts
+    found = mamba3_prep(
+        B, C, dt, A, wide["dt_bias"], wide["B_weight"], wide["C_weight"], variant="siso", rank=1,
+        decay=case.decay, decay_floor=case.decay_floor, eps=case.eps,
+    )  # fmt: skip
+    x, z = (t.unflatten(-1, (case.heads, case.head_dim)) for t in (x, z))
+    rows = (found.q, found.k, x, found.adt, found.dt, trap, angle.unsqueeze(2))
+    shared = (wide["C_bias"], wide["B_bias"], wide["D"])
+    state, outputs = None, []
+    for begin, end in ((0, 77), (77, 128), (128, 257)):
+        part = (t[:, begin:end] for t in rows)
+        y, state = mamba3_scan(
+            *part, *shared, z[:, begin:end], initial_state=state, return_final_state=True
+        )
+        outputs.append(y)
+    for t in range(257, case.seq):
+        y, state = mamba3_step(*(row[:, t] for row in rows), *shared, z[:, t], state=state)
+        outputs.append(y.unsqueeze(1))
+    expected = torch.cat(outputs, 1).transpose(0, 1).flatten(2)
+    assert_near("y", whole, expected, 4 * case.seq * torch.finfo(torch.float32).eps * math.pi)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import admission
 import pytest
 import torch
+from expert_checkpoints import load_from
+from megatron.core.activations import squared_relu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
@@ -12,7 +14,7 @@ from torch.nn import functional
 from megacpp_mcore import dispatch
 from megacpp_mcore.dispatch import DispatchError
 from megacpp_mcore.kernels.moe_experts import experts, experts_grouped_mm, weighted_swiglu
-from megacpp_mcore.layers.experts import ExpertsError, GroupedMMExperts
+from megacpp_mcore.layers.experts import ExpertsError, FusedExperts, GroupedMMExperts
 from megacpp_mcore.layers.parts import sequential_experts
 from megacpp_mcore.surfaces import moe_experts
 from megacpp_mcore.training.cpu.megatron_setup import single_process
@@ -22,6 +24,9 @@ test_admission = admission.suite("moe_experts", beyond_dispatch=("grouped_mm", "
 
 HIDDEN, FFN, EXPERTS = 8, 12, 4
 RECOMPUTED_ACTIVATION = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
+
+
+SQUARED_RELU = {"gated_linear_unit": False, "activation_func": squared_relu}
 
 
 def config(**changes):
@@ -114,6 +119,27 @@ class TestCheckpoint:
                 other = getattr(expected[place], field, None)
                 assert getattr(shard, field, None) == other, (place, field)
 
+    @pytest.mark.parametrize("gated", [True, False])
+    def test_megatrons_experts_load_ours_and_ours_theirs(self, gated):
+        """tests/gpu/test_moe_experts_gpu.py does the same with Transformer Engine's."""
+        more = {} if gated else SQUARED_RELU
+        with single_process(1):
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+            kinds = FusedExperts, sequential_experts(), FusedExperts
+            ours, theirs, again = (
+                kind(num_local_experts=EXPERTS, config=config(**more), pg_collection=groups)
+                for kind in kinds
+            )
+            for parameter in ours.parameters():
+                torch.nn.init.normal_(parameter)
+            load_from(ours, theirs)
+            load_from(theirs, again)
+        for expert, mlp in enumerate(theirs.local_experts):
+            assert torch.equal(mlp.linear_fc1.weight, ours.linear_fc1.weight[expert])
+            assert torch.equal(mlp.linear_fc2.weight, ours.linear_fc2.weight[expert])
+        for name, value in ours.named_parameters():
+            assert torch.equal(again.get_parameter(name), value)
+
     def test_the_extra_state_of_other_experts_is_no_key_too_many(self):
         ours, sequential = grouped(), grouped()
         state = sequential.state_dict() | {"linear_fc1._extra_state": None}
@@ -199,6 +225,9 @@ def test_parameters_are_marked_for_megatrons_optimizer():
         ("grouped_mm", {"add_bias_linear": True}, "bias: it has none"),
         ("grouped_mm", {"activation_func": functional.gelu}, "the activation is not SwiGLU"),
         ("grouped_mm", {"gated_linear_unit": False}, "the activation is not SwiGLU"),
+        ("grouped_mm", SQUARED_RELU, "the activation is not SwiGLU"),
+        ("fused_moe", {"activation_func": functional.gelu}, "neither SwiGLU nor squared ReLU"),
+        ("fused_moe", {"activation_func": squared_relu}, "neither SwiGLU nor squared ReLU"),
         ("grouped_mm", {"fp8": "hybrid"}, "fp8 hybrid: it multiplies in the model's dtype"),
         ("reference", {"fp8": "hybrid"}, "fp8 hybrid: it multiplies in the model's dtype"),
         ("grouped_mm", {"moe_apply_probs_on_input": True}, "probs_on_input: it has none"),
@@ -226,6 +255,12 @@ def test_a_matrix_optimizer_does_not_get_experts_that_are_no_matrices():
     for optimizer in ("muon", "adaptive_muon", "soap"):
         with pytest.raises(DispatchError, match=f"optimizer {optimizer}: .* Adam"):
             choose("grouped_mm", config(), optimizer)
+
+
+def test_squared_relu_is_fused_moes():
+    cfg = config(**SQUARED_RELU)
+    decision = choose("fused_moe", cfg)
+    assert decision.observed == "fused_moe"
 
 
 def choose(backend, cfg, optimizer="adam"):

@@ -12,7 +12,8 @@ import test_moe_routed as routed
 import torch
 
 from megacpp_mcore.kernels import nvcc
-from megacpp_mcore.kernels.moe_experts import hopper_products
+from megacpp_mcore.kernels.moe_experts import hopper_products, torch_products
+from megacpp_mcore.kernels.moe_experts.activation import ACTIVATIONS
 from megacpp_mcore.kernels.moe_experts.fused import Experts, experts_routed
 from megacpp_mcore.kernels.moe_experts.routing import Gathered, route
 
@@ -39,13 +40,14 @@ def on_cpu(compiled, monkeypatch):
     hopper_products._kernels.cache_clear()
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("case", ["plain", "dropped", "one-expert", "skewed", "empty"])
-def test_the_operator_is_the_definition(case):
-    sizes = routed.CASES[case]
+def test_the_operator_is_the_definition(case, activation):
+    sizes = routed.CASES[case] | {"activation": activation}
     leaves, chosen, direction = routed.draw(**sizes, dtype=torch.bfloat16)
-    expected = routed.definition(leaves, chosen, direction)
+    expected = routed.definition(leaves, chosen, direction, activation)
     with routed.poisoned_memory("cpu"):
-        found = routed.run(leaves, chosen, direction, sizes["topk"], hopper_products)
+        found = routed.run(leaves, chosen, direction, sizes["topk"], hopper_products, activation)
     routed.assert_near(found, expected, torch.bfloat16, 300)
 
 
@@ -66,17 +68,28 @@ def test_weight_gradients_are_added_in_float32(wide):
         routed.assert_near(total, {name: start + expected[name]}, torch.bfloat16, 300)
 
 
-def test_tokens_are_gathered_by_the_first_product_alone():
-    leaves, chosen, _ = routed.draw(37, 5, 2, dtype=torch.bfloat16)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_products_gather_and_copies_are_left_by_others(activation):
+    """The first copies nothing; what the others leave are the rows that a copy would have."""
+    leaves, chosen, _ = routed.draw(37, 5, 2, dtype=torch.bfloat16, activation=activation)
     routing = route(chosen, leaves["probs"].detach(), 2, hopper_products.ALIGN)
+    ends, probs, used = routing.ends, routing.row_probs, int(routing.ends[-1])
     x, w1, w2 = (leaves[name].detach() for name in ("x", "w1", "w2"))
-    gathered = Gathered(x, routing)
-    used = int(routing.ends[-1])
-    h = hopper_products.forward(gathered, w1, routing.ends)[:used]
-    assert "rows" not in vars(gathered)
-    assert torch.equal(h, hopper_products.forward(gathered.rows, w1, routing.ends)[:used])
-    da = hopper_products.input_gradient(Gathered(x, routing), w2, routing.ends)[:used]
-    assert torch.equal(da, hopper_products.input_gradient(gathered.rows, w2, routing.ends)[:used])
+    tokens, dy, copied = (Gathered(x, routing) for _ in range(3))
+    h, a = hopper_products.up(tokens, w1, probs, ends, activation)
+    assert "rows" not in vars(tokens)
+    expected = torch_products.up(tokens.rows[:used], w1, probs[:used], ends, activation)
+    torch.testing.assert_close((h[:used], a[:used]), expected)
+    found = hopper_products.down_gradient(dy, w2, h, probs, ends, activation)
+    assert torch.equal(vars(dy)["rows"][:used], tokens.rows[:used])
+    expected = torch_products.down_gradient(
+        tokens.rows[:used], w2, h[:used], probs[:used], ends, activation
+    )
+    dh, a, row_grads = found
+    torch.testing.assert_close((dh[:used], a[:used]), expected[:2], rtol=2**-6, atol=2**-6)
+    torch.testing.assert_close(row_grads[:used], expected[2], rtol=2**-6, atol=2**-6)
+    hopper_products.input_gradient(dh, w1, ends, copied)
+    assert torch.equal(vars(copied)["rows"][:used], tokens.rows[:used])
 
 
 def test_what_cuda_refuses_is_passed_on():

@@ -8,6 +8,7 @@ from admission_probes import poisoned_memory, strided
 from torch.nn import functional
 
 from megacpp_mcore.kernels.moe_experts import hopper_products, torch_products
+from megacpp_mcore.kernels.moe_experts.activation import SQUARED_RELU, SWIGLU
 from megacpp_mcore.kernels.moe_experts.fused import (
     Experts,
     experts_routed,
@@ -24,7 +25,10 @@ def padded(align):
     return SimpleNamespace(**{**vars(torch_products), "ALIGN": align})
 
 
-def draw(tokens, experts, topk, h=16, f=24, dtype=torch.float32, skew=0.0, dropped=0.0):
+def draw(
+    tokens, experts, topk, h=16, f=24, dtype=torch.float32, skew=0.0, dropped=0.0,
+    activation=SWIGLU,
+):  # fmt: skip
     """Inputs, with 90 % of the tokens on expert 0 for a skew, and without `dropped` of the pairs.
 
     The last of four or more experts gets nothing.
@@ -38,7 +42,7 @@ def draw(tokens, experts, topk, h=16, f=24, dtype=torch.float32, skew=0.0, dropp
     chosen &= torch.rand(tokens, experts) >= dropped
     values = {
         "x": torch.randn(tokens, h), "probs": torch.rand(tokens, experts) * chosen,
-        "w1": torch.randn(experts, 2 * f, h) * h**-0.5,
+        "w1": torch.randn(experts, (2 if activation == SWIGLU else 1) * f, h) * h**-0.5,
         "w2": torch.randn(experts, h, f) * f**-0.5, "addend": torch.randn(tokens, h),
     }  # fmt: skip
     leaves = {n: v if n == "probs" else v.to(dtype) for n, v in values.items()}
@@ -46,21 +50,26 @@ def draw(tokens, experts, topk, h=16, f=24, dtype=torch.float32, skew=0.0, dropp
     return {n: v.requires_grad_() for n, v in leaves.items()}, chosen, direction
 
 
-def definition(leaves, chosen, direction):
+def definition(leaves, chosen, direction, activation=SWIGLU):
     """Each expert on its tokens, and the sum, in float64: output and gradients."""
     wide = {n: v.detach().double().requires_grad_() for n, v in leaves.items()}
     y = wide["addend"]
     for expert in range(chosen.shape[1]):
         t = chosen[:, expert].nonzero().flatten()
-        gate, up = (wide["x"][t] @ wide["w1"][expert].t()).chunk(2, dim=-1)
-        a = functional.silu(gate) * up * wide["probs"][t, expert, None]
+        h = wide["x"][t] @ wide["w1"][expert].t()
+        if activation == SWIGLU:
+            gate, up = h.chunk(2, dim=-1)
+            a = functional.silu(gate) * up
+        else:
+            a = functional.relu(h) ** 2
+        a = a * wide["probs"][t, expert, None]
         y = y.index_add(0, t, a @ wide["w2"][expert].t())
     y.backward(direction.double())
     return {"y": y.detach()} | {n: v.grad for n, v in wide.items()}
 
 
-def run(leaves, chosen, direction, topk, products=torch_products):
-    experts = Experts(leaves["w1"], leaves["w2"], products=products)
+def run(leaves, chosen, direction, topk, products=torch_products, activation=SWIGLU):
+    experts = Experts(leaves["w1"], leaves["w2"], products=products, activation=activation)
     x, probs, addend = (leaves[n] for n in ("x", "probs", "addend"))
     y = experts_routed(x, chosen, probs, experts, topk, addend)
     y.backward(direction)
@@ -87,20 +96,27 @@ CASES = {
     "skewed": {"tokens": 90, "experts": 6, "topk": 1, "skew": 0.9},
     "dropped": {"tokens": 40, "experts": 5, "topk": 3, "dropped": 0.4},
     "several-blocks": {"tokens": 140, "experts": 16, "topk": 4, "h": 8, "f": 8},
+    "all-on-one": {"tokens": 40, "experts": 7, "topk": 1, "skew": 1.0},
+    "256-experts": {"tokens": 70, "experts": 256, "topk": 8, "h": 8, "f": 8},
     "many-experts": {"tokens": 66, "experts": 100, "topk": 6, "h": 8, "f": 8},
     "odd-width": {"tokens": 21, "experts": 3, "topk": 2, "h": 24, "f": 1032},
     "empty": {"tokens": 0, "experts": 3, "topk": 2},
 }
 
 
-@pytest.mark.parametrize("align", [1, 8])
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_the_definition(case, align):
+@pytest.mark.parametrize(
+    ("case", "align", "activation"),
+    [
+        *((case, align, SWIGLU) for case in CASES for align in (1, 8)),
+        *((case, 8, SQUARED_RELU) for case in ("plain", "odd-width", "empty")),
+    ],
+)
+def test_it_is_the_definition(case, align, activation):
     sizes = CASES[case]
-    leaves, chosen, direction = draw(**sizes)
-    expected = definition(leaves, chosen, direction)
+    leaves, chosen, direction = draw(**sizes, activation=activation)
+    expected = definition(leaves, chosen, direction, activation)
     with poisoned_memory("cpu"):
-        found = run(leaves, chosen, direction, sizes["topk"], padded(align))
+        found = run(leaves, chosen, direction, sizes["topk"], padded(align), activation)
     terms = 2 * (sizes.get("h", 16) + sizes.get("f", 24) + sizes["tokens"])
     assert_near(found, expected, torch.float32, terms)
 

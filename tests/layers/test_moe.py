@@ -42,7 +42,7 @@ class _Stream:
         raise AssertionError("something was copied to the host")
 
 
-class _CopyingStream:
+class CopyingStream:
     """One on which something may be copied to the host."""
 
     waits = 0
@@ -54,7 +54,7 @@ class _CopyingStream:
         return self
 
     def synchronize(self):
-        _CopyingStream.waits += 1
+        CopyingStream.waits += 1
 
 
 @pytest.fixture
@@ -67,15 +67,18 @@ def process(monkeypatch):
         yield
 
 
+_FIELDS = {
+    "num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 2, "num_moe_experts": EXPERTS,
+    "moe_router_topk": 3, "moe_ffn_hidden_size": 24, "moe_router_score_function": "sigmoid",
+    "moe_router_dtype": "fp64", "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu, "add_bias_linear": False,
+    "moe_grouped_gemm": False, "bias_activation_fusion": False, "use_cpu_initialization": True,
+    "moe_router_load_balancing_type": "none",
+}  # fmt: skip
+
+
 def config(dispatcher: str, named: str = "auto", **more) -> TransformerConfig:
-    built = TransformerConfig(
-        num_layers=1, hidden_size=HIDDEN, num_attention_heads=2, num_moe_experts=EXPERTS,
-        moe_router_topk=3, moe_ffn_hidden_size=24, moe_token_dispatcher_type=dispatcher,
-        moe_router_score_function="sigmoid", moe_router_dtype="fp64", gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu, add_bias_linear=False, moe_grouped_gemm=False,
-        bias_activation_fusion=False, use_cpu_initialization=True,
-        moe_router_load_balancing_type="none", **more,
-    )  # fmt: skip
+    built = TransformerConfig(moe_token_dispatcher_type=dispatcher, **(_FIELDS | more))
     return attach(built, PluginSettings(backends={"moe_dispatch": named}))
 
 
@@ -204,13 +207,13 @@ class HostCountExperts(GroupedMMExperts):
 
 
 def test_experts_that_count_on_the_host_get_their_counts_there(process, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Stream", _CopyingStream)
+    monkeypatch.setattr(torch.cuda, "Stream", CopyingStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     ours = layer(MegacppMoELayer, "alltoall", HostCountExperts)
     assert not ours.token_dispatcher.counts_on_device
-    before = _CopyingStream.waits
+    before = CopyingStream.waits
     found = run(ours, 7, skew=False)
-    assert _CopyingStream.waits == before + 1
+    assert CopyingStream.waits == before + 1
     expected = run(layer(MegacppMoELayer, "alltoall"), 7, skew=False)
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 

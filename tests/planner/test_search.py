@@ -13,7 +13,7 @@ import warm
 
 from megacpp_mcore.cli import main
 from megacpp_mcore.planner import PlanError
-from megacpp_mcore.planner.activations import Sizes, bytes_per_token
+from megacpp_mcore.planner.activations import Sizes, bytes_per_token, routed_rows
 from megacpp_mcore.planner.memory import memory
 from megacpp_mcore.planner.rates import h200
 from megacpp_mcore.planner.search import RECOMPUTE, plan, words_of
@@ -191,6 +191,17 @@ def test_what_is_not_fused_is_still_added():
     assert seconds("false", "te") == unfused
     assert 0 == seconds("true", "te") < seconds("true", "grouped_mm") < unfused
     assert seconds("true", "fused_moe") == 0
+
+
+def test_squared_relu_keeps_half_of_what_swiglu_does_in_the_experts():
+    """fc1's output is (rows, f), and (rows, 2 f) where it is gated; the fused experts keep it."""
+    gated = load_recipe("nam56r")
+    plain = dataclasses.replace(
+        gated, model=dataclasses.replace(gated.model, swiglu=False, squared_relu=True)
+    )
+    sizes, moe = Sizes.of(gated), gated.moe
+    saved = routed_rows(gated, sizes, set()) - routed_rows(plain, sizes, set())
+    assert saved == 2 * moe.moe_router_topk * moe.moe_ffn_hidden_size
 
 
 def test_a_backend_of_attention_and_experts_has_its_own_rate():

@@ -120,6 +120,8 @@ def test_plugin_keys_reach_the_layers_through_the_environment(monkeypatch):
                 value = others[before]
             case "cpu":
                 continue  # the other device is another recipe
+            case None if key.name.endswith("sha256"):
+                value = "e0" * 32
             case None:
                 value = 8
             case bool():

@@ -258,6 +258,7 @@ REFUSED = [
     (["launch.environment.A-B=2"], "launch.environment", "no variable name"),
     (['launch.cuda_graph_modules=["attn"]'], "launch.cuda_graph_modules", "is read with"),
     (["launch.device=cpu"], "launch.distributed_backend", "gloo"),
+    (["data.tokenizer_sha256=abc"], "data.tokenizer_sha256", "64 digits"),
     (["schedule.seed=0"], "schedule.seed", "at least 1"),
     (["schedule.seed=4294967296"], "schedule.seed", "at most 4294967295"),
     (["launch.device=cpu"], "moe.moe_grouped_gemm", "must be false"),

@@ -48,7 +48,8 @@ class Run:
 
 
 def launch(run: Run, folder: Path) -> dict[str, list[float]]:
-    """The losses of every step, and the gradient norms, as all ranks together saw them."""
+    """The losses of every step, and the gradient norms, as all ranks together saw them; of the
+    parameters that M and R keep in float32, `kept` names, and `narrowed` what is not."""
     out = folder / f"{run.name}.json"
     ranks.start(_rank, (run, str(folder)), run.ranks)
     return json.loads(out.read_text())
@@ -63,9 +64,11 @@ def _rank(rank: int, run: Run, folder: str) -> None:
         "gloo", init_method=f"file://{folder}/{run.name}.rendezvous", rank=rank,
         world_size=run.ranks,
     )  # fmt: skip
-    losses, norms = _Training(run).steps()
+    training = _Training(run)
+    losses, norms = training.steps()
     if rank == 0:
-        Path(folder, f"{run.name}.json").write_text(json.dumps({"losses": losses, "norms": norms}))
+        found = {"losses": losses, "norms": norms, **training.walk()}
+        Path(folder, f"{run.name}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -197,6 +200,33 @@ class _Training:
             if self.run.save and self.run.save[1] == step:
                 self._save(self.run.save[0])
         return losses, norms
+
+    def walk(self) -> dict[str, list[str]]:
+        """Where a parameter that stays in float32 is narrower: in the wrapped model, its gradient's
+        buffer, the optimizer's own copy and moments, and the checkpoint; and where its value has
+        passed through the model's dtype."""
+        kept, narrowed = {}, []
+        for chunk in self.chunks:
+            for module in chunk.modules():
+                kept |= {f"{getattr(module, 'layer_number', 0)}.{name}": getattr(module, name)
+                         for name in getattr(module, "fp32_params", ())}  # fmt: skip
+        for name, parameter in kept.items():
+            if parameter.dtype != torch.float32 or parameter.main_grad.dtype != torch.float32:
+                narrowed.append(f"{name}: {parameter.dtype}, gradient {parameter.main_grad.dtype}")
+            elif torch.equal(parameter, parameter.to(torch.bfloat16).float()):
+                narrowed.append(f"{name}: every value is one of bfloat16")
+        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            for copy, state in optimizer.optimizer.state.items():
+                moments = [x.dtype for x in state.values() if isinstance(x, torch.Tensor)]
+                if {copy.dtype, *moments} != {torch.float32}:
+                    narrowed.append(f"the optimizer's {copy.shape}: {copy.dtype}, {moments}")
+        names = {name.rpartition(".")[2] for name in kept}
+        for chunk in self.chunks:
+            for key, shard in chunk.module.sharded_state_dict().items():
+                own = key.rpartition(".")[2] in names and ("mixer." in key or "attention." in key)
+                if own and shard.data.dtype != torch.float32:
+                    narrowed.append(f"the checkpoint's {key}: {shard.data.dtype}")
+        return {"kept": sorted(kept), "narrowed": narrowed}
 
     def _forward_backward(self, step: int) -> float:
         ranks, rank = self.groups.dp.size(), self.groups.dp.rank()

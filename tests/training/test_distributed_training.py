@@ -124,3 +124,6 @@ def test_bf16_with_float32_parameters_goes_on(sharding, train):
     assert again["losses"] == two["losses"][SAVED:] and again["norms"] == two["norms"][SAVED:]
     one = train(f"{name}-one", start=name, **how)
     assert_same(one, two, torch.finfo(torch.bfloat16).eps, "bf16, DP 2 to 1")
+    for found in (two, again, one):
+        assert len(found["kept"]) == 4 + 4, found["kept"]  # of an M and of an R
+        assert not found["narrowed"]

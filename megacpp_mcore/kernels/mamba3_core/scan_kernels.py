@@ -5,6 +5,18 @@ and SEGMENT chunks are a segment: a program walks the chunks of one segment of o
 state in registers. What it begins with it adds up from the segments before, which `segment_states`
 has summed.
 
+Of a chunk of one head, with a the log decay, L_ij = exp(a_{j+1} + ... + a_i), e_i the decay from
+the chunk's begin to i, r_j that from j to its end, e all of it, g = gamma, k scaled (K without), S
+the state before the chunk and T behind it, d the gradient of y before the gate:
+
+    y_i  = e_i S q_i + sum_{j<i} L_ij (q_i k_j) v_j + (g_i q_i K_i + D) v_i
+    T    = e S + sum_j r_j v_j k_j^T
+    dq_i = e_i S^T d_i + sum_{j<i} L_ij (d_i v_j) k_j
+    dk_j = r_j dT^T v_j + sum_{i>j} L_ij (d_i v_j) q_i
+    dv_j = r_j dT k_j + sum_{i>j} L_ij (q_i k_j) d_i + (g_j q_j K_j + D) d_j
+    dS   = e dT + sum_i e_i d_i q_i^T
+    da_t = sum_{i>=t} (q_i dq_i - k_i dk_i) + <T, dT>
+
 Layouts: q, k, dq, dk (b, H, s, N), rotated, k scaled; adt, scale, gamma (b, H, s); x, z, y, dx in
 any strides of token, sequence and head, given divided by ALIGN (see `triton_kernels.py`); what only
 kernels see (b, H, s, ...). WHOLE: CHUNK divides S.

@@ -1,8 +1,8 @@
-"""The experts from tokens to tokens: routing, copies, products, SwiGLU and sum in one operator.
+"""The experts from tokens to tokens: routing, copies, products, activation, sum in one operator.
 
 Only x, fc1's output H and the routing are kept for the backward pass; the sorted tokens, A (the
 input of fc2) and fc2's output are not. As in SonicMoE (arXiv 2512.14080), the router's gradient is
-dA' . A' with A' = silu(gate) up and dA' = dY W2, so that fc2's output is not needed.
+dA' . A' with A' = silu(gate) up or relu(h)^2 and dA' = dY W2, so that fc2's output is not needed.
 
 Weight gradients are added to a weight's main_grad, where Megatron asks for it, by the contract of
 its own linears: grad_added_to_main_grad is set, and the gradient that autograd gets is not used.
@@ -12,10 +12,10 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from megacpp_mcore.kernels.moe_experts import torch_products, triton_kernels
+from megacpp_mcore.kernels.moe_experts import torch_products
+from megacpp_mcore.kernels.moe_experts.activation import SWIGLU
 from megacpp_mcore.kernels.moe_experts.readers import Readers
 from megacpp_mcore.kernels.moe_experts.routing import (
     Gathered,
@@ -25,18 +25,19 @@ from megacpp_mcore.kernels.moe_experts.routing import (
     to_tokens,
 )
 
-# Warps of a row's program: the fastest of twelve on an H200 at f = 896, with one row a program.
-_WARPS, _BACKWARD_WARPS = 2, 4
-
 
 class Experts(NamedTuple):
-    """w1 (E, 2f, h), w2 (E, h, f). into_main_grad: add the gradients to the weights' main_grad.
-    products: torch_products, or a module with its functions."""
+    """w1 (E, 2f, h), or (E, f, h) where the activation is not gated; w2 (E, h, f).
+
+    into_main_grad: add the gradients to the weights' main_grad. products: torch_products, or a
+    module with its functions. activation: one of activation.ACTIVATIONS.
+    """
 
     w1: Tensor
     w2: Tensor
     into_main_grad: bool = False
     products: ModuleType = torch_products
+    activation: str = SWIGLU
 
 
 @torch.compiler.disable
@@ -72,8 +73,9 @@ class _Routed(torch.autograd.Function):
     def forward(ctx, x, rows, probs, w1, w2, addend, routing_map, topk, weights, readers):
         products = weights.products
         routing = route(routing_map, probs, topk, products.ALIGN)
-        h = products.forward(Gathered(x, routing), w1, routing.ends)
-        a = swiglu(h, routing.row_probs, routing.ends)
+        h, a = products.up(
+            Gathered(x, routing), w1, routing.row_probs, routing.ends, weights.activation
+        )
         out = to_tokens(products.forward(a, w2, routing.ends), routing, addend)
         ctx.save_for_backward(
             x, h, w1, w2, routing.routing_map, routing.rows, routing.token, routing.row_probs,
@@ -89,10 +91,13 @@ class _Routed(torch.autograd.Function):
         x, h, w1, w2, *sorting = ctx.saved_tensors
         products = ctx.weights.products
         routing = Routing(*sorting, align=products.ALIGN)
+        tokens = Gathered(x, routing)
         dh, dw2, row_grads = _down_backward(ctx, Gathered(d_out, routing), h, w2, routing)
-        dw1 = _weight_gradient(ctx, 3, dh, Gathered(x, routing), routing.ends)
         d_probs = probs_gradient(routing, row_grads, ctx.dtype)
-        d_rows = products.input_gradient(dh, w1, routing.ends)
+        needed_later = tokens if ctx.needs_input_grad[3] else None
+        d_rows = products.input_gradient(dh, w1, routing.ends, needed_later)
+        dw1 = _weight_gradient(ctx, 3, dh, tokens, routing.ends)
+        del tokens, needed_later
         dx = to_tokens(d_rows, routing) if ctx.needs_input_grad[0] else None
         found = dx, d_rows, d_probs, dw1, dw2, d_out, None, None, None, None
         wanted = zip(found, ctx.needs_input_grad, strict=True)
@@ -106,10 +111,10 @@ class _Sorted(torch.autograd.Function):
         ends = counts.to(x.device).cumsum(0).to(torch.int32)
         row_probs = probs.to(torch.float32).contiguous()
         products = weights.products
-        h = products.forward(x, w1, ends)
+        h, a = products.up(x, w1, row_probs, ends, weights.activation)
         ctx.save_for_backward(x, h, w1, w2, row_probs, ends)
         ctx.dtype, ctx.weights = probs.dtype, weights
-        return products.forward(swiglu(h, row_probs, ends), w2, ends)
+        return products.forward(a, w2, ends)
 
     @staticmethod
     def backward(ctx, dy):
@@ -132,9 +137,10 @@ def _down_backward(
     ctx, dy: Tensor | Gathered, h: Tensor, w2: Tensor, rows: Routing | _SortedRows
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """dH, fc2's weight gradient and the gradient of the rows' probabilities."""
-    da = ctx.weights.products.input_gradient(dy, w2, rows.ends)
-    dh, a, row_grads = swiglu_backward(da, h, rows.row_probs, rows.ends)
-    del da
+    experts = ctx.weights
+    dh, a, row_grads = experts.products.down_gradient(
+        dy, w2, h, rows.row_probs, rows.ends, experts.activation
+    )
     return dh, _weight_gradient(ctx, 4, dy, a, rows.ends), row_grads
 
 
@@ -165,38 +171,3 @@ def handed_on(weight: Tensor) -> Tensor:
     if getattr(weight, "zero_out_wgrad", False):
         return torch.zeros_like(weight)
     return torch.empty_like(weight)
-
-
-def swiglu(h: Tensor, probs: Tensor, ends: Tensor) -> Tensor:
-    """h (R, 2f), probs (R,) -> (R, f) in h's dtype: probs silu(gate) up, of [gate, up] = h."""
-    size, width = h.shape[0], h.shape[1] // 2
-    a, rows = h.new_empty(size, width), _rows_of_a_program(h)
-    if size:
-        triton_kernels.swiglu[(triton.cdiv(size, rows),)](
-            h, probs, a, ends, ends.shape[0], width, ROWS=rows, BLOCK=_columns(width),
-            num_warps=_WARPS,
-        )  # fmt: skip
-    return a
-
-
-def swiglu_backward(
-    da: Tensor, h: Tensor, probs: Tensor, ends: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of h and probs, float32, from that of swiglu's output; and that output."""
-    size, width = da.shape
-    dh, a, row_grads = torch.empty_like(h), torch.empty_like(da), torch.empty_like(probs)
-    rows = _rows_of_a_program(h)
-    if size:
-        triton_kernels.swiglu_backward[(triton.cdiv(size, rows),)](
-            da, h, probs, dh, a, row_grads, ends, ends.shape[0], width, ROWS=rows,
-            BLOCK=_columns(width), num_warps=_BACKWARD_WARPS,
-        )  # fmt: skip
-    return dh, a, row_grads
-
-
-def _rows_of_a_program(h: Tensor) -> int:
-    return 1 if h.is_cuda else 32  # Triton's interpreter takes as long for one as for 32
-
-
-def _columns(width: int) -> int:
-    return min(triton.next_power_of_2(width), 1024)

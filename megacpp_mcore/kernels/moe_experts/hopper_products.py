@@ -3,8 +3,9 @@
 bf16, sums in float32, in a fixed order. Every expert's rows start at a multiple of ALIGN, and those
 that pad an expert's are zero. A weight gradient is added to a float32 tensor as it is stored.
 
-fc1 gathers its tokens as it loads them, which costs less than the copy that it saves. Weight
-gradients do not: on an H200 they took a quarter longer so, the copy an eighth.
+fc1 and fc2's input gradient gather tokens as they load them. Weight gradients take copies of the
+rows, as gathering took a quarter longer on an H200: fc2's input gradient leaves one of what it has
+loaded, and fc1's input gradient copies beside its product.
 """
 
 import ctypes
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels import nvcc
+from megacpp_mcore.kernels.moe_experts.activation import activate, activate_backward
 from megacpp_mcore.kernels.moe_experts.routing import Gathered, rows_of
 
 NAME = "hopper"
@@ -48,23 +50,57 @@ def forward(x: Tensor | Gathered, w: Tensor, ends: Tensor) -> Tensor:
     if isinstance(x, Gathered):
         x, source = x.tokens.contiguous(), x.routing.token
     out = x.new_empty(size, n)
-    _launch(_FORWARD, x, w, out, ends, size, n=n, k=x.shape[1], source=source)
+    _launch(_FORWARD, x, w, out, ends, rows=size, n=n, k=x.shape[1], source=source)
     return out
 
 
-def input_gradient(dy: Tensor | Gathered, w: Tensor, ends: Tensor) -> Tensor:
+def up(
+    x: Tensor | Gathered, w: Tensor, probs: Tensor, ends: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
     """As of torch_products."""
-    dy, n = rows_of(dy), w.shape[2]
-    out = dy.new_empty(len(dy), n)
-    _launch(_INPUT_GRADIENT, dy, w, out, ends, len(dy), n=n, k=dy.shape[1])
+    h = forward(x, w, ends)
+    return h, activate(h, probs, ends, activation)
+
+
+def input_gradient(
+    dy: Tensor | Gathered, w: Tensor, ends: Tensor, needed_later: Gathered | None = None
+) -> Tensor:
+    """As of torch_products. Rows that it gathers are left in dy; needed_later's are copied."""
+    size, (_, k, n) = len(dy), w.shape
+    if isinstance(dy, Gathered):
+        tokens = dy.tokens.contiguous()
+        out, dy.rows = tokens.new_empty(size, n), tokens.new_empty(size, k)
+        _launch(
+            _INPUT_GRADIENT, tokens, w, out, ends, rows=size, n=n, k=k, source=dy.routing.token,
+            kept=dy.rows,
+        )  # fmt: skip
+        return out
+    out = dy.new_empty(size, n)
+    if needed_later is None:
+        _launch(_INPUT_GRADIENT, dy, w, out, ends, rows=size, n=n, k=k)
+        return out
+    tokens = needed_later.tokens.contiguous()
+    width = tokens.shape[1]
+    needed_later.rows = tokens.new_empty(size, width)
+    _call(
+        "grouped_product_and_copy", _tile(n), dy, w, out, ends, size, ends.shape[0], n, k,
+        tokens, needed_later.routing.token, needed_later.rows, width,
+    )  # fmt: skip
     return out
+
+
+def down_gradient(
+    dy: Gathered, w: Tensor, h: Tensor, probs: Tensor, ends: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As of torch_products; dy's rows are left in it."""
+    return activate_backward(input_gradient(dy, w, ends), h, probs, ends, activation)
 
 
 def weight_gradient(dy: Tensor | Gathered, x: Tensor | Gathered, ends: Tensor) -> Tensor:
     """As of torch_products."""
     dy, x = rows_of(dy), rows_of(x)
     out = x.new_empty(ends.shape[0], dy.shape[1], x.shape[1])
-    _launch(_WEIGHT_GRADIENT, dy, x, out, ends, len(x), m=dy.shape[1], n=x.shape[1])
+    _launch(_WEIGHT_GRADIENT, dy, x, out, ends, rows=len(x), m=dy.shape[1], n=x.shape[1])
     return out
 
 
@@ -76,35 +112,45 @@ def add_weight_gradient(
         total.add_(weight_gradient(dy, x, ends))
         return
     dy, x = rows_of(dy), rows_of(x)
-    _launch(_ADDED_WEIGHT_GRADIENT, dy, x, total, ends, len(x), m=dy.shape[1], n=x.shape[1])
+    _launch(_ADDED_WEIGHT_GRADIENT, dy, x, total, ends, rows=len(x), m=dy.shape[1], n=x.shape[1])
+
+
+def _tile(columns: int) -> int:
+    """Columns of a block's tile: those of which the fewest are beyond the matrix."""
+    return min(_TILES, key=lambda width: -(-columns // width) * width)
 
 
 def _launch(
-    kind: int, a: Tensor, b: Tensor, c: Tensor, ends: Tensor, rows: int, *,
-    n: int, k: int = 0, m: int = 0, source: Tensor | None = None,
+    kind: int, a: Tensor, b: Tensor, c: Tensor, ends: Tensor, *, rows: int,
+    n: int, k: int = 0, m: int = 0, source: Tensor | None = None, kept: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """C of the kind's product of A and B. rows: of A, which `source` gathers where it is given."""
-    tile = min(_TILES, key=lambda columns: -(-n // columns) * columns)
+    """C of the kind's product of A and B. rows: of A, which `source` gathers and leaves in kept."""
+    _call(
+        "grouped_product", kind, _tile(n), a, source, b, c, kept, ends, rows, ends.shape[0], m, n, k
+    )
+
+
+def _call(name: str, *arguments: int | Tensor | None) -> None:
+    """A function of grouped.cu: numbers, and tensors, all on one device, by their addresses."""
     kernels = _kernels()
-    with torch.cuda.device(a.device):
-        error = kernels.grouped_product(
-            kind, tile, a.data_ptr(), None if source is None else source.data_ptr(), b.data_ptr(),
-            c.data_ptr(), ends.data_ptr(), rows, ends.shape[0], m, n, k,
-            torch.cuda.current_stream().cuda_stream,
-        )  # fmt: skip
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    plain = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
+    with torch.cuda.device(tensors[0].device):
+        error = getattr(kernels, name)(*plain, torch.cuda.current_stream().cuda_stream)
     if error:
-        raise HopperProductError(
-            f"grouped_product of {tuple(a.shape)} and {tuple(b.shape)}: "
-            f"{kernels.grouped_error(error).decode()}"
-        )
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
+        raise HopperProductError(f"{name} of {shapes}: {kernels.grouped_error(error).decode()}")
 
 
 @functools.cache
 def _kernels() -> ctypes.CDLL:
     found = nvcc.library(_SOURCE, "sm_90a", "MEGACPP_BACKENDS=moe_experts=grouped_mm")
     found.grouped_error.restype = ctypes.c_char_p
+    number, pointer, rows = ctypes.c_int, ctypes.c_void_p, ctypes.c_int64
     found.grouped_product.argtypes = (
-        *(ctypes.c_int,) * 2, *(ctypes.c_void_p,) * 5, ctypes.c_int64, *(ctypes.c_int,) * 4,
-        ctypes.c_void_p,
+        *(number,) * 2, *(pointer,) * 6, rows, *(number,) * 4, pointer,
+    )  # fmt: skip
+    found.grouped_product_and_copy.argtypes = (
+        number, *(pointer,) * 4, rows, *(number,) * 3, *(pointer,) * 3, number, pointer,
     )  # fmt: skip
     return found

@@ -1,4 +1,4 @@
-"""Triton kernels of the fused experts: routing, copying tokens to rows and back, SwiGLU.
+"""Triton kernels of the fused experts: routing, copying tokens to rows and back, activation.
 
 A row is one (token, expert) pair. Rows are sorted by expert, those of an expert by token. Each
 expert's rows are padded to a multiple of ALIGN; token[row] is -1 in a padding row. rows[t, k] is
@@ -122,46 +122,61 @@ def combine(
 
 
 @triton.jit
-def swiglu(h, probs, a, ends, EXPERTS, WIDTH, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """a = probs silu(gate) up, of h = [gate, up]. Rows after the last expert's are not touched."""
+def activate(
+    h, probs, a, ends, EXPERTS, WIDTH, GATED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """a = probs silu(gate) up of h = [gate, up] where GATED, otherwise probs relu(h)^2.
+
+    Rows after the last expert's are not touched.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     used = row < tl.load(ends + EXPERTS - 1)
     prob = tl.load(probs + row, mask=used, other=0.0).to(tl.float32)
-    at_h, at_a = h + row.to(tl.int64) * (2 * WIDTH), a + row.to(tl.int64) * WIDTH
+    UP: tl.constexpr = 2 if GATED else 1
+    at_h, at_a = h + row.to(tl.int64) * (UP * WIDTH), a + row.to(tl.int64) * WIDTH
     for first in range(0, WIDTH, BLOCK):
         column = first + tl.arange(0, BLOCK)[None, :]
         inside = used & (column < WIDTH)
-        gate = tl.load(at_h + column, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(at_h + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-        value = gate * tl.sigmoid(gate) * up * prob
-        tl.store(at_a + column, value.to(a.dtype.element_ty), mask=inside)
+        value = tl.load(at_h + column, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            up = tl.load(at_h + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+            value = value * tl.sigmoid(value) * up
+        else:
+            value = tl.maximum(value, 0.0) * tl.maximum(value, 0.0)
+        tl.store(at_a + column, (value * prob).to(a.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def swiglu_backward(
-    da, h, probs, dh, a, dprobs, ends, EXPERTS, WIDTH, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+def activate_backward(
+    da, h, probs, dh, a, dprobs, ends, EXPERTS, WIDTH, GATED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """dh, a (recomputed for fc2's weight gradient) and the gradient of each row's probability."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     used = row < tl.load(ends + EXPERTS - 1)
     prob = tl.load(probs + row, mask=used, other=0.0).to(tl.float32)
-    at_h, at_a = row.to(tl.int64) * (2 * WIDTH), row.to(tl.int64) * WIDTH
+    UP: tl.constexpr = 2 if GATED else 1
+    at_h, at_a = row.to(tl.int64) * (UP * WIDTH), row.to(tl.int64) * WIDTH
     of_prob = tl.zeros([ROWS, 1], tl.float32)
     for first in range(0, WIDTH, BLOCK):
         column = first + tl.arange(0, BLOCK)[None, :]
         inside = used & (column < WIDTH)
         gate = tl.load(h + at_h + column, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(h + at_h + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(da + at_a + column, mask=inside, other=0.0).to(tl.float32)
-        sigmoid = tl.sigmoid(gate)
-        silu = gate * sigmoid
-        value = silu * up
-        of_prob += tl.sum(grad * value, 1, keep_dims=True)
-        grad *= prob
-        d_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
         kind = dh.dtype.element_ty
+        if GATED:
+            up = tl.load(h + at_h + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+            sigmoid = tl.sigmoid(gate)
+            silu = gate * sigmoid
+            value = silu * up
+            d_gate = grad * prob * up * sigmoid * (1 + gate * (1 - sigmoid))
+            tl.store(dh + at_h + WIDTH + column, (grad * prob * silu).to(kind), mask=inside)
+        else:
+            positive = tl.maximum(gate, 0.0)
+            value = positive * positive
+            d_gate = grad * prob * 2 * positive
+        of_prob += tl.sum(grad * value, 1, keep_dims=True)
         tl.store(dh + at_h + column, d_gate.to(kind), mask=inside)
-        tl.store(dh + at_h + WIDTH + column, (grad * silu).to(kind), mask=inside)
         tl.store(a + at_a + column, (value * prob).to(a.dtype.element_ty), mask=inside)
     tl.store(dprobs + row, of_prob, mask=used)
 

@@ -69,6 +69,9 @@ def _schedule(r: Rules) -> None:
 
 
 def _data(r: Rules) -> None:
+    digest = "data.tokenizer_sha256"
+    known = r[digest] is None or re.fullmatch("[0-9a-f]{64}", r[digest])
+    r.refuse(not known, digest, "must be the 64 digits that PREFIX.json has")
     per_split = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
     one = sum((bool(r["data.data_path"]), r["data.mock_data"], any(r[key] for key in per_split)))
     r.refuse(

@@ -31,7 +31,8 @@ _SERVED: dict[str, set[str]] = {
         "lr_wsd_decay_iters", "eval_interval", "eval_iters", "log_interval", "seed",
     },
     "data": {
-        "data_path", "split", "data_cache_path", "tokenizer_type", "null_tokenizer_eod_id",
+        "data_path", "split", "data_cache_path", "tokenizer_type", "tokenizer_sha256",
+        "null_tokenizer_eod_id",
         "reset_position_ids", "eod_mask_loss", "dataloader_type",
         "create_attention_mask_in_dataloader", "num_workers",
     },

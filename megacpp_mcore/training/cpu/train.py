@@ -32,6 +32,7 @@ from megacpp_mcore.training.cpu.megatron_setup import build_model, megatron_args
 from megacpp_mcore.training.cpu.optimizer import build_optimizer, build_scheduler
 from megacpp_mcore.training.cpu.progress import ProgressLog
 from megacpp_mcore.training.cpu.step import Batch, Trainer, TrainingError
+from megacpp_mcore.training.data.blend import check_data
 from megacpp_mcore.training.data.datasets import TokenDataset, batches, build_datasets, order_digest
 from megacpp_mcore.training.data.entropy import corpus_entropy
 from megacpp_mcore.training.environment import apply_environment
@@ -93,6 +94,7 @@ def _started(
     check_packages(recipe)
     patch_needs.check(recipe)
     memory.check(recipe)
+    check_data(recipe)
     goodput = Goodput()
     folder = RunFolder(out)
     latest = folder.claim(overwrite=overwrite, **({"resume": False} | claim))

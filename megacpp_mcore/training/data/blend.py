@@ -20,6 +20,13 @@ def check_data(recipe: Recipe) -> None:
         manifest = read_pair(prefix).manifest
         if manifest is None:
             continue
+        made, asked = (manifest.get("tokenizer") or {}).get("sha256"), data.tokenizer_sha256
+        if made != asked:
+            raise DataError(
+                f"{prefix}.json says that its tokenizer's sha256 is {made or 'none, bytes'}, the "
+                f"recipe that it is {asked or 'none'}: set data.tokenizer_sha256="
+                f"{made or 'null'}, or name another dataset"
+            )
         if manifest["vocab_size"] > vocab_size:
             raise DataError(
                 f"{prefix}.json says vocab_size {manifest['vocab_size']}, the recipe has "

@@ -20,6 +20,8 @@ from tqdm import tqdm
 from megacpp_mcore.files import sha256_file, sync
 from megacpp_mcore.terminal import has_room
 from megacpp_mcore.training.data.files import MANIFEST_SCHEMA, DataError, packed_kinds, paths
+from megacpp_mcore.training.data.resumable import Partial
+from megacpp_mcore.training.data.text import TextFiles
 
 _DTYPE = np.uint16
 _IDX_BYTES_A_DOCUMENT = 20
@@ -46,15 +48,18 @@ class DocumentSource(Protocol):
 
 
 def build(
-    source: DocumentSource, prefix: str | os.PathLike, overwrite: bool = False, quiet: bool = False
-) -> dict[str, Any]:
+    source: DocumentSource, prefix: str | os.PathLike, overwrite: bool = False,
+    quiet: bool = False, resume: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Write PREFIX.bin, PREFIX.idx and PREFIX.json, and return the manifest (what the .json holds).
 
     One sequence per document, uint16 tokens. The same input gives the same bytes. The files are
     written and synced in a hidden folder next to PREFIX, and moved into place at the end, the
     `.idx` last; with `overwrite` the old `.idx` is removed first. If the build is interrupted,
     PREFIX is the old dataset, the new one, or has no `.idx`. Only SIGKILL leaves the hidden folder
-    behind. A progress bar is shown on stderr if that is a terminal, unless `quiet`.
+    behind. A progress bar is shown on stderr if that is a terminal, unless `quiet`. With `resume`
+    (of TextFiles) the folder, `.PREFIX.partial`, stays, and the next build with `resume` of the
+    same files and options goes on from it.
 
     Raises DataError if PREFIX exists and `overwrite` is false; if PREFIX would replace one of its
     sources, or has an index cache of an earlier dataset; if there is no document or not enough disk
@@ -66,6 +71,13 @@ def build(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _check_free_space(folder, source)
+        if resume:
+            hidden = targets[0].with_name(f".{targets[0].stem}.partial")
+            written = paths(hidden / "part")
+            manifest = _write_resumable(source, hidden, written, quiet)
+            _move_into_place(written, targets, overwrite)
+            shutil.rmtree(hidden)
+            return manifest
         with tempfile.TemporaryDirectory(prefix=f".{targets[0].stem}.", dir=folder) as hidden:
             written = paths(Path(hidden) / "part")
             manifest = _write(source, written, quiet)
@@ -115,17 +127,11 @@ def _check_free_space(folder: Path, source: DocumentSource) -> None:
 
 
 def _write(source: DocumentSource, written: tuple[Path, Path, Path], quiet: bool) -> dict[str, Any]:
-    bin_path, idx_path, json_path = written
+    bin_path, idx_path, _ = written
     builder = _indexed_dataset_builder(bin_path)
     digest, num_tokens, num_documents = hashlib.sha256(), 0, 0
     try:
-        with tqdm(
-            total=source.total,
-            unit=source.unit,
-            unit_scale=True,
-            desc="data build",
-            disable=quiet or not has_room(sys.stderr),
-        ) as bar:
+        with _bar(source, quiet) as bar:
             for tokens in source.documents(bar.update):
                 builder.add_document(tokens, [tokens.size])
                 digest.update(tokens)
@@ -138,24 +144,72 @@ def _write(source: DocumentSource, written: tuple[Path, Path, Path], quiet: bool
         # On a full disk closing fails, too; the first error is the one to report.
         with suppress(OSError):
             builder.data_file.close()
+    return _manifest(source, written, num_documents, num_tokens, digest.hexdigest())
+
+
+def _write_resumable(
+    source: TextFiles, hidden: Path, written: tuple[Path, Path, Path], quiet: bool
+) -> dict[str, Any]:
+    """As `_write`, going on from what `hidden` holds."""
+    with Partial(hidden, source.plan()) as partial:
+        source.at = partial.position
+        bar = _bar(source, quiet)
+        with bar:
+            bar.update(source.progress())
+            try:
+                for documents in source.batches(bar.update):
+                    partial.append(documents)
+                    partial.commit()
+            except KeyboardInterrupt:
+                partial.commit(now=True)
+                raise
+        partial.commit(now=True)
+        if not source.at.documents:
+            raise DataError(f"the sources hold no document (left out: {_listed(source.skipped)})")
+        builder = _indexed_dataset_builder(Path(os.devnull))
+        builder.sequence_lengths = partial.lengths()
+        builder.document_indices = list(range(len(builder.sequence_lengths) + 1))
+        builder.finalize(str(written[1]))
+        tokens = partial.tokens
+    return _manifest(source, written, source.at.documents, tokens, sha256_file(written[0]))
+
+
+def _manifest(
+    source: DocumentSource, written: tuple[Path, Path, Path], documents: int, tokens: int,
+    bin_sha256: str,
+) -> dict[str, Any]:  # fmt: skip
+    """The manifest, also written and synced with the pair."""
     manifest = {
         "schema": MANIFEST_SCHEMA,
-        "documents": num_documents,
-        "tokens": num_tokens,
+        "documents": documents,
+        "tokens": tokens,
         "vocab_size": source.vocab_size,
         "eod_id": source.eod_id,
         "dtype": np.dtype(_DTYPE).name,
-        "bin_sha256": digest.hexdigest(),
-        "idx_sha256": sha256_file(idx_path),
+        "bin_sha256": bin_sha256,
+        "idx_sha256": sha256_file(written[1]),
         "skipped": dict(sorted((+source.skipped).items())),
         "source": source.describe(),
     }
-    if kinds := packed_kinds(getattr(source, "kinds", [])):
-        manifest["kinds"] = kinds
-    json_path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    if isinstance(source, TextFiles):
+        manifest["text_bytes"] = source.at.text_bytes
+        if kinds := packed_kinds(source.at.kinds):
+            manifest["kinds"] = kinds
+        if split := source.split():
+            manifest["split"] = split
+        if tokenizer := source.options.tokenizer:
+            manifest["tokenizer"] = {"sha256": tokenizer.sha256}
+    written[2].write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     for path in written:
         sync(path)
     return manifest
+
+
+def _bar(source: DocumentSource, quiet: bool) -> tqdm:
+    return tqdm(
+        total=source.total, unit=source.unit, unit_scale=True, desc="data build",
+        disable=quiet or not has_room(sys.stderr),
+    )  # fmt: skip
 
 
 def _indexed_dataset_builder(bin_path: Path) -> Any:

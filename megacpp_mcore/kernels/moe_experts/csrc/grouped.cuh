@@ -3,7 +3,8 @@
 // A cluster of two blocks computes two tiles of 128 rows and kTileN columns, one above the other.
 // Each block loads its own rows of A, and half of the columns of B, which the copy engine writes
 // to both. One warp loads; two warpgroups multiply, 64 rows each, and leave their tile to the copy
-// engine, which stores it while they multiply the next. Tiles are taken in a fixed order.
+// engine, which stores it while they multiply the next. Tiles are taken in a fixed order. Two
+// warps may copy rows for a later product meanwhile.
 
 #pragma once
 #include "hopper.cuh"
@@ -14,7 +15,6 @@ namespace grouped {
 using namespace hopper;
 
 constexpr int kTileM = 128, kTileK = 64, kBlocks = 2;
-constexpr int kThreads = 3 * 128;
 constexpr int kStages = 4;
 constexpr int kStaged = 16384;  // bytes that a warpgroup stores at a time
 constexpr int kBytesA = kTileM * kTileK * 2;
@@ -29,13 +29,36 @@ enum Kind {
   kAddedWeightGradient,  // the same, float32, added to what C holds
 };
 
+// What more a product does.
+enum More {
+  kNothing,
+  kGather,      // loads A's rows from where `source` says
+  kGatherKeep,  // and leaves them in memory for a later product
+  kCopy,        // copies rows for a later product
+};
+
+template <int kMore>
+constexpr bool kGathered = kMore == kGather || kMore == kGatherKeep;
+
+constexpr int kThreads = 3 * 128;
+
+// The rows that are copied, of `chunks` times 16 bytes: row r is row source[r] of tokens.
+struct Copy {
+  const uint8_t* tokens;
+  const int* source;
+  uint8_t* rows;
+  int chunks;
+};
+
 struct Problem {
   const int* ends;  // where each expert's rows end: multiples of 128
   int experts;
   int m, n, k;  // m: of the weight gradients; k: of the others
+  int64_t rows;
   // Where A is gathered: its row r is row source[r] of tokens (., K), or zeros if that is negative.
   const uint8_t* tokens;
   const int* source;
+  Copy copy;
 };
 
 struct Shared {
@@ -57,15 +80,19 @@ constexpr bool kAdded = kKind >= kAddedWeightGradient;
 template <int kKind, int kTileN>
 constexpr int kHalfB = kKind == kForward ? kTileN / 2 * 128 : 2 * kGroup;
 
+struct Tile {
+  int expert = 0;
+  int row, column;    // of the pair's first tile
+  int begin, end;     // of the expert's rows
+};
+
 // The tiles of a cluster: every gridDim.x / 2-th of all pairs of tiles, expert by expert, rows by
 // rows of tiles.
 template <int kKind, int kTileN>
-struct Tiles {
+struct Tiles : Tile {
   const int* ends;
   int experts, across, down, pair;
-  int expert = 0, before = 0;
-  int row, column;    // of the pair's first tile
-  int begin, end;     // of the expert's rows
+  int before = 0;
 
   __device__ Tiles(const Problem& p, const int* shared_ends)
       : ends(shared_ends),
@@ -99,7 +126,7 @@ struct Tiles {
 // B of one step, by one thread: this block's half of it, to both blocks.
 template <int kKind, int kTileN>
 __device__ __forceinline__ void load_b(uint32_t b, const CUtensorMap* map_b, uint32_t full,
-                                       const Tiles<kKind, kTileN>& tiles, uint32_t rank, int k) {
+                                       const Tile& tiles, uint32_t rank, int k) {
   b += rank * kHalfB<kKind, kTileN>;
   if constexpr (kKind == kForward) {
     const int column = tiles.column + static_cast<int>(rank) * (kTileN / 2);
@@ -151,27 +178,27 @@ __device__ void load(Shared& shared, const Problem& p, const CUtensorMap* map_a,
       } else {
         load_2d(a, map_a, full, k, row);
       }
-      load_b(address(shared.b[ring.stage]), map_b, full, tiles, rank, k);
+      load_b<kKind, kTileN>(address(shared.b[ring.stage]), map_b, full, tiles, rank, k);
     }
   }
 }
 
-// As `load`, of kForward, by all threads of a warpgroup: they copy A's rows from where `source` says.
-template <int kTileN>
+// As `load`, by all threads of a warpgroup: they copy A's rows from where `source` says.
+template <int kKind, int kTileN>
 __device__ void load_gathered(Shared& shared, const Problem& p, const CUtensorMap* map_b) {
-  constexpr int kRows = 8, kApart = 16;  // rows of a thread, and between them
+  constexpr int kApart = 16, kRows = kTileM / kApart;  // between a thread's rows; rows
   const uint32_t rank = cluster_rank();
   const int thread = threadIdx.x, chunk = thread % 8, first = thread / 8;
   const int width = p.k / 8;  // chunks of 16 bytes in a token
   const uint32_t place = first * 128 + ((chunk ^ (first & 7)) << 4);  // as the copy engine swizzles
-  Tiles<kForward, kTileN> tiles(p, shared.ends);
+  Tiles<kKind, kTileN> tiles(p, shared.ends);
   Ring ring{1};
   while (tiles.next()) {
-    int from[kRows];
+    int from[kRows];  // chunks before a row's, negative where it is zero
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = tiles.row + static_cast<int>(rank) * kTileM + first + i * kApart;
-      from[i] = row < tiles.end ? __ldg(p.source + row) : -1;
+      from[i] = row < tiles.end ? __ldg(p.source + row) * width : -width;
     }
     const int steps = tiles.steps(p.k);
     for (int step = 0; step < steps; ++step, ring.advance()) {
@@ -180,14 +207,15 @@ __device__ void load_gathered(Shared& shared, const Problem& p, const CUtensorMa
       const int column = step * 8 + chunk;
       barrier_wait(address(&shared.empty[ring.stage]), ring.phase);
       if (thread == 0) {
-        barrier_expect(full, 2 * kHalfB<kForward, kTileN>);
-        load_b(address(shared.b[ring.stage]), map_b, full, tiles, rank, step * kTileK);
+        barrier_expect(full, 2 * kHalfB<kKind, kTileN>);
+        load_b<kKind, kTileN>(address(shared.b[ring.stage]), map_b, full, tiles, rank,
+                              step * kTileK);
       }
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const bool valid = from[i] >= 0 && column < width;
-        const int64_t at = valid ? static_cast<int64_t>(from[i]) * width + column : 0;
-        copy_16(a + i * kApart * 128, p.tokens + at * 16, valid);
+        const int at = valid ? from[i] + column : 0;
+        copy_16(a + i * kApart * 128, p.tokens + static_cast<int64_t>(at) * 16, valid);
       }
       barrier_arrive_after_copies(full);
     }
@@ -203,15 +231,15 @@ __device__ __forceinline__ uint32_t packed(float low, float high) {
 // A warpgroup's 64 rows to memory, as many columns at a time as its part of `staged` holds.
 template <int kKind, int kTileN>
 __device__ __forceinline__ void store(const float (&sums)[kTileN / 2], uint32_t staged, int group,
-                                      const CUtensorMap* map_c, const Tiles<kKind, kTileN>& tiles,
-                                      int row, bool stored) {
+                                      const CUtensorMap* map_c, const Tile& tile, int row,
+                                      bool stored) {
   constexpr int kColumns = kAdded<kKind> || kTileN % 64 ? 32 : 64;  // of a box of the copy engine
   constexpr int kRowBytes = kColumns * (kAdded<kKind> ? 4 : 2);
   constexpr int kBoxes = kTileN / kColumns, kAtOnce = kStaged / (64 * kRowBytes);
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
 #pragma unroll
   for (int first = 0; first < kBoxes; first += kAtOnce) {
-    if (thread == 0) store_wait_read();
+    if (thread == 0) store_wait_read<0>();
     warpgroup_sync(1 + group);
 #pragma unroll
     for (int box = first; box < first + kAtOnce && box < kBoxes; ++box) {
@@ -247,11 +275,11 @@ __device__ __forceinline__ void store(const float (&sums)[kTileN / 2], uint32_t 
 #pragma unroll
       for (int box = first; box < first + kAtOnce && box < kBoxes; ++box) {
         const uint32_t from = staged + (box - first) * 64 * kRowBytes;
-        const int column = tiles.column + box * kColumns;
+        const int column = tile.column + box * kColumns;
         if constexpr (kAdded<kKind>) {
-          add_3d(map_c, from, column, row, tiles.expert);
+          add_3d(map_c, from, column, row, tile.expert);
         } else if constexpr (kOfWeights<kKind>) {
-          store_3d(map_c, from, column, row, tiles.expert);
+          store_3d(map_c, from, column, row, tile.expert);
         } else {
           store_2d(map_c, from, column, row);
         }
@@ -261,20 +289,33 @@ __device__ __forceinline__ void store(const float (&sums)[kTileN / 2], uint32_t 
   }
 }
 
-template <int kKind, int kTileN, bool kGathered>
-__device__ void multiply(Shared& shared, const Problem& p,
-                         const CUtensorMap* map_c, int group) {
+// map_rows: of kGatherKeep, where A's rows are left.
+template <int kKind, int kTileN, int kMore>
+__device__ void multiply(Shared& shared, const Problem& p, const CUtensorMap* map_c,
+                         const CUtensorMap* map_rows, int group) {
   constexpr int kTransposedA = kOfWeights<kKind>, kTransposedB = kKind != kForward;
   constexpr int kStepA = kTransposedA ? 2048 >> 4 : 32 >> 4;
   constexpr int kStepB = kTransposedB ? 2048 >> 4 : 32 >> 4;
+  constexpr bool kKept = kMore == kGatherKeep;
   const uint32_t rank = cluster_rank();
   const int thread = threadIdx.x % 128;
   const uint32_t staged = address(shared.staged[group]);
   Tiles<kKind, kTileN> tiles(p, shared.ends);
   float sums[kTileN / 2];
   Ring ring{0};
-  while (tiles.next()) {
+  bool more = tiles.next();
+  while (more) {
     const int steps = tiles.steps(p.k);
+    const int row = tiles.row + static_cast<int>(rank) * kTileM + group * 64;
+    const bool keeps = kKept && tiles.column == 0 && row < tiles.end && thread == rank;
+    if (!kOfWeights<kKind> && row >= tiles.end) {  // nothing to multiply, for both warpgroups
+      for (int step = 0; step < steps; ++step, ring.advance()) {
+        barrier_wait(address(&shared.full[ring.stage]), ring.phase);
+        if (thread < kBlocks) barrier_arrive(address(&shared.empty[ring.stage]), thread);
+      }
+      more = tiles.next();
+      continue;
+    }
     int used = 0;  // the stage that the products before the last ones read
     if (steps == 0) {
 #pragma unroll
@@ -282,8 +323,16 @@ __device__ void multiply(Shared& shared, const Problem& p,
     }
     for (int step = 0; step < steps; ++step, ring.advance()) {
       barrier_wait(address(&shared.full[ring.stage]), ring.phase);
-      if constexpr (kGathered) proxy_fence();
-      const uint64_t a = operand<kGroup>(address(shared.a[ring.stage]) + group * kGroup);
+      if constexpr (kGathered<kMore>) proxy_fence();
+      const uint32_t from = address(shared.a[ring.stage]) + group * kGroup;
+      if constexpr (kKept) {
+        if (keeps) {
+          store_2d(map_rows, from, step * kTileK, row);
+          store_commit();
+        }
+        __syncwarp();
+      }
+      const uint64_t a = operand<kGroup>(from);
       const uint64_t b = operand<kGroup>(address(shared.b[ring.stage]));
       wgmma_fence();
 #pragma unroll
@@ -294,31 +343,72 @@ __device__ void multiply(Shared& shared, const Problem& p,
       wgmma_commit();
       if (step > 0) {
         wgmma_wait<1>();
+        if (keeps) store_wait_read<1>();  // of the stage before
         if (thread < kBlocks) barrier_arrive(address(&shared.empty[used]), thread);
       }
       used = ring.stage;
     }
+    const Tile done = tiles;
+    more = tiles.next();  // while the last products run
     wgmma_wait<0>();
+    if (keeps) store_wait_read<0>();
     if (steps > 0 && thread < kBlocks) barrier_arrive(address(&shared.empty[used]), thread);
-    const int row = tiles.row + static_cast<int>(rank) * kTileM + group * 64;
-    const bool inside = kOfWeights<kKind> ? row < p.m : row < tiles.end;
+    const bool inside = kOfWeights<kKind> ? row < p.m : row < done.end;
     const bool stored = inside && !(kAdded<kKind> && steps == 0);
-    store<kKind, kTileN>(sums, staged, group, map_c, tiles, row, stored);
+    store<kKind, kTileN>(sums, staged, group, map_c, done, row, stored);
   }
-  if (thread == 0) store_wait();
+  if (thread < kBlocks) store_wait();
 }
 
-template <int kKind, int kTileN, bool kGathered>
+// By two warps: rows of tokens, in the order of `source`; zeros where that is negative.
+__device__ void copy_rows(const Shared& shared, const Problem& p, int warp) {
+  constexpr int kWarps = 2, kAtOnce = 14;  // kAtOnce chunks a thread: a row of 3,584 columns
+  const Copy& copy = p.copy;
+  const int lane = threadIdx.x % 32, apart = gridDim.x * kWarps;
+  const int last = shared.ends[p.experts - 1];
+  int row = blockIdx.x * kWarps + warp;
+  int from = row < last ? __ldg(copy.source + row) : -1;
+  for (; row < last; row += apart) {
+    const int next = row + apart < last ? __ldg(copy.source + row + apart) : -1;
+    const uint4* in =
+        reinterpret_cast<const uint4*>(copy.tokens) + static_cast<int64_t>(from) * copy.chunks;
+    uint4* out = reinterpret_cast<uint4*>(copy.rows) + static_cast<int64_t>(row) * copy.chunks;
+    for (int first = lane; first < copy.chunks; first += 32 * kAtOnce) {
+      uint4 found[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int chunk = first + 32 * i;
+        found[i] = from >= 0 && chunk < copy.chunks ? __ldg(in + chunk) : uint4{0, 0, 0, 0};
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + 32 * i < copy.chunks) out[first + 32 * i] = found[i];
+      }
+    }
+    from = next;
+  }
+}
+
+// Registers of a thread that loads or copies, and of one that multiplies. Once these and twice those
+// are at most the three times 168 that a block starts with; a block that wants more hangs.
+template <int kMore>
+constexpr int kLoadRegisters = kMore == kCopy ? 104 : kGathered<kMore> ? 56 : 40;
+template <int kMore>
+constexpr int kMultiplyRegisters = kMore == kCopy ? 200 : kGathered<kMore> ? 224 : 232;
+
+template <int kKind, int kTileN, int kMore>
 __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
     product(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
-            const __grid_constant__ CUtensorMap map_c, const Problem p) {
+            const __grid_constant__ CUtensorMap map_c, const __grid_constant__ CUtensorMap map_rows,
+            const Problem p) {
+  static_assert(kLoadRegisters<kMore> + 2 * kMultiplyRegisters<kMore> <= 3 * 168);
   extern __shared__ uint8_t raw[];
   auto& shared = *reinterpret_cast<Shared*>(
       (reinterpret_cast<uintptr_t>(raw) + 1023) & ~static_cast<uintptr_t>(1023));
   for (int e = threadIdx.x; e < p.experts; e += kThreads) shared.ends[e] = p.ends[e];
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
-      barrier_init(address(&shared.full[stage]), kGathered ? 1 + 128 : 1);  // who loads
+      barrier_init(address(&shared.full[stage]), kGathered<kMore> ? 1 + 128 : 1);  // who loads
       barrier_init(address(&shared.empty[stage]), 2 * kBlocks);  // warpgroups of both blocks
     }
     barrier_fence();
@@ -327,17 +417,18 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
   cluster_sync();
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
-    if constexpr (kGathered) {
-      fewer_registers<56>();
-      load_gathered<kTileN>(shared, p, &map_b);
-    } else {
-      fewer_registers<40>();
+    fewer_registers<kLoadRegisters<kMore>>();
+    if constexpr (kGathered<kMore>) {
+      load_gathered<kKind, kTileN>(shared, p, &map_b);
+    } else if (threadIdx.x < 32) {
       if (threadIdx.x == 0) load<kKind, kTileN>(shared, p, &map_a, &map_b);
-      __syncwarp();
+    } else if (kMore == kCopy && threadIdx.x >= 64) {
+      copy_rows(shared, p, threadIdx.x / 32 - 2);
     }
+    __syncwarp();
   } else {
-    more_registers<kGathered ? 224 : 232>();
-    multiply<kKind, kTileN, kGathered>(shared, p, &map_c, warpgroup - 1);
+    more_registers<kMultiplyRegisters<kMore>>();
+    multiply<kKind, kTileN, kMore>(shared, p, &map_c, &map_rows, warpgroup - 1);
   }
   cluster_sync();  // the other block may still write here, and arrive at these barriers
 }

@@ -117,9 +117,10 @@ __device__ __forceinline__ void store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Until the stores of this thread have read shared memory.
+// Until this thread's stores, but for those of the last kPending commits, have read shared memory.
+template <int kPending>
 __device__ __forceinline__ void store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 __device__ __forceinline__ void store_wait() {
