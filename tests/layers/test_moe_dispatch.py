@@ -132,6 +132,8 @@ def check_memory(rank: int, folder: str) -> None:
     """No tensor of a step is kept, without the garbage collector; recomputed it is the same."""
     from functools import partial
 
+    from megacpp_mcore.kernels.moe_experts import fused
+    from megacpp_mcore.layers import exchange
     from megacpp_mcore.layers.experts import FusedExperts
     from megacpp_mcore.layers.moe import MegacppMoELayer
     from megacpp_mcore.layers.recompute import recomputed
@@ -165,6 +167,22 @@ def check_memory(rank: int, folder: str) -> None:
         setattr(owner, name, lambda *a, call=call, name=name: order.append(name) or call(*a))
     run(ours, 3)
     assert order == ["begin_combine", "forward", "end_combine"]
+    # In the backward pass the tokens' gradients travel while those of fc1's weight are computed.
+    order.clear()
+    summed, weight_gradient = exchange.AllGather.backward, fused._weight_gradient
+
+    def spy_sum(self, gradient):
+        order.append("sum") if gradient.shape[1] == HIDDEN else None
+        return summed(self, gradient)
+
+    def spy_weight(ctx, place, *arguments):
+        order.append(f"w{place - 2}")
+        return weight_gradient(ctx, place, *arguments)
+
+    exchange.AllGather.backward, fused._weight_gradient = spy_sum, spy_weight
+    run(ours, 3)
+    forward = ["begin_combine", "sum", "forward", "end_combine"]
+    assert order == [*forward, "w2", "sum", "w1"], order
 
 
 @pytest.mark.slow
