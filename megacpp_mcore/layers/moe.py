@@ -149,12 +149,11 @@ def _megatrons_words(config, words: moe_dispatch.Words) -> Iterator[None]:
 
 def _check_capturable(experts, dispatcher: str) -> None:
     start = 'launch.cuda_graph_impl = "full_iteration": '
-    if dispatcher not in moe_dispatch.SIZES_KNOWN:
+    if dispatcher not in moe_dispatch.ON_ONE_RANK:
         raise MoELayerError(
             f"{start}tokens are exchanged between ranks or dropped ({dispatcher}), by counts that "
-            "the host reads; it needs expert_tensor_parallel_size = 1, no "
-            "moe_expert_capacity_factor, and expert_model_parallel_size = 1 or "
-            f'backends.moe_dispatch = "{moe_dispatch.ALLGATHER}", or cuda_graph_impl = "none"'
+            "the host reads; it needs expert_model_parallel_size = 1, expert_tensor_parallel_size "
+            '= 1 and no moe_expert_capacity_factor, or cuda_graph_impl = "none"'
         )
     if not getattr(experts, "counts_on_device", False):
         raise MoELayerError(

@@ -20,9 +20,8 @@ NAME = "moe_dispatch"
 UNMOVED, LOCAL = "unmoved", "local"
 ALLGATHER, ALLTOALL, DEEPEP, HYBRIDEP = "allgather", "alltoall", "deepep", "hybridep"
 WITH_DEEP_EP = (DEEPEP, HYBRIDEP)
+# Every token stays on its rank: no size depends on what the router chooses.
 ON_ONE_RANK = (UNMOVED, LOCAL)
-# No size depends on what the router chooses, where the experts need none either.
-SIZES_KNOWN = (*ON_ONE_RANK, ALLGATHER)
 
 
 class Words(NamedTuple):
@@ -189,10 +188,6 @@ def _alltoall(workload: Workload) -> str | None:
     return _streams(workload) or _not_captured(workload)
 
 
-def _allgather(workload: Workload) -> str | None:
-    return None if workload.size("routes") else _not_captured(workload)
-
-
 def _ruled_out(*reasons):
     """The recipe is refused for the first of `reasons`, which hold on any machine."""
     return lambda recipe, workload: next(filter(None, (why(workload) for why in reasons)), None)
@@ -243,7 +238,7 @@ SURFACE = Surface(
             exit_when="another serves every layout that it does, and is not slower",
         ),
         _backend(
-            ALLGATHER, "megacpp_mcore.layers.moe_dispatchers:GatheredTokenDispatcher", _allgather,
+            ALLGATHER, "megacpp_mcore.layers.moe_dispatchers:GatheredTokenDispatcher", always,
             keep="keep", tests=_GPU_TESTS,
             removes="the permuted copies and the host's wait for the counts: every rank of the "
             "group gets every token once. As many bytes as all-to-all where the ranks are as many "

@@ -193,9 +193,9 @@ REFUSED = [
      'must be "fused_moe", "grouped_mm" or left out'),
     ([*WHOLE, "precision.fp8=hybrid"], "precision.fp8", "must be left out"),
     ([*WHOLE, "moe.moe_token_dispatcher_type=flex"], "backends.moe_dispatch",
-     'must be "unmoved", "local", "allgather" or left out'),
-    ([*WHOLE, "backends.moe_dispatch=allgather", "backends.moe_experts=grouped_mm",
-      "parallel.expert_model_parallel_size=2"], "backends.moe_experts", 'must be "fused_moe" or'),
+     'must be "unmoved", "local" or left out'),
+    ([*WHOLE, "backends.moe_dispatch=allgather", "parallel.expert_model_parallel_size=2"],
+     "parallel.expert_model_parallel_size", "must be 1 with"),
     ([*WHOLE, "schedule.check_for_nan_in_loss_and_grad=true"],
      "schedule.check_for_nan_in_loss_and_grad", "must be false"),
     ([*WHOLE, "launch.cuda_graph_modules=attn"], "launch.cuda_graph_modules", "must be left out"),
@@ -305,7 +305,6 @@ ACCEPTED = [
     ["data.mock_data=true", "data.data_path=null"],
     ["launch.nnodes=2"],
     ["parallel.expert_model_parallel_size=4", "parallel.expert_tensor_parallel_size=2"],
-    [*WHOLE, "backends.moe_dispatch=allgather", "parallel.expert_model_parallel_size=2"],
 ]  # fmt: skip
 
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megacpp_mcore.recipe.refusal import Rules, shown
-from megacpp_mcore.surfaces.moe_dispatch import ALLGATHER, SIZES_KNOWN
-from megacpp_mcore.surfaces.moe_experts import COUNTS_ON_DEVICE, FUSED
+from megacpp_mcore.surfaces.moe_dispatch import ON_ONE_RANK
+from megacpp_mcore.surfaces.moe_experts import COUNTS_ON_DEVICE
 
 if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
@@ -46,8 +46,8 @@ def check(r: Rules) -> None:
 
 def _whole_step(r: Rules) -> None:
     """A captured step has no host in it: every size is known before, nothing is read back."""
-    wanted = {
-        "parallel.pipeline_model_parallel_size": 1,
+    one = ("parallel.expert_model_parallel_size", "parallel.pipeline_model_parallel_size")
+    wanted = dict.fromkeys(one, 1) | {
         "data.dataloader_inter_document_masking": False,
         "moe.moe_expert_capacity_factor": None,
         "precision.fp8": None,
@@ -68,12 +68,18 @@ def _whole_step(r: Rules) -> None:
             f"must be {'left out' if value is None else shown(value)} with {r.told(IMPL)}: "
             f"{_why(key)}",
         )
-    gathers = _dispatch(r)
-    experts, able = "backends.moe_experts", (FUSED,) if gathers else COUNTS_ON_DEVICE
+    dispatcher = "backends.moe_dispatch"
     r.refuse(
-        r.has("E") and r[experts] not in (None, "auto", *able),
+        r.has("E") and r[dispatcher] not in (None, "auto", *ON_ONE_RANK),
+        dispatcher,
+        f"must be {', '.join(map(shown, ON_ONE_RANK))} or left out with {r.told(IMPL)}: with the "
+        "others the host reads how many tokens each rank or expert gets",
+    )
+    experts = "backends.moe_experts"
+    r.refuse(
+        r.has("E") and r[experts] not in (None, "auto", *COUNTS_ON_DEVICE),
         experts,
-        f"must be {', '.join(map(shown, able))} or left out with {r.told(IMPL)}: the "
+        f"must be {', '.join(map(shown, COUNTS_ON_DEVICE))} or left out with {r.told(IMPL)}: the "
         "others read the tokens of each expert on the host",
     )
     r.refuse(
@@ -81,24 +87,6 @@ def _whole_step(r: Rules) -> None:
         "launch.cuda_graph_warmup_steps",
         f"must be at least 1 with {r.told(IMPL)}: kernels are compiled in the steps before",
     )
-
-
-def _dispatch(r: Rules) -> bool:
-    """Whether tokens are gathered from other ranks, whatever the router chooses."""
-    dispatcher, ranks = "backends.moe_dispatch", "parallel.expert_model_parallel_size"
-    r.refuse(
-        r.has("E") and r[dispatcher] not in (None, "auto", *SIZES_KNOWN),
-        dispatcher,
-        f"must be {', '.join(map(shown, SIZES_KNOWN))} or left out with {r.told(IMPL)}: with the "
-        f"others {_why(dispatcher)}",
-    )
-    r.refuse(
-        r[ranks] > 1 and r[dispatcher] != ALLGATHER,
-        ranks,
-        f"must be 1 with {r.told(IMPL)}, or {dispatcher} {shown(ALLGATHER)}: with the others "
-        f"{_why(ranks)}",
-    )
-    return r[dispatcher] == ALLGATHER
 
 
 def _why(key: str) -> str:
