@@ -8,6 +8,7 @@ import signal
 import sys
 
 from megacpp_mcore import __version__
+from megacpp_mcore.commands.examples import add_examples
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.terminal import Escaping, printable
 
@@ -26,6 +27,7 @@ COMMANDS = (
     "catalog",
     "doctor",
     "bench",
+    "completion",
 )
 
 
@@ -36,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in COMMANDS:
         importlib.import_module(f"megacpp_mcore.commands.{name}").register(subparsers)
+    add_examples(parser)
     return parser
 
 

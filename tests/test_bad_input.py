@@ -77,6 +77,12 @@ def test_a_name_that_no_file_can_have(refused, name, tmp_path):
     refused("report", "show", name)
     refused("data", "check", name.removesuffix(".toml"))
     refused("train", "nam56r-tiny", "--out", name, "--set", 'data.data_path=["x"]')
+    refused("checkpoint", "list", name)
+    refused("report", "html", name)
+    refused("report", "watch", name)
+    refused("recipe", "new", name)
+    refused("recipe", "diff", "nam56r", name)
+    refused("data", "tokenizer", tmp_path, "--out", name)
 
 
 @pytest.mark.parametrize("entry", ['A = "a\\u0000b"', '"A\\u0000" = "b"'])
@@ -204,7 +210,7 @@ def test_an_end_of_document_that_the_recipe_leaves_out(small_recipe, tmp_path):
     assert train(recipe, tmp_path / "run", steps=1).exit_status == 0
     other = load_recipe(str(small_recipe), ["data.null_tokenizer_eod_id=null",
                                             "model.vocab_size=300"])  # fmt: skip
-    with pytest.raises(MegacppError, match="end with token 256, 299 was asked for"):
+    with pytest.raises(MegacppError, match="end with token 256, the recipe with 299"):
         train(other, tmp_path / "other", steps=1)
 
 

@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import receipt_samples as samples
 import warm
 
 from megacpp_mcore.pages import blocks
@@ -41,7 +42,6 @@ def test_what_is_generated_is_up_to_date(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_COMMANDS)
 def test_every_command_of_a_page_runs(name, tmp_path):
-    """But `doctor`'s and `patch status`'s verdict on this machine, exit status 1, is theirs."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     path = f"{warm.folder_of_megacpp()}{os.pathsep}{os.environ['PATH']}"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MEGACPP_")}
@@ -88,6 +88,27 @@ def test_no_measured_number_is_typed():
     assert found == QUOTED.read_text().splitlines(), (
         "put it into a generated table; if it was not measured, quote it in pages_quoted.txt"
     )
+
+
+def test_the_readme_shows_what_train_prints(tmp_path, capsys, monkeypatch):
+    """But for the numbers, which are those of one run on a CPU."""
+    from megacpp_mcore.commands.train import _report
+    from megacpp_mcore.training.cpu import progress
+
+    monkeypatch.setattr(progress, "has_room", lambda stream: False)
+    log = progress.ProgressLog(0, 300, 10, lambda seconds: 2.0)
+    log.step(300, 1.4, 2048, 3e-4, 1.2, seconds=0.4)
+    receipt = samples.train(tmp_path / "receipt.json")
+    _report(receipt, tmp_path, verbose=False)
+    out, err = capsys.readouterr()
+    (last,) = [line for line in out.splitlines() if line.startswith("training loss ")]
+    block = next(b for b in re.findall(r"```\n(.*?)```", README, re.DOTALL) if "step 300/" in b)
+    shown = {masked(line) for line in block.splitlines()}
+    assert masked(err.splitlines()[0]) in shown and masked(last) in shown
+
+
+def masked(line: str) -> str:
+    return re.sub(r"\d[\d.,e+-]*", "0", line)
 
 
 def test_a_changed_figure_is_rendered_again():

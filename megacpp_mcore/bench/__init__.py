@@ -44,6 +44,8 @@ def load_for_bench(name: str, overrides: Sequence[str] = ()) -> Recipe:
     ours = [*_ONE_RANK, f"schedule.global_batch_size={asked.schedule.micro_batch_size}"]
     if asked.backends.get(moe_dispatch.NAME) not in (None, *moe_dispatch.ON_ONE_RANK):
         ours.append(f"backends.{moe_dispatch.NAME}=auto")
+    if asked.moe.moe_token_dispatcher_type == "flex":
+        ours.append("moe.moe_token_dispatcher_type=alltoall")
     if asked.launch.device == "cuda":
         ours += ["launch.cuda_graph_impl=none", "precision.gradient_accumulation_fusion=false"]
     return load_recipe(name, [*ours, *overrides])

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import fcntl
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +35,7 @@ def register(subparsers: Any) -> None:
 
     def add(name: str, run: Any, text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(
-            name, help=text, description=text, epilog=_EPILOG,
+            name, help=text, description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         command.add_argument("run_folder", metavar="RUN", type=Path)
@@ -142,7 +143,7 @@ def _exclusive(run: Path) -> Iterator[None]:
 def _place(run: Path) -> Path:
     """The folder that holds the checkpoints. Raises MegacppError when there is none."""
     for place in (run / "checkpoints", run):
-        if place.is_dir() and (place.name == "checkpoints" or folder.named(place)):
+        if os.path.isdir(place) and (place.name == "checkpoints" or folder.named(place)):
             return place
     raise MegacppError(
         f"{run} holds no checkpoints: name a run's folder, or the folder of its checkpoints "

@@ -20,6 +20,7 @@ and empty files are left out and counted. Documents are ordered pseudo-randomly 
 Megatron's --split holds out the last ones.
 Parquet: every row of one column is one document, in the order of the shards.
 
+examples:
   megacpp data build --torch-headers --out data/torch-headers
   megacpp data build src lib --include '*.cpp' --include '*.h' --out data/cpp
   megacpp data build shards/ --text-column content --out data/code
@@ -46,6 +47,7 @@ def register(subparsers: Any) -> None:
     _register_tokenizer(commands)
     check = commands.add_parser("check", help="read a whole dataset and check that it is unchanged")
     check.add_argument("prefix", metavar="PREFIX", help="path without .bin and .idx")
+    check.add_argument("--json", action="store_true", help="as JSON")
     check.set_defaults(run=run_check)
 
 
@@ -119,7 +121,7 @@ def run_tokenizer(args: argparse.Namespace) -> int:
     from megacpp_mcore.training.data.text import TextFiles
 
     _threads(args.workers)
-    if args.out.exists() and not args.overwrite:
+    if os.path.exists(args.out) and not args.overwrite:
         raise MegacppError(f"{args.out} exists: name another --out, or give --overwrite")
     if args.max_bytes < 1:
         raise MegacppError(f"--max-bytes {args.max_bytes}: at least 1 is needed")
@@ -178,9 +180,15 @@ def run_check(args: argparse.Namespace) -> int:
     from megacpp_mcore.training.data.entropy import corpus_entropy
     from megacpp_mcore.training.data.files import paths, read_pair
 
-    known = paths(args.prefix)[2].exists()
+    known = os.path.exists(paths(args.prefix)[2])  # False, too, for a name that no file can have
     pair = read_pair(args.prefix, verify_hashes=known)
     unigram, bigram = corpus_entropy(args.prefix)
+    if args.json:
+        about = {"prefix": args.prefix, "unchanged": known or None,
+                 "documents": int(pair.lengths.size), "tokens": int(pair.tokens.size),
+                 "unigram_entropy": unigram, "bigram_entropy": bigram}  # fmt: skip
+        print(json.dumps(about | {"manifest": pair.manifest}, indent=2))
+        return 0
     if known:
         print(f"{args.prefix} is complete and unchanged")
         _print_manifest(pair.manifest)

@@ -39,6 +39,7 @@ examples:
   eval "$(megacpp recipe args nam56r --env)"
   torchrun pretrain_hybrid.py "${MEGATRON_ARGS[@]}"
 
+  megacpp recipe args nam56r --format lines
   megacpp recipe args nam56r --set schedule.lr_decay_style=WSD --set schedule.lr_wsd_decay_iters=500
 """
 
@@ -56,7 +57,9 @@ def register(subparsers: Any) -> None:
     recipe = subparsers.add_parser("recipe", help="list, show, check, plan and lower recipes")
     commands = recipe.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    commands.add_parser("list", help="the shipped recipes").set_defaults(run=_list)
+    listed = commands.add_parser("list", help="the shipped recipes")
+    listed.add_argument("--json", action="store_true", help="as a JSON list")
+    listed.set_defaults(run=_list)
 
     keys = commands.add_parser(
         "keys", help="every key of a recipe: what it takes, its default, where it goes",
@@ -140,6 +143,10 @@ def _add(commands: Any, name: str, run: Any, text: str, *, many: bool = False, e
 
 def _list(args: argparse.Namespace) -> int:
     recipes = [load_recipe(name) for name in shipped()]
+    if args.json:
+        rows = [{"name": r.name, "description": r.description, "sha256": r.sha256} for r in recipes]
+        print(json.dumps(rows, indent=2))
+        return 0
     width = max(len(recipe.name) for recipe in recipes)
     for recipe in recipes:
         print(f"{recipe.name:{width}}  {recipe.description}")

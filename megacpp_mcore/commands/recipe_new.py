@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def new(args: argparse.Namespace) -> int:
     """Write the file and print what to do with it."""
     if args.file.suffix != ".toml":
         raise RecipeError(f"{args.file}: a recipe's file ends in .toml")
-    if args.file.exists():
+    if os.path.exists(args.file):
         raise RecipeError(f"{args.file} exists: name another file")
     recipe = load_recipe(args.extends, args.overrides)  # refuses what cannot be
     parent = args.extends
@@ -58,8 +59,8 @@ def new(args: argparse.Namespace) -> int:
     try:
         args.file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(args.file, _text(recipe, parent, given))
-    except OSError as error:
-        raise RecipeError(f"cannot write {args.file}: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in its name
+        raise RecipeError(f"cannot write {args.file}: {error}") from error
     try:
         if load_recipe(str(args.file)).to_dict() != recipe.to_dict():
             raise RecipeError(f"{args.file} does not say all of --set; write those keys by hand")

@@ -1,7 +1,10 @@
 """`megacpp report`: read receipts."""
 
 import argparse
+import json
 from pathlib import Path
+
+from megacpp_mcore.terminal import printable
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -13,6 +16,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     show.add_argument("receipt", type=Path)
     show.add_argument("-v", "--verbose", action="store_true",
         help="with the reason of every backend, every slow step, and the formulas")  # fmt: skip
+    show.add_argument("--json", action="store_true", help="the receipt itself, if it is valid")
     show.set_defaults(run=_show)
 
     compare = actions.add_parser("compare", help="compare B with A; prints keep, drop or undecided")
@@ -22,12 +26,26 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="a time must differ by more than this share to count (default 0.01)")  # fmt: skip
     compare.add_argument("--allow-unlike", action="store_true",
         help="compare although lane, recipe, topology or problem differ")  # fmt: skip
+    compare.add_argument("--json", action="store_true", help="verdicts and intervals as JSON")
     compare.set_defaults(run=_compare)
 
     plot = actions.add_parser("plot", help="draw a receipt as a PNG")
     plot.add_argument("receipt", type=Path)
     plot.add_argument("--out", type=Path, required=True, metavar="FILE.png")
     plot.set_defaults(run=_plot)
+
+    page = actions.add_parser("html", help="runs as one self-contained HTML page")
+    page.add_argument("runs", type=Path, nargs="+", metavar="RUN",
+        help="a run's folder, or its receipt; each is compared with the first")  # fmt: skip
+    page.add_argument("--out", type=Path, metavar="FILE.html",
+        help="the page (default: report.html in the first run's folder)")  # fmt: skip
+    page.set_defaults(run=_html)
+
+    watch = actions.add_parser("watch", help="follow a live run until it ends")
+    watch.add_argument("run_folder", type=Path, metavar="RUN")
+    watch.add_argument("--interval", type=float, default=2.0, metavar="SECONDS",
+        help="how often to look (default: 2)")  # fmt: skip
+    watch.set_defaults(run=_watch)
 
     table = actions.add_parser("table", help="write README.md of a checkout's folder of receipts")
     table.add_argument("folder", type=Path)
@@ -38,6 +56,9 @@ def _show(args: argparse.Namespace) -> int:
     from megacpp_mcore import receipts
     from megacpp_mcore.receipts.show import show
 
+    if args.json:
+        print(json.dumps(receipts.read(args.receipt), indent=2))
+        return 0
     print(show(receipts.read(args.receipt), str(args.receipt), verbose=args.verbose))
     return 0
 
@@ -49,6 +70,12 @@ def _compare(args: argparse.Namespace) -> int:
 
     a, b = receipts.read(args.a), receipts.read(args.b)
     margin = MARGIN if args.margin is None else args.margin
+    if args.json:
+        from megacpp_mcore.receipts.compare import document
+
+        found = document(a, b, margin=margin, allow_unlike=args.allow_unlike)
+        print(json.dumps(found, indent=2))
+        return 0
     text = compare(a, b, margin=margin, allow_unlike=args.allow_unlike)
     print(f"A  {args.a}\nB  {args.b}\n\n{text}")
     return 0
@@ -60,6 +87,35 @@ def _plot(args: argparse.Namespace) -> int:
 
     plot(receipts.read(args.receipt), args.out)
     print(args.out)
+    return 0
+
+
+def _html(args: argparse.Namespace) -> int:
+    from megacpp_mcore import receipts
+    from megacpp_mcore.files import write_atomically
+    from megacpp_mcore.receipts.html import page, receipt_of
+
+    paths = [receipt_of(run) for run in args.runs]
+    out = args.out or paths[0].parent / "report.html"
+    names = [str(run) for run in args.runs]
+    text = page([(n, receipts.read(path)) for n, path in zip(names, paths, strict=True)])
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(out, printable(text))
+    except OSError as error:
+        raise receipts.ReceiptError(f"cannot write {out}: {error.strerror}") from error
+    print(out)
+    return 0
+
+
+def _watch(args: argparse.Namespace) -> int:
+    from megacpp_mcore.receipts import ReceiptError
+    from megacpp_mcore.receipts.follow import follow
+
+    if not args.interval > 0:
+        raise ReceiptError(f"--interval {args.interval}: more than 0 s is needed")
+    for line in follow(args.run_folder, args.interval):
+        print(line, flush=True)
     return 0
 
 

@@ -123,7 +123,7 @@ def _finished(recipe: Recipe, out: Path, steps: int | None) -> str | None:
     run = RunFolder(out)
     saved = folder.complete(run.checkpoints)
     last = steps or recipe.schedule.train_iters
-    if not saved or saved[-1] < last or not run.receipt.exists():
+    if not saved or saved[-1] < last or not os.path.exists(run.receipt):
         return None
     result = read(run.receipt)["result"]
     if result["status"] != "complete" or result["steps"] < last:

@@ -119,22 +119,22 @@ def _merged(
 ) -> tuple[Report, Contents]:
     """The patch by a three-way merge of each of its files; `textual` where that is not possible."""
     pinned, git = state.read(manifest, patch.package, base), shutil.which("git")
-    if not git or pinned.installed is None or pinned.problem:
-        why = pinned.problem or f"{patch.package} {pinned.pinned} is not installed"
-        why = f"not merged: {why}" if git else "not merged: git is not installed"
-        return replace(textual, details=(*textual.details, why)), theirs
+    earlier = [each.id for each in manifest.patches[: manifest.patches.index(patch)]]
     after: Contents = {}
-    for path in patch.diffs:
-        original, chain = (
-            state.original(manifest, pinned, path),
-            manifest.chain(patch.package, path),
-        )
-        ids = [each for each, _ in chain]
-        earlier = ids[: ids.index(patch.id)]
-        files = (diffs.compose(original, chain, ids) for ids in ([*earlier, patch.id], earlier))
-        after[path] = _three_way(git, *files, theirs[path])
-        if after[path] is None:
-            return textual, theirs
+    try:
+        if not git:
+            raise PatchError("git is not installed")
+        if pinned.problem or pinned.installed is None:
+            absent = f"{patch.package} {pinned.pinned} is not installed"
+            raise PatchError(pinned.problem or absent)
+        for path in patch.diffs:
+            ours = state.composed(manifest, pinned, path, [*earlier, patch.id])
+            old = state.composed(manifest, pinned, path, earlier)
+            after[path] = _three_way(git, ours, old, theirs[path])
+    except PatchError as error:  # of the pinned package: another version, changed by hand, ...
+        return replace(textual, details=(*textual.details, f"not merged: {error}")), theirs
+    if None in after.values():
+        return textual, theirs
     if after == theirs:
         return Report(patch.id, UPSTREAM, ("a three-way merge with it changes nothing",)), theirs
     return replace(textual, result=MERGED), after

@@ -1,6 +1,7 @@
 """Two receipts compared: like with like, what differs, and the verdicts of `judge`, as text."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from megacpp_mcore.receipts.checks import ReceiptError
@@ -32,6 +33,26 @@ def compare(a: Receipt, b: Receipt, *, margin: float = MARGIN, allow_unlike: boo
     lines += [""] if lines else []
     compared = _compare_benches if a["kind"] == "bench" else _compare_runs
     return "\n".join(lines + compared(a, b, margin))
+
+
+def document(
+    a: Receipt, b: Receipt, *, margin: float = MARGIN, allow_unlike: bool = False
+) -> dict[str, Any]:
+    """As `compare`, as plain data: the verdict of two runs, or one a backend and phase of two
+    benches, with the ratio of times B / A. Raises ReceiptError as `compare`."""
+    compare(a, b, margin=margin, allow_unlike=allow_unlike)  # refuses
+    about = {"kind": a["kind"], "margin": margin, "unlike": unlike(a, b),
+             "differs": differing(a, b)}  # fmt: skip
+    if a["kind"] == "run":
+        return about | asdict(judge_runs(a, b, margin))
+    rows_a, rows_b = rows_by_key(a), rows_by_key(b)
+    judged = [
+        {"backend": key[0], "phase": key[1]}
+        | asdict(judge_rows(rows_a[key], rows_b[key], margin, in_turns=False))
+        for key in rows_a
+        if key in rows_b
+    ]
+    return about | {"rows": judged}
 
 
 def unlike(a: Receipt, b: Receipt) -> list[str]:

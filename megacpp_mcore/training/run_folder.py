@@ -71,7 +71,11 @@ class RunFolder:
 
     def refuse_a_run(self) -> None:
         """Raises RunFolderError when the folder holds a run: neither resume nor overwrite."""
-        if folder.complete(self.checkpoints) or self.receipt.exists():
+        try:
+            holds = folder.complete(self.checkpoints) or self.receipt.exists()
+        except OSError as error:  # a name too long, or no right to look
+            raise RunFolderError(f"{self.path} cannot be a run's folder: {error}") from error
+        if holds:
             raise RunFolderError(
                 f"{self.path} already holds a run; continue it with --resume, replace it with "
                 "--overwrite, or choose another --out"

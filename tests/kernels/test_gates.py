@@ -69,8 +69,11 @@ def shares(case, values, truth, dtype):
 @pytest.mark.parametrize("surface", SURFACES)
 def test_wrong_results_are_refused(surface, dtype):
     case, missed = case_class(surface).samples()["plain"], []
-    if surface.endswith("_core"):  # whole mixers: a parameter's gradient sums roundings of tokens
-        case = dataclasses.replace(case, seq=4 * case.seq)
+    if surface.endswith("_core"):
+        # Whole mixers: a parameter's gradient sums roundings of tokens. Of few tokens, one head's
+        # may cancel to a hundredth of another's, and zero is then no wrong result.
+        more = {"batch": 4 * case.batch} if surface == "m2rnn_core" else {}
+        case = dataclasses.replace(case, seq=4 * case.seq, **more)
     truth, values = judged(case, dtype)
     _, others = judged(case, dtype, seed=1)
     assert max(shares(case, values, truth, dtype).values()) <= 1

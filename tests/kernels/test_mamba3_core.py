@@ -234,6 +234,8 @@ def test_segments_cover_the_row(seq, programs, expected):
     [
         (torch.zeros(3, 2, 96), "is torch.float32"),
         (torch.zeros(0, 2, 96).bfloat16(), "is empty"),
+        (torch.zeros(3, 2, 90).bfloat16(), "has 180 bytes, no multiple of 16"),
+        (torch.zeros(1, 1, 1).bfloat16().expand(2**20, 2**4, 2**7), "proven below 2\\^31"),
         (torch.zeros(3, 2, 40).bfloat16(), r"expected \(S, b, rows\) with at least 82"),
     ],
 )

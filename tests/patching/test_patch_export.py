@@ -246,6 +246,13 @@ def test_port_without_git_does_not_merge(lane, site, tmp_path, monkeypatch):
     assert found["alpha"][1][-1] == "not merged: git is not installed"
 
 
+def test_port_does_not_merge_from_a_file_that_someone_changed(lane, site, tmp_path):
+    (site / "fakepkg/one.py").write_bytes(b"mine\n")
+    found = ported(lane, tmp_path, {"fakepkg/one.py": NEAR}, base=site)
+    assert found["alpha"][0] == "conflicts"
+    assert "not merged: fakepkg: fakepkg/one.py: its original bytes" in found["alpha"][1][-1]
+
+
 def test_port_runs_the_reproducers(proving_lane, site, tmp_path):
     """On the new version without the lane, where the lines do not tell."""
     other_way = NEAR + b"one = 333\n"  # has what alpha's reproducer looks for, not alpha's lines

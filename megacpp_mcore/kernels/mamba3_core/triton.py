@@ -13,6 +13,8 @@ from megacpp_mcore.kernels.mamba3.inputs import Mamba3InputError
 from megacpp_mcore.kernels.mamba3_core import around, scan
 from megacpp_mcore.kernels.mamba3_core.reference import check_inputs, document_starts
 
+_BYTES = 16  # in_proj's rows are padded to multiples of them
+
 
 def mamba3_core(
     projected: Tensor,
@@ -35,7 +37,8 @@ def mamba3_core(
 ) -> Tensor:
     """`megacpp_mcore.kernels.mamba3_core.mamba3_core`, in bfloat16; shapes are described there.
 
-    Raises Mamba3InputError for a projection that is not bfloat16, and for an empty one.
+    Raises Mamba3InputError for a projection that is not bfloat16, an empty one, one whose rows are
+    no multiple of 16 bytes, and one of 2^31 elements or more.
     """
     sizes = around.Sizes(heads, head_dim, groups, state_dim, angles, decay, decay_floor, eps)
     check_inputs(projected, sizes.parts, cu_seqlens)
@@ -55,9 +58,19 @@ def _check(projected: Tensor) -> None:
             f"the projection is {projected.dtype}: the kernels' products are of torch.bfloat16; "
             "use the reference"
         )
-    seq, batch, _ = projected.shape
+    seq, batch, rows = projected.shape
     if seq < 1 or batch < 1:
         raise Mamba3InputError(f"the projection is empty: {tuple(projected.shape)}")
+    if projected.numel() >= 2**31:
+        raise Mamba3InputError(
+            f"the projection has {projected.numel()} elements; the kernels were proven below 2^31: "
+            "take a smaller micro batch, or name reference for mamba3_core"
+        )
+    if rows * projected.element_size() % _BYTES:
+        raise Mamba3InputError(
+            f"a row of the projection has {rows * projected.element_size()} bytes, no multiple of "
+            f"{_BYTES}, as in_proj's are: use the reference"
+        )
 
 
 @torch.library.custom_op("megacpp::mamba3_core", mutates_args=())

@@ -70,8 +70,8 @@ def train(texts: Iterable[bytes], vocab_size: int, path: Path, progress: bool) -
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, made.to_str(pretty=True) + "\n")
-    except OSError as error:
-        raise TokenizerError(f"cannot write {path}: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in its name
+        raise TokenizerError(f"cannot write {path}: {error}") from error
     return TextTokenizer.read(path)
 
 
