@@ -17,8 +17,9 @@ from torch import Tensor
 from megacpp_mcore.layers.exchange import Begun, Pending, begun, ended
 from megacpp_mcore.layers.moe_dispatchers import as_map, chosen_experts
 
-# Multiprocessors that copy, of an H200's 132: DeepEP's own default.
-_SMS = 20
+# Multiprocessors that copy, of an H200's 132. With DeepEP's own 20 an exchange between two H200s
+# takes twice as long (docs/deepep.md).
+_SMS = 48
 _links: dict[dist.ProcessGroup, "Link"] = {}
 
 

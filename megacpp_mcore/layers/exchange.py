@@ -30,10 +30,22 @@ class Pending:
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
         self._begun: Begun | None = None
+        self._early = False
 
     def begin(self, start: Callable[[Tensor], Begun], x: Tensor) -> Tensor:
         self._begun = start(x)
         return self._begun[0]
+
+    def begin_backward(self, gradient: Tensor) -> None:
+        """For what computes the gradient of `ended`'s result: before autograd hands it on."""
+        self.begin(self.exchange.backward, gradient)
+        self._early = True
+
+    def receive(self, gradient: Tensor) -> None:
+        """The gradient, from autograd."""
+        if not self._early:
+            self.begin(self.exchange.backward, gradient)
+        self._early = False
 
     def end(self) -> Tensor:
         (result, wait), self._begun = self._begun, None
@@ -72,7 +84,7 @@ class _End(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.pending.begin(ctx.pending.exchange.backward, gradient)
+        ctx.pending.receive(gradient)
         return gradient, None  # stands for the result that `_Begin` waits for
 
 

@@ -160,16 +160,19 @@ class FusedExperts(GroupedMMExperts):
 
     def routed(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor, addend: Tensor | None,
-        rows: Tensor, found: Readers,
+        rows: Tensor | None = None, found: Readers | None = None,
+        on_gradient: Callable[[Tensor], None] | None = None,
     ) -> Tensor:  # fmt: skip
         """tokens [t, h], map and probs [t, experts] -> [t, h], the experts' sum plus addend.
 
         found: the tokens' readers; rows: found.rows, an argument so that recomputation sees it.
+        on_gradient: as of experts_routed.
         """
         topk = self.config.moe_router_topk
         return experts_routed(
-            hidden_states, routing_map, probs, self._experts(), topk, addend, rows, found
-        )
+            hidden_states, routing_map, probs, self._experts(), topk, addend, rows, found,
+            on_gradient,
+        )  # fmt: skip
 
     def forward(
         self,

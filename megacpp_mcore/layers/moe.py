@@ -104,7 +104,9 @@ class MegacppMoELayer(MoELayer):
             return hidden_states, None
         if self.delivered_whole:
             routing_map, dispatcher.routing_map = dispatcher.routing_map, None
-            return self.experts.routed(hidden_states, routing_map, probs, None, None, None), None
+            sent, dispatcher.on_gradient = getattr(dispatcher, "on_gradient", None), None
+            args = hidden_states, routing_map, probs, None, None, None, sent
+            return self.experts.routed(*args), None
         return super().routed_experts_compute(hidden_states, probs)
 
     def combine(self, output: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ H200 the sort took 0.9 ms in a layer of 16,384 tokens. The wait leaves the GPU i
 has caught up, and prevents capturing the layer in a CUDA graph.
 """
 
+from collections.abc import Callable
+
 import torch
 from megatron.core.transformer.moe.token_dispatcher import (
     MoEAllGatherTokenDispatcher,
@@ -79,6 +81,7 @@ class GatheredTokenDispatcher(MoEAllGatherTokenDispatcher):
         super().__init__(*args, **kwargs)
         self.delivers_whole = hasattr(experts, "routed")
         self._tokens: tuple[Tensor, Pending] | None = None
+        self.on_gradient: Callable[[Tensor], None] | None = None
 
     def begin(self, hidden_states: Tensor) -> None:
         """Send the tokens [s, b, h], before the router has seen them."""
@@ -95,7 +98,8 @@ class GatheredTokenDispatcher(MoEAllGatherTokenDispatcher):
         first = self.local_expert_indices[0]
         marked = marked[:, first : first + self.num_local_experts]
         self.routing_map = marked.detach() >= 0
-        tokens, self._tokens = ended(*self._tokens), None
+        tokens, self.on_gradient = ended(*self._tokens), self._tokens[1].begin_backward
+        self._tokens = None
         return tokens, marked.clamp(min=0)
 
     def begin_combine(self, output: Tensor) -> tuple[Tensor, Pending]:

@@ -71,6 +71,7 @@ def workload(device: str, config, routes: bool, host_ranks: int) -> Workload:
         topk=config.moe_router_topk,
         hidden_size=config.hidden_size,
         router_dtype=config.moe_router_dtype,
+        sms=config.moe_flex_dispatcher_num_sms,
         capacity_factor=config.moe_expert_capacity_factor,
         padded=config.moe_pad_expert_input_to_capacity
         or config.moe_router_padding_for_quantization,
@@ -145,6 +146,8 @@ def _deepep_shapes(workload: Workload) -> str | None:
         f"moe_router_topk {size('topk')}: its kernels take at most {_TOPK}": size("topk") > _TOPK,
         f"{experts // ranks} experts a rank: its kernels take at most {_LOCAL_EXPERTS}":
             experts // ranks > _LOCAL_EXPERTS,
+        f"moe_flex_dispatcher_num_sms {size('sms')}: one of two sends, so that it takes an even "
+        "number": (size("sms") or 0) % 2,
         f"{workload.dtype}: its kernels add up bfloat16": workload.dtype != "bfloat16",
         f"moe_router_dtype {size('router_dtype')}: it carries probabilities in float32, set "
         '"fp32"': size("router_dtype") != "fp32",

@@ -87,6 +87,7 @@ def config_of(recipe: "Recipe") -> SimpleNamespace:
         num_moe_experts=recipe.moe.num_experts or 0,
         moe_router_topk=recipe.moe.moe_router_topk,
         moe_router_dtype=recipe.moe.moe_router_dtype,
+        moe_flex_dispatcher_num_sms=recipe.moe.moe_flex_dispatcher_num_sms,
         moe_expert_capacity_factor=recipe.moe.moe_expert_capacity_factor,
         moe_pad_expert_input_to_capacity=recipe.moe.moe_pad_expert_input_to_capacity,
         moe_router_padding_for_quantization=recipe.moe.moe_router_padding_for_quantization,

@@ -1,20 +1,26 @@
 """The exchange of tokens over the GPUs of a host: what it computes, and what it costs.
 
     torchrun --standalone --nproc-per-node 2 tests/gpu/dispatch_over_ranks.py check NAME OUT
+    torchrun --standalone --nproc-per-node 2 tests/gpu/dispatch_over_ranks.py capture NAME OUT
     torchrun --standalone --nproc-per-node 2 tests/gpu/dispatch_over_ranks.py time OUT NAME ...
+    torchrun --standalone --nproc-per-node 2 tests/gpu/dispatch_over_ranks.py profile OUT NAME ...
     torchrun --standalone --nproc-per-node 2 tests/gpu/dispatch_over_ranks.py copies OUT
 
-check: a layer E of NAM56R and a small model by the dispatcher NAME, held against all-to-all. time:
-forward + backward of a layer E at NAM56R's sizes, weight gradients into main_grad, by each NAME in
-turns: DISPATCHER[:SMS[:worst]][+EXPERTS], the multiprocessors that DeepEP gets, and "worst" where
-it allocates for the worst case and the host does not wait. copies: DeepEP's and NCCL's exchanges
-alone, by size of their chunks and multiprocessors. OUT: a JSON file.
+Commands may follow one another, each after a word "then"; the status is 1 where one of them found
+wrong values. check: a layer E of NAM56R and a small model by the dispatcher NAME, held against
+all-to-all. capture: the layer as one CUDA graph, held against itself. time: forward + backward of
+a layer E at NAM56R's sizes, weight gradients into main_grad, by each NAME in turns:
+DISPATCHER[:SMS[:worst]][+EXPERTS], the multiprocessors that DeepEP gets, and "worst" where it
+allocates for the worst case and the host does not wait. copies: DeepEP's and NCCL's exchanges
+alone, by size of their chunks and multiprocessors. profile: a table of kernels of each NAME and a
+trace, beside OUT. OUT: a JSON file.
 """
 
 import json
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,7 +57,9 @@ def start() -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    dist.init_process_group(
+        "nccl"
+    )  # without a device: else every one of Megatron's groups connects
     parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
@@ -160,6 +168,42 @@ def check(name: str) -> tuple[dict, list[str]]:
     return table, wrong
 
 
+def capture(name: str) -> tuple[dict, list[str]]:
+    """A layer's forward and backward as one CUDA graph, replayed with other tokens, whose routing
+    is another: equal to the eager call in every bit."""
+    built = layers([name], "precision.gradient_accumulation_fusion=false")[name]
+    built.trained.layers[0].mlp.token_dispatcher.waits = False
+    one, other = (x.detach().clone() for x in built.sets)
+    expected = []
+    for x in (one, other):
+        built.sets[0].data.copy_(x)
+        expected.append(built.values())
+    x = built.sets[0]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            built.forward(0).backward(built.direction)
+            built.forget()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = built.forward(0)
+        y.backward(built.direction)
+    gradients = {f"d {n}": p.grad for n, p in built.trained.named_parameters()}
+    table, wrong = {}, []
+    for turn, tokens in enumerate((one, other, one)):
+        x.data.copy_(tokens)
+        graph.replay()
+        torch.cuda.synchronize()
+        found = {"y": y.detach(), "dx": x.grad, **gradients}
+        for key, value in expected[turn % 2].items():
+            table[f"replay {turn}, {key}"] = float((found[key] != value).sum()), 0.5
+    wrong = [key for key, (unequal, _) in table.items() if unequal]
+    graph.reset()
+    return table, wrong
+
+
 def timed(calls: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
     """Median milliseconds of each, in turns, all ranks together; the slowest rank's."""
     samples = {name: [] for name in calls}
@@ -179,7 +223,8 @@ def timed(calls: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[
     return dict(zip(samples, found.tolist(), strict=True))
 
 
-def time_layers(names: list[str], out: Path) -> dict:
+def time_layers(names: list[str], profiles: Path | None = None) -> dict:
+    """profiles: a folder for a table of the kernels of each, which then are not timed."""
     built = layers(names, "precision.gradient_accumulation_fusion=true")
     forward, both, peak = {}, {}, {}
     for name, made in built.items():
@@ -189,9 +234,9 @@ def time_layers(names: list[str], out: Path) -> dict:
         _, *options = name.partition("+")[0].split(":")
         made.trained.layers[0].mlp.token_dispatcher.waits = "worst" not in options
 
-        def call(made=made, options=options, backward=True):
-            if options:
-                use_sms(int(options[0]))
+        def call(made=made, name=name, options=options, backward=True):
+            if name.startswith("deepep"):
+                use_sms(int(options[0]) if options else None)
             y = made.forward(0)
             if backward:
                 y.backward(made.direction)
@@ -207,25 +252,25 @@ def time_layers(names: list[str], out: Path) -> dict:
         call()
         torch.cuda.synchronize()
         peak[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
-    found = {"forward": timed(forward), "forward_backward": timed(both), "peak MiB": peak}
-    if os.environ.get("PROFILE"):
-        profile(both, out)
-    return found
+    if profiles is not None:
+        profile(both, profiles)
+        return {"profiled": names}
+    return {"forward": timed(forward), "forward_backward": timed(both), "peak MiB": peak}
 
 
-def use_sms(sms: int) -> None:
-    """Let the link of DeepEP use so many multiprocessors from here on."""
+def use_sms(sms: int | None) -> None:
+    """Let the link of DeepEP use so many multiprocessors from here on; None: as it is shipped."""
     from deep_ep import Buffer
 
     from megacpp_mcore.layers import deepep
 
-    Buffer.set_num_sms(sms)
+    Buffer.set_num_sms(sms or deepep._SMS)
     for link in deepep._links.values():
         link.sending = Buffer.get_dispatch_config(RANKS)
         link.returning = Buffer.get_combine_config(RANKS)
 
 
-def profile(calls: dict[str, Callable[[], object]], out: Path) -> None:
+def profile(calls: dict[str, Callable[[], object]], folder: Path) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as recorded
 
@@ -237,11 +282,8 @@ def profile(calls: dict[str, Callable[[], object]], out: Path) -> None:
         if dist.get_rank() == 0:
             table = found.key_averages().table(sort_by="cuda_time_total", row_limit=40,
                                                max_name_column_width=70)  # fmt: skip
-            (out.parent / f"profile-{name.replace(':', '-')}.txt").write_text(table)
-            if name.startswith(("deepep", "allgather")):
-                found.export_chrome_trace(
-                    str(out.parent / f"trace-{name.replace(':', '-')}.json.gz")
-                )
+            (folder / f"profile-{name.replace(':', '-')}.txt").write_text(table)
+            found.export_chrome_trace(str(folder / f"trace-{name.replace(':', '-')}.json.gz"))
 
 
 def copies() -> dict:
@@ -293,28 +335,42 @@ def copies() -> dict:
     return found | {"rows received": received.shape[0]}
 
 
-def main(command: str, *arguments: str) -> None:
-    start()
-    status = 0
-    if command == "check":
+def run(command: str, *arguments: str) -> bool:
+    """One command, its results written and printed by rank 0. False: it found wrong values."""
+    if command in ("check", "capture"):
         name, out = arguments
-        table, wrong = check(name)
+        table, wrong = (check if command == "check" else capture)(name)
         everyones = [None] * RANKS
         dist.all_gather_object(everyones, wrong)
         found = {"compared": table, "wrong": [text for of_rank in everyones for text in of_rank]}
-        status = 1 if found["wrong"] else 0
     elif command == "time":
         out, *names = arguments
-        found = time_layers(names, Path(out))
+        found = time_layers(names)
+    elif command == "profile":
+        out, *names = arguments
+        found = time_layers(names, Path(out).parent)
     else:
         (out,) = arguments
         found = copies()
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found, indent=1))
-        print(json.dumps(found, indent=1) if command != "check" else found["wrong"], flush=True)
+        print(json.dumps(found.get("wrong", found), indent=1), flush=True)
+    return not found.get("wrong")
+
+
+def main(words: list[str]) -> None:
+    began = time.perf_counter()
+    start()
+    right = True
+    while words:
+        until = words.index("then") if "then" in words else len(words)
+        command, words = words[:until], words[until + 1 :]
+        right &= run(*command)
+        if dist.get_rank() == 0:
+            print(f"{command}: until {time.perf_counter() - began:.0f} s", flush=True)
     end()
-    sys.exit(status)
+    sys.exit(not right)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1:])

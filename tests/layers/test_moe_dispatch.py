@@ -132,6 +132,8 @@ def check_memory(rank: int, folder: str) -> None:
     """No tensor of a step is kept, without the garbage collector; recomputed it is the same."""
     from functools import partial
 
+    from megacpp_mcore.kernels.moe_experts import fused
+    from megacpp_mcore.layers import exchange
     from megacpp_mcore.layers.experts import FusedExperts
     from megacpp_mcore.layers.moe import MegacppMoELayer
     from megacpp_mcore.layers.recompute import recomputed
@@ -165,6 +167,22 @@ def check_memory(rank: int, folder: str) -> None:
         setattr(owner, name, lambda *a, call=call, name=name: order.append(name) or call(*a))
     run(ours, 3)
     assert order == ["begin_combine", "forward", "end_combine"]
+    # In the backward pass the tokens' gradients travel while those of fc1's weight are computed.
+    order.clear()
+    summed, weight_gradient = exchange.AllGather.backward, fused._weight_gradient
+
+    def spy_sum(self, gradient):
+        order.append("sum") if gradient.shape[1] == HIDDEN else None
+        return summed(self, gradient)
+
+    def spy_weight(ctx, place, *arguments):
+        order.append(f"w{place - 2}")
+        return weight_gradient(ctx, place, *arguments)
+
+    exchange.AllGather.backward, fused._weight_gradient = spy_sum, spy_weight
+    run(ours, 3)
+    forward = ["begin_combine", "sum", "forward", "end_combine"]
+    assert order == [*forward, "w2", "sum", "w1"], order
 
 
 @pytest.mark.slow
@@ -300,6 +318,7 @@ SHAPES = {
     "wide": (["model.hidden_size=8192", "model.num_attention_heads=64"], "up to 8176"),
     "fp32": (["precision.bf16=false"], "bfloat16"),
     "weights": (["moe.moe_router_dtype=fp64"], "moe_router_dtype fp64"),
+    "SMs": (["moe.moe_flex_dispatcher_num_sms=21"], "even number"),
     "dropped": (["moe.moe_expert_capacity_factor=1"], "every token"),
     "overlap": (["moe.moe_shared_expert_overlap=true"], "anyway"),
     "top-k": (["moe.num_experts=64", "moe.moe_router_topk=33"], "at most 32"),

@@ -8,6 +8,7 @@ Weight gradients are added to a weight's main_grad, where Megatron asks for it, 
 its own linears: grad_added_to_main_grad is set, and the gradient that autograd gets is not used.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -44,18 +45,22 @@ class Experts(NamedTuple):
 def experts_routed(
     x: Tensor, routing_map: Tensor, probs: Tensor, weights: Experts, topk: int,
     addend: Tensor | None = None, rows: Tensor | None = None, readers: Readers | None = None,
+    on_gradient: Callable[[Tensor], None] | None = None,
 ) -> Tensor:  # fmt: skip
     """The experts of every token, with the router's weights, and the sum: (tokens, h).
 
     x (tokens, h). routing_map (tokens, E), bool, at most topk a token. probs (tokens, E). addend
     (tokens, h): added to the sum before it is rounded, such as the shared expert's output. readers:
-    of x, whose gradient goes there by way of rows, readers.rows; x itself then gets none. Runs on
-    CUDA, and on a CPU in Triton's interpreter. The host never waits for the device.
+    of x, whose gradient goes there by way of rows, readers.rows; x itself then gets none.
+    on_gradient: called in the backward pass with x's gradient before that of w1 is computed: an
+    exchange between ranks can begin. Runs on CUDA, and on a CPU in Triton's interpreter. The host
+    never waits for the device.
     """
     if readers is not None:
         x = x.detach()
     w1, w2 = weights.w1, weights.w2
-    return _Routed.apply(x, rows, probs, w1, w2, addend, routing_map, topk, weights, readers)
+    settings = routing_map, topk, weights, readers, on_gradient
+    return _Routed.apply(x, rows, probs, w1, w2, addend, *settings)
 
 
 @torch.compiler.disable
@@ -70,7 +75,9 @@ def experts_sorted(x: Tensor, counts: Tensor, probs: Tensor, weights: Experts) -
 
 class _Routed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, rows, probs, w1, w2, addend, routing_map, topk, weights, readers):
+    def forward(
+        ctx, x, rows, probs, w1, w2, addend, routing_map, topk, weights, readers, on_gradient
+    ):
         products = weights.products
         routing = route(routing_map, probs, topk, products.ALIGN)
         h, a = products.up(
@@ -81,7 +88,7 @@ class _Routed(torch.autograd.Function):
             x, h, w1, w2, routing.routing_map, routing.rows, routing.token, routing.row_probs,
             routing.ends,
         )  # fmt: skip
-        ctx.dtype, ctx.weights = probs.dtype, weights
+        ctx.dtype, ctx.weights, ctx.on_gradient = probs.dtype, weights, on_gradient
         if readers is not None:
             readers.sorted.routing = routing
         return out
@@ -96,10 +103,12 @@ class _Routed(torch.autograd.Function):
         d_probs = probs_gradient(routing, row_grads, ctx.dtype)
         needed_later = tokens if ctx.needs_input_grad[3] else None
         d_rows = products.input_gradient(dh, w1, routing.ends, needed_later)
+        dx = to_tokens(d_rows, routing) if ctx.needs_input_grad[0] else None
+        if dx is not None and ctx.on_gradient is not None:
+            ctx.on_gradient(dx)
         dw1 = _weight_gradient(ctx, 3, dh, tokens, routing.ends)
         del tokens, needed_later
-        dx = to_tokens(d_rows, routing) if ctx.needs_input_grad[0] else None
-        found = dx, d_rows, d_probs, dw1, dw2, d_out, None, None, None, None
+        found = dx, d_rows, d_probs, dw1, dw2, d_out, None, None, None, None, None
         wanted = zip(found, ctx.needs_input_grad, strict=True)
         return tuple(gradient if needed else None for gradient, needed in wanted)
 
