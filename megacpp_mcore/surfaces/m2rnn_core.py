@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from megacpp_mcore.surfaces import m2rnn, m2rnn_prep
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
+from megacpp_mcore.surfaces.figures import Figure
 from megacpp_mcore.surfaces.support import (
     KERNEL_TESTS,
     always,
@@ -90,8 +91,11 @@ SURFACE = Surface(
             dtypes="bf16, fp16, fp32; convolution, gates and norm in fp32, rounded once; the "
             "recurrence as in m2rnn's CUDA kernels",
             fallback=REFERENCE,
-            no_receipt="a layer's receipt is wanted: `megacpp bench layer R --against "
-            "m2rnn_core=reference`",
+            no_receipt="what it saves is around the operator: a layer's says it",
+            figures=(
+                Figure("layer-m2rnn-core.json", "recipe", "an R layer"),
+                Figure("layer-m2rnn-core.json", "m2rnn_core=reference", "with reference"),
+            ),
             exit_when="the recurrence's helper warps have convolution and gates inside",
             **_facts,
         ),

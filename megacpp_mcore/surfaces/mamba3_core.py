@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megacpp_mcore.surfaces import mamba3_prep, mamba3_scan
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
+from megacpp_mcore.surfaces.figures import Figure
 from megacpp_mcore.surfaces.support import (
     KERNEL_TESTS,
     always,
@@ -100,8 +101,12 @@ SURFACE = Surface(
             "scan walks the whole row",
             dtypes="bf16; dt, decay, angles, their sums and state in fp32",
             fallback=REFERENCE,
-            no_receipt="a layer's receipt is wanted: `megacpp bench layer M --against "
-            "mamba3_core=reference`",
+            no_receipt="a layer's with the scan of our own is wanted: `megacpp bench layer M "
+            "--against mamba3_core=reference`",
+            figures=(
+                Figure("layer-mamba3.json", "recipe", "an M layer, mamba-ssm's scan inside"),
+                Figure("layer-mamba3.json", "mamba3_core=reference", "with reference"),
+            ),
             exit_when="one kernel each way has the scan and what is around it inside",
             **_facts,
         ),
