@@ -23,7 +23,6 @@ from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.stack import bridges
 from megacpp_mcore.training.cpu.megatron_setup import megatron_args, quiet
 from megacpp_mcore.training.cpu.step import forward_step
-from megacpp_mcore.training.gpu.early_gathers import gather_early
 from megacpp_mcore.training.gpu.gather_check import GatherCheck
 
 _TYPE = torch.Tensor.type
@@ -172,7 +171,6 @@ class _Training:
             )
             optimizer_config, overrides = get_megatron_optimizer_config(args)
             self.optimizer = get_megatron_optimizer(optimizer_config, self.chunks, overrides)
-        gather_early(self.chunks)
         config = self.chunks[0].config
         config.grad_scale_func = self.optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads

@@ -29,7 +29,6 @@ from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.receipts.run import RunReceipt, Work
 from megacpp_mcore.training.gpu import decisions, memory
 from megacpp_mcore.training.gpu.compilations import anywhere, captured_bytes, compilations
-from megacpp_mcore.training.gpu.early_gathers import gather_early
 from megacpp_mcore.training.gpu.gather_check import GatherCheck
 from megacpp_mcore.training.gpu.process_start import start_times
 from megacpp_mcore.training.gpu.rank_setup import Launch
@@ -106,9 +105,8 @@ class Watch:
         built = call()
         self.iteration = get_args().iteration
         check_what_was_loaded()
-        if get_args().overlap_param_gather:
-            gather_early(built[0])
-            self._gathers = None if self.launch.yardstick else GatherCheck(built[0])
+        if get_args().overlap_param_gather and not self.launch.yardstick:
+            self._gathers = GatherCheck(built[0])
         self._memory = memory.MemoryWatch(built[0], built[1])
         backends = decisions.gather()  # and refuses ranks that differ
         if os.environ.get("RANK", "0") == "0":
