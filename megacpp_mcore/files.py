@@ -3,29 +3,38 @@
 Imports neither torch nor anything else of the package.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import stat
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
-    """Write a file in one step: a temporary one beside it, flushed, renamed; then the folder.
+    """Write a file in one step, as `written_atomically` does. content: text is written as UTF-8."""
+    with written_atomically(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
-    content: text is written as UTF-8. The file gets the mode that the umask says. Raises OSError;
-    what stood at `path` before is then still there, whole, and the temporary file is gone. A
-    process that is killed may leave a temporary file, `.NAME.*.tmp`.
+
+@contextlib.contextmanager
+def written_atomically(path: str | os.PathLike) -> Iterator[BinaryIO]:
+    """A file to write into, which is there in one step when the block ends: a temporary one beside
+    it, flushed, renamed; then the folder.
+
+    The file gets the mode that the umask says. Raises OSError; what stood at `path` before is then
+    still there, whole, and the temporary file is gone. A process that is killed may leave a
+    temporary file, `.NAME.*.tmp`.
     """
     path = Path(path)
-    data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "xb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -5,16 +5,14 @@ The format is stable and small (huggingface.co/docs/safetensors), and no package
 """
 
 import json
-import os
 import struct
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megacpp_mcore.files import sync
+from megacpp_mcore.files import written_atomically
 from megacpp_mcore.inference import standalone
 from megacpp_mcore.inference.recipe import InferenceError
 
@@ -44,20 +42,11 @@ def write_safetensors(
         }  # fmt: skip
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for name in order:
-                flat = tensors[name].detach().cpu().contiguous().flatten()
-                file.write(flat.view(torch.uint8).numpy() if flat.numel() else b"")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
+    with written_atomically(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in order:
+            flat = tensors[name].detach().cpu().contiguous().flatten()
+            file.write(flat.view(torch.uint8).numpy() if flat.numel() else b"")
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
