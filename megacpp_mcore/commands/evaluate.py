@@ -38,8 +38,9 @@ def register(subparsers: Any) -> None:
         help="stop after the document with the Nth token (default: 1,000,000)")  # fmt: skip
     add("--baseline", metavar="PREFIX",
         help="count n-grams in this dataset (default: in --data's other documents)")  # fmt: skip
-    add("--order", type=int, default=5, metavar="N",
-        help="of the n-gram baseline (default: 5, less for a large vocabulary)")  # fmt: skip
+    add("--order", type=int, metavar="N",
+        help="of the n-gram baseline, 2 to 16 (default: 5, less for a large vocabulary; one that "
+        "is named and does not fit the vocabulary is refused)")  # fmt: skip
     add("--png", type=Path, metavar="FILE", help="draw loss by position and by kind")
     add("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
@@ -47,7 +48,7 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Judge, print and draw."""
-    if args.tokens < 1 or not 2 <= args.order <= 16:
+    if args.tokens < 1 or not (args.order is None or 2 <= args.order <= 16):
         raise MegacppError("--tokens must be at least 1, --order from 2 to 16")
     if args.png and args.png.suffix.lower() != ".png":
         raise MegacppError(f"--png {args.png}: name a file that ends in .png")
@@ -80,16 +81,16 @@ def _judge(args: argparse.Namespace, source: Any, pair: Any, documents: Any, loa
 
     from tqdm import tqdm
 
-    from megacpp_mcore.inference import evaluate
+    from megacpp_mcore.inference import evaluate, ngrams
     from megacpp_mcore.inference.text import tokenizer_of
     from megacpp_mcore.terminal import has_room
     from megacpp_mcore.training.data.files import read_pair
 
     selection = evaluate.select(pair, source.recipe, documents)
     vocab_size = loaded.recipe.model.vocab_size
-    order = args.order
-    while vocab_size**order >= 2**62:
-        order -= 1
+    if args.order:
+        ngrams.check_order(args.order, vocab_size)  # before the model has been judged
+    order = args.order or next(n for n in (5, 4, 3, 2) if ngrams.fits(n, vocab_size))
     most = 8 * args.tokens
     if args.baseline:
         other = read_pair(args.baseline, vocab_size=vocab_size)

@@ -9,6 +9,20 @@ from megacpp_mcore.inference.recipe import InferenceError
 _CODES = 2**62  # an n-gram is one integer below it
 
 
+def fits(order: int, vocab_size: int) -> bool:
+    """Whether an n-gram of that order fits into an integer."""
+    return order >= 1 and vocab_size**order < _CODES
+
+
+def check_order(order: int, vocab_size: int) -> None:
+    """Raises InferenceError where an n-gram of that order does not fit into an integer."""
+    if not fits(order, vocab_size):
+        raise InferenceError(
+            f"n-grams of order {order} over a vocabulary of {vocab_size} do not fit into 62 bits: "
+            "take a lower order"
+        )
+
+
 class NGrams:
     """Witten-Bell smoothed n-grams of every order up to n (Chen and Goodman 1998, 2.6):
 
@@ -22,11 +36,7 @@ class NGrams:
     def __init__(self, text: "Text", vocab_size: int) -> None:
         """Count. Raises InferenceError where an n-gram does not fit into an integer."""
         self.vocab_size, self.order = vocab_size, text.order
-        if text.order < 1 or vocab_size**text.order >= _CODES:
-            raise InferenceError(
-                f"n-grams of order {text.order} over a vocabulary of {vocab_size} do not fit into "
-                "62 bits: take a lower order"
-            )
+        check_order(text.order, vocab_size)
         if not text.targets.size:
             raise InferenceError("there is no document to count n-grams in")
         self._tables = []

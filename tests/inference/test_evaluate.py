@@ -173,6 +173,7 @@ def test_refusals(small_run, corpus, tmp_path, capsys):
         (["--documents", "3"], "expected A:B"),
         (["--tokens", "0"], "at least 1"),
         (["--png", "x.jpg"], "ends in .png"),
+        (["--documents", "0:3", "--order", "12"], "order 12 over a vocabulary of 257 do not fit"),
         (["--data", str(tmp_path / "none")], "no dataset at"),
     ]:
         assert cli.main([*words, *more]) == 2
