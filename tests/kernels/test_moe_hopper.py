@@ -13,7 +13,11 @@ import torch
 
 from megacpp_mcore.kernels import nvcc
 from megacpp_mcore.kernels.moe_experts import hopper_products, torch_products
-from megacpp_mcore.kernels.moe_experts.activation import ACTIVATIONS
+from megacpp_mcore.kernels.moe_experts.activation import (
+    ACTIVATIONS,
+    activate,
+    activate_backward,
+)
 from megacpp_mcore.kernels.moe_experts.fused import Experts, experts_routed
 from megacpp_mcore.kernels.moe_experts.routing import Gathered, route
 
@@ -76,16 +80,19 @@ def test_products_gather_and_copies_are_left_by_others(activation):
     ends, probs, used = routing.ends, routing.row_probs, int(routing.ends[-1])
     x, w1, w2 = (leaves[name].detach() for name in ("x", "w1", "w2"))
     tokens, dy, copied = (Gathered(x, routing) for _ in range(3))
-    h, a = hopper_products.up(tokens, w1, probs, ends, activation)
+    h = hopper_products.forward(tokens, w1, ends)
+    a = activate(h, probs, ends, activation)
     assert "rows" not in vars(tokens)
-    expected = torch_products.up(tokens.rows[:used], w1, probs[:used], ends, activation)
+    expected = torch_products.forward(tokens.rows[:used], w1, ends)
+    expected = expected, activate(expected, probs[:used], ends, activation)
     torch.testing.assert_close((h[:used], a[:used]), expected)
-    found = hopper_products.down_gradient(dy, w2, h, probs, ends, activation)
+    da = hopper_products.input_gradient(dy, w2, ends)
     assert torch.equal(vars(dy)["rows"][:used], tokens.rows[:used])
-    expected = torch_products.down_gradient(
-        tokens.rows[:used], w2, h[:used], probs[:used], ends, activation
-    )
-    dh, a, row_grads = found
+    expected = activate_backward(
+        torch_products.input_gradient(tokens.rows[:used], w2, ends), h[:used], probs[:used], ends,
+        activation,
+    )  # fmt: skip
+    dh, a, row_grads = activate_backward(da, h, probs, ends, activation)
     torch.testing.assert_close((dh[:used], a[:used]), expected[:2], rtol=2**-6, atol=2**-6)
     torch.testing.assert_close(row_grads[:used], expected[2], rtol=2**-6, atol=2**-6)
     hopper_products.input_gradient(dh, w1, ends, copied)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megacpp_mcore.kernels.moe_experts import torch_products
-from megacpp_mcore.kernels.moe_experts.activation import SWIGLU
+from megacpp_mcore.kernels.moe_experts.activation import SWIGLU, activate, activate_backward
 from megacpp_mcore.kernels.moe_experts.readers import Readers
 from megacpp_mcore.kernels.moe_experts.routing import (
     Gathered,
@@ -80,9 +80,8 @@ class _Routed(torch.autograd.Function):
     ):
         products = weights.products
         routing = route(routing_map, probs, topk, products.ALIGN)
-        h, a = products.up(
-            Gathered(x, routing), w1, routing.row_probs, routing.ends, weights.activation
-        )
+        h = products.forward(Gathered(x, routing), w1, routing.ends)
+        a = activate(h, routing.row_probs, routing.ends, weights.activation)
         out = to_tokens(products.forward(a, w2, routing.ends), routing, addend)
         ctx.save_for_backward(
             x, h, w1, w2, routing.routing_map, routing.rows, routing.token, routing.row_probs,
@@ -120,7 +119,8 @@ class _Sorted(torch.autograd.Function):
         ends = counts.to(x.device).cumsum(0).to(torch.int32)
         row_probs = probs.to(torch.float32).contiguous()
         products = weights.products
-        h, a = products.up(x, w1, row_probs, ends, weights.activation)
+        h = products.forward(x, w1, ends)
+        a = activate(h, row_probs, ends, weights.activation)
         ctx.save_for_backward(x, h, w1, w2, row_probs, ends)
         ctx.dtype, ctx.weights = probs.dtype, weights
         return products.forward(a, w2, ends)
@@ -147,9 +147,10 @@ def _down_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """dH, fc2's weight gradient and the gradient of the rows' probabilities."""
     experts = ctx.weights
-    dh, a, row_grads = experts.products.down_gradient(
-        dy, w2, h, rows.row_probs, rows.ends, experts.activation
-    )
+    dh, a, row_grads = activate_backward(
+        experts.products.input_gradient(dy, w2, rows.ends), h, rows.row_probs, rows.ends,
+        experts.activation,
+    )  # fmt: skip
     return dh, _weight_gradient(ctx, 4, dy, a, rows.ends), row_grads
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels import nvcc
-from megacpp_mcore.kernels.moe_experts.activation import activate, activate_backward
 from megacpp_mcore.kernels.moe_experts.routing import Gathered, rows_of
 
 NAME = "hopper"
@@ -54,14 +53,6 @@ def forward(x: Tensor | Gathered, w: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def up(
-    x: Tensor | Gathered, w: Tensor, probs: Tensor, ends: Tensor, activation: str
-) -> tuple[Tensor, Tensor]:
-    """As of torch_products."""
-    h = forward(x, w, ends)
-    return h, activate(h, probs, ends, activation)
-
-
 def input_gradient(
     dy: Tensor | Gathered, w: Tensor, ends: Tensor, needed_later: Gathered | None = None
 ) -> Tensor:
@@ -87,13 +78,6 @@ def input_gradient(
         tokens, needed_later.routing.token, needed_later.rows, width,
     )  # fmt: skip
     return out
-
-
-def down_gradient(
-    dy: Gathered, w: Tensor, h: Tensor, probs: Tensor, ends: Tensor, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As of torch_products; dy's rows are left in it."""
-    return activate_backward(input_gradient(dy, w, ends), h, probs, ends, activation)
 
 
 def weight_gradient(dy: Tensor | Gathered, x: Tensor | Gathered, ends: Tensor) -> Tensor:
