@@ -11,8 +11,9 @@ whose package is installed but broken: that is an error. A run begins with `begi
 record holds nothing of an earlier run in the process.
 
 A decision is said in a short line, or by a run in one line for all (`summary`); its reason is in
-the receipt, and on the terminal where MEGACPP_VERBOSE is 1 (`-v`), or where another backend serves
-than the one that was named.
+the receipt, and on the terminal where MEGACPP_VERBOSE is 1 (`-v`), where another backend serves
+than the one that was named, or where `auto` falls past the backend that the catalog calls chosen
+on a GPU, or past one whose package is broken: such a run is slower than its user believes.
 
 A layer decides once, when it is built; nothing here runs in a training step. Importing this module
 imports neither torch nor any optional package: a backend is imported when it is asked about.
@@ -123,9 +124,9 @@ def record(decision: Decision, workload: Workload | None = None) -> Decision:
     _QUESTIONS.setdefault((decision.surface, workload), {})[decision] = None
     if decision not in _DECISIONS:
         _DECISIONS[decision] = None
-        says = _SAYS_EACH[0] or _told_in_full(decision)
-        if says and os.environ.get("RANK", "0") == "0":
-            print(_line(decision), file=sys.stderr, flush=True)
+        in_full = _told_in_full(decision) or _fell_back(decision, workload)
+        if (_SAYS_EACH[0] or in_full) and os.environ.get("RANK", "0") == "0":
+            print(_line(decision, in_full), file=sys.stderr, flush=True)
     return decision
 
 
@@ -265,8 +266,20 @@ def _told_in_full(decision: Decision) -> bool:
     return _verbose() or decision.requested not in (AUTO, decision.observed)
 
 
-def _line(decision: Decision) -> str:
+def _fell_back(decision: Decision, workload: Workload | None) -> bool:
+    """Whether `auto` took less than a user of this machine expects."""
+    if workload is None or decision.requested != AUTO or decision.surface not in REGISTRY:
+        return False
+    for backend in REGISTRY[decision.surface].backends:
+        if backend.name == decision.observed:
+            return False
+        if backend.role == "chosen" and workload.device == "cuda":
+            return True
+        if not backend.opt_in and isinstance(backend.supports(workload), Broken):
+            return True
+    return False
+
+
+def _line(decision: Decision, in_full: bool) -> str:
     line = f"megacpp: backend of {decision.surface}: {decision.observed}"
-    if not _told_in_full(decision):
-        return line
-    return f"{line} (requested {decision.requested}; {decision.reason})"
+    return f"{line} (requested {decision.requested}; {decision.reason})" if in_full else line

@@ -192,6 +192,34 @@ class TestRecord:
         assert "fast: dim 64; at most 32" in capsys.readouterr().err
         assert dispatch.summary() == "megacpp: backends slow: toy"
 
+    @pytest.mark.parametrize(
+        ("device", "passed_over", "is_said"),
+        [
+            ("cuda", Backend("fast", "json:loads", never, role="chosen"), True),
+            ("cpu", Backend("fast", "json:loads", never, role="chosen"), False),
+            ("cuda", Backend("fast", "json:loads", never), False),
+            ("cpu", Backend("fast", "json:loads", lambda _: Broken("two versions")), True),
+            ("cpu", Backend("fast", "json:loads", lambda _: Broken("x"), opt_in=True), False),
+        ],
+    )
+    def test_a_run_says_why_auto_fell_past_what_its_user_expects(
+        self, monkeypatch, capsys, device, passed_over, is_said
+    ):
+        backends = (
+            passed_over,
+            Backend("slow", "json:load", always),
+            Backend("late", "json:dump", never, role="chosen"),
+        )
+        monkeypatch.setitem(REGISTRY, "toy", Surface("toy", backends, lambda recipe, device: CPU))
+        dispatch.begin(say_each=False)
+        workload = Workload.of(device, "float32", dim=64)
+        reason = dispatch.decide("toy", workload).reason
+        line = f"megacpp: backend of toy: slow (requested auto; {reason})\n"
+        assert capsys.readouterr().err == (line if is_said else "")
+        dispatch.begin(say_each=False)
+        dispatch.decide("toy", workload, {"toy": "slow"})
+        assert capsys.readouterr().err == ""
+
     def test_other_ranks_record_and_print_nothing(self, toy, monkeypatch, capsys):
         monkeypatch.setenv("RANK", "3")
         dispatch.decide(toy, CPU)
