@@ -99,6 +99,7 @@ save_interval = 3
 # Files whose fixtures take many seconds: one worker of pytest-xdist has all tests of each. It has
 # them first, so that none is alone at the end.
 ON_ONE_WORKER = (
+    "tests/gpu/test_parallel_losses.py",
     "tests/patching/test_shipped_lane.py",
     "tests/recipe/test_megatrons_refusals.py",
     "tests/recipe/test_recipe_check.py",
@@ -176,7 +177,10 @@ def pytest_xdist_make_scheduler(config, log):
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
-            return file if file in ON_ONE_WORKER else nodeid
+            if file in ON_ONE_WORKER:
+                return file
+            # What a GPU test compiles, those with the same first parameter take as well.
+            return nodeid.split("-")[0] if file.startswith("tests/gpu/") else nodeid
 
     return Scheduling(config, log)
 

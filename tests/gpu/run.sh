@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# The GPU tests of every file, one after the other: tests/gpu/run.sh FOLDER [FILE ...]
+# The GPU tests, side by side on every GPU: tests/gpu/run.sh FOLDER [FILE or TEST ...]
 #
-# FOLDER gets a log for each file, with the commit or tree, the device, the counts, and the names of
-# what was skipped or failed. All of them are of one tree. The exit status is 1 where one failed.
+# FOLDER gets a log for each file: commit or tree, device, every test's outcome and seconds. WORKERS
+# (8) processes share a GPU; tests marked `alone` follow, one a GPU. TEST_LIMIT (300) is what a test
+# may take that does not say it itself, LIMIT and ALONE_LIMIT (3600) what either part may take, in
+# seconds: what was not run by then is listed so. The exit status is 1 unless all ran and passed.
 set -uo pipefail
 folder=$1
 shift
 python=${PYTHON:-python}
-root=$(cd "$(dirname "$0")/../.." && pwd)
+cd "$(dirname "$0")/../.."
 mkdir -p "$folder"
-folder=$(cd "$folder" && pwd)
-cd "$root"
-if [ $# = 0 ]; then set -- tests/gpu/test_*.py; fi
+if [ $# = 0 ]; then set -- tests/gpu; fi
 head=$("$python" - <<'PYTHON'
 from megacpp_mcore.receipts.goodput import utc_now
 from megacpp_mcore.receipts.lane import code, lane
@@ -23,14 +23,23 @@ print(f"{here['device']['count']} x {here['device']['name']}, driver {here['driv
       f"CUDA {here['cuda']}, torch {here['packages']['torch']}")
 PYTHON
 ) || exit 1
-failed=0
-for file in "$@"; do
-  log=$folder/$(basename "$file" .py).log
-  { echo "$head"; echo "pytest -m gpu $file"; } >"$log.tmp"
-  "$python" -m pytest -m gpu -rsfE --tb=short -p no:cacheprovider "$file" >>"$log.tmp" 2>&1
-  status=$?
-  mv "$log.tmp" "$log"
-  echo "$(basename "$file"): $(tail -1 "$log")"
-  ((status == 0 || status == 5)) || failed=1  # 5: none of the file's tests needs a GPU
-done
-exit $failed
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+[ "$gpus" != 0 ] || { echo "tests/gpu/run.sh: torch sees no GPU here" >&2; exit 1; }
+export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus - 1)))}
+export MEGACPP_GPU_TEST_NOTES=$(mktemp) TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-2}
+mark=$(basename "$MEGACPP_GPU_TEST_NOTES")
+
+part() { # LIMIT WORKERS MARKS TEST...
+  MEGACPP_TEST_MARK=$mark timeout -s INT -k 15 "$1" "$python" -m pytest -m "$3" -n "$2" \
+    --no-loadscope-reorder --timeout "${TEST_LIMIT:-300}" --tb=short -p no:cacheprovider "${@:4}"
+  # Whatever a test has started does not outlive its part.
+  PYTHONPATH=tests${PYTHONPATH:+:$PYTHONPATH} "$python" -c '
+import os, sys
+from left_behind import Marked
+for pid in Marked(sys.argv[1]).pids():
+    print("killed what a test had left:", open(f"/proc/{pid}/cmdline").read().replace("\0", " "))
+    os.kill(pid, 9)' "$mark"
+}
+part "${LIMIT:-3600}" $((${WORKERS:-8} * gpus)) "gpu and not alone" "$@"
+part "${ALONE_LIMIT:-3600}" "$gpus" "gpu and alone" "$@"
+"$python" tests/gpu/logs.py "$MEGACPP_GPU_TEST_NOTES" "$folder" <<<"$head"

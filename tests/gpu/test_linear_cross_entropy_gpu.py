@@ -209,6 +209,7 @@ class TestAtNAM56RsSizes:
                 found[name].append(start.elapsed_time(end))
         return {name: sorted(times)[len(times) // 2] for name, times in found.items()}
 
+    @pytest.mark.alone
     def test_time_against_ligers_and_the_floor(self):
         sizes = 16384, 3584, 65536
         hidden, weight, labels = self.inputs(*sizes)
@@ -232,6 +233,7 @@ class TestAtNAM56RsSizes:
         assert found["chunked"] <= 0.90 * found["liger"]
         assert found["chunked"] <= 1.10 * floor
 
+    @pytest.mark.alone
     def test_time_with_a_large_vocabulary(self):
         sizes = 8192, 4096, 131072
         hidden, weight, labels = self.inputs(*sizes)

@@ -31,6 +31,7 @@ def test_float32_to_a_hundred_thousandth(documents):
         assert error.error <= min(1e-5, error.tolerance), error
 
 
+@pytest.mark.alone
 def test_it_moves_at_a_copys_pace():
     clock = clock_for("cuda")
     calls, moved = {}, {}

@@ -45,6 +45,7 @@ def result(out: Path) -> dict:
     return receipts.read(out / "receipt.json")["result"]
 
 
+@pytest.mark.alone
 def test_the_second_start_of_a_run_compiles_nothing(corpus, tmp_path):
     out, found = tmp_path / "run", []
     for number in range(2):
@@ -202,6 +203,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(corpus, tmp_path):
     assert result(out)["status"] == "failed" and result(out)["steps"] < 10, result(out)
 
 
+@pytest.mark.alone
 def test_out_of_memory_ends_the_run_and_names_the_largest_consumers(corpus, tmp_path):
     out, err = tmp_path / "run", tmp_path / "err"
     words = command(corpus, out, 1, 3)

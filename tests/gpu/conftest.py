@@ -1,0 +1,67 @@
+"""GPU tests on several workers: a GPU for each, the longest first, and notes of every outcome."""
+
+import json
+import os
+
+import pytest
+import torch
+
+WORKER = os.environ.get("PYTEST_XDIST_WORKER")  # "gw3"
+NOTES = os.environ.get("MEGACPP_GPU_TEST_NOTES")  # set by run.sh
+if WORKER and NOTES:
+    # A worker's own GPU is its device 0; the others follow, for tests that take several. Before
+    # anything asks CUDA for its devices.
+    visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    own = int(WORKER.removeprefix("gw")) % len(visible)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[own:] + visible[:own])
+
+# Whole runs first, as none may be the last; then what is short, as each worker gets two at once.
+FIRST = (
+    "test_parallel_losses", "test_whole_step_gpu", "test_runs_gpu", "test_moe_dispatch_gpu",
+    "test_m2rnn_gpu", "test_mamba3_gpu", "test_attention_gpu", "test_mamba3_mimo_gpu",
+    "test_compiled_gpu", "test_kernels_gpu",
+)  # fmt: skip
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else 99)
+
+
+@pytest.fixture(autouse=True)
+def memory_for_the_others():
+    """What a test leaves cached is free for the other workers of its GPU. A worker whose CUDA
+    context is lost ends, and another takes its place: each later test would fail in it."""
+    yield
+    if not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        if WORKER:
+            os._exit(1)
+        pytest.exit(f"the CUDA context is lost: {error}", returncode=1)
+
+
+def note(**what) -> None:
+    if NOTES and not WORKER:  # the process that leads the workers hears of all of them
+        with open(NOTES, "a") as stream:
+            print(json.dumps(what), file=stream)
+
+
+def pytest_collection_finish(session):
+    if not session.config.getoption("numprocesses", None):
+        note(collected=[item.nodeid for item in session.items])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node, ids):
+    note(collected=ids)
+
+
+def pytest_runtest_logreport(report):
+    skipped = report.outcome == "skipped"
+    said = "" if report.passed else report.longrepr[2] if skipped else report.longreprtext
+    note(id=report.nodeid, outcome=report.outcome, s=report.duration, said=said,
+         printed=report.capstdout if report.when == "call" else "")  # fmt: skip

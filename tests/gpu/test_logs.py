@@ -1,0 +1,49 @@
+"""The logs of the GPU tests, from notes as conftest.py makes them; on any machine."""
+
+import io
+import json
+
+import logs
+import pytest
+
+NOTES = [
+    {"collected": ["t/test_a.py::one[x]", "t/test_a.py::two", "t/test_b.py::three"]},
+    {"id": "t/test_a.py::one[x]", "outcome": "passed", "s": 1.0, "said": "", "printed": ""},
+    {"id": "t/test_a.py::one[x]", "outcome": "passed", "s": 2.0, "said": "", "printed": "5 ms\n"},
+    {"id": "t/test_b.py::three", "outcome": "skipped", "s": 0, "said": "no GPU", "printed": ""},
+]
+FAILED = {"id": "t/test_a.py::two", "outcome": "failed", "s": 1.0, "said": "E  boom", "printed": ""}
+PASSED = FAILED | {"outcome": "passed", "said": ""}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    def run(*notes):
+        monkeypatch.setattr("sys.stdin", io.StringIO("commit c, tree t\n2 x H200\n"))
+        (tmp_path / "notes").write_text("".join(f"{json.dumps(n)}\n" for n in notes))
+        status = logs.main(str(tmp_path / "notes"), str(tmp_path))
+        return status, {path.stem: path.read_text() for path in tmp_path.glob("*.log")}
+
+    return run
+
+
+def test_a_log_a_file_with_every_outcome(run):
+    status, found = run(*NOTES, PASSED)
+    assert status == 0 and found.keys() == {"test_a", "test_b"}
+    lines = found["test_a"].splitlines()
+    assert lines[:2] == ["commit c, tree t", "2 x H200"]
+    assert lines[3:5] == ["passed      3.0 s  one[x]", "    5 ms"]
+    assert lines[-1] == "2 passed, 4 s of tests"
+    assert "skipped     0.0 s  three: no GPU" in found["test_b"]
+
+
+@pytest.mark.parametrize("notes", [(), (FAILED,), (PASSED, FAILED), (FAILED, PASSED)])
+def test_what_failed_or_was_not_run_fails_the_run(run, notes):
+    status, found = run(*NOTES, *notes)
+    last = found["test_a"].splitlines()[-1]
+    assert status == 1 and last.startswith(f"1 passed, 1 {'failed' if notes else 'not run'}, ")
+    assert ("E  boom" in found["test_a"]) == bool(notes)
+
+
+def test_a_run_of_no_tests_fails(run):
+    assert run()[0] == 1
