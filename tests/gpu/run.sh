@@ -30,7 +30,7 @@ export MEGACPP_GPU_TEST_NOTES=$(mktemp) TORCHINDUCTOR_COMPILE_THREADS=${TORCHIND
 mark=$(basename "$MEGACPP_GPU_TEST_NOTES")
 
 part() { # LIMIT WORKERS MARKS TEST...
-  MEGACPP_TEST_MARK=$mark timeout -s INT -k 15 "$1" "$python" -m pytest -m "$3" -n "$2" \
+  timeout -s INT -k 15 "$1" env MEGACPP_TEST_MARK="$mark" "$python" -m pytest -m "$3" -n "$2" \
     --no-loadscope-reorder --timeout "${TEST_LIMIT:-300}" --tb=short -p no:cacheprovider "${@:4}"
   # Whatever a test has started does not outlive its part.
   PYTHONPATH=tests${PYTHONPATH:+:$PYTHONPATH} "$python" -c '
