@@ -6,9 +6,10 @@ each says why it cannot serve a workload, or nothing when it can. `auto` takes t
 but for those that wait to be named. A backend named in the recipe's `[backends]`, or forced with
 `MEGACPP_BACKENDS=surface=name,...`, serves or raises.
 
-With `strict`, which a run sets from its recipe's launch.strict, `auto` does not fall past a backend
-whose package is installed but broken: that is an error. A run begins with `begin`, so that its
-record holds nothing of an earlier run in the process.
+`auto` does not fall past a backend for which only the compiler of its kernels is missing: what is
+slower has to be named. With `strict`, which a run sets from its recipe's launch.strict, it does not
+fall past one whose package is installed but broken either: that is an error. A run begins with
+`begin`, so that its record holds nothing of an earlier run in the process.
 
 A decision is said in a short line, or by a run in one line for all (`summary`); its reason is in
 the receipt, and on the terminal where MEGACPP_VERBOSE is 1 (`-v`), where another backend serves
@@ -29,7 +30,7 @@ from typing import Any
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.surfaces.backend import Backend, Surface, load
 from megacpp_mcore.surfaces.registry import REGISTRY
-from megacpp_mcore.surfaces.support import Broken
+from megacpp_mcore.surfaces.support import Broken, Unbuildable
 from megacpp_mcore.surfaces.workload import Workload
 
 __all__ = [
@@ -230,6 +231,11 @@ def _choose(
                 f"launch.strict: backend {backend.name!r} of surface {surface!r} would serve, but "
                 f"its package is broken: {why_not}. Repair it, name another backend in the "
                 "recipe's [backends], or set launch.strict=false"
+            )
+        if requested == AUTO and isinstance(why_not, Unbuildable):
+            raise DispatchError(
+                f"backend {backend.name!r} of surface {surface!r} would serve, but its kernels "
+                f"cannot be compiled: {why_not}"
             )
         passed_over.append(f"{backend.name}: {why_not}")
     raise DispatchError(_refusal(surface, workload, requested, source))

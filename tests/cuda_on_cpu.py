@@ -12,7 +12,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from megacpp_mcore.kernels.m2rnn.build import find_nvcc
+from megacpp_mcore.kernels.nvcc import find_nvcc
 
 _HEADER = Path(__file__).with_suffix(".h")
 _FLAGS = ("-x", "c++", "-O1", "-std=c++17", "-w", "-shared", "-Xcompiler", "-fPIC")

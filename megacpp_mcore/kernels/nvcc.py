@@ -1,7 +1,9 @@
-"""Compile the CUDA C++ of a kernel with nvcc on first use, and keep the library.
+"""Compile the CUDA C++ of a kernel with nvcc, and keep the library.
 
-The library has a plain C interface and is called through ctypes: building it takes seconds, and
-needs neither Python's headers nor torch's. Importing this module imports neither torch nor CUDA.
+A run compiles what its recipe needs before it builds the model (`megacpp_mcore.training.kernels`);
+elsewhere a library is compiled on first use. It has a plain C interface and is called through
+ctypes: building it takes seconds, and needs neither Python's headers nor torch's. Importing this
+module imports neither torch nor CUDA.
 """
 
 import ctypes
@@ -12,10 +14,13 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.surfaces.support import Unbuildable
 
 TESTED_MAJOR = 9
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -35,8 +40,8 @@ def find_nvcc() -> str | None:
 
 
 @functools.cache
-def reason() -> str | None:
-    """Why no kernel can be built for this process's GPU, or None. Nothing is built."""
+def untested_gpu() -> str | None:
+    """Why this process's GPU, if it has one, is not one for which kernels are built, or None."""
     import torch
 
     if not torch.cuda.is_available():
@@ -47,40 +52,67 @@ def reason() -> str | None:
             f"the GPU has compute capability {major}.{minor}; the kernels are tested on "
             f"{TESTED_MAJOR}.x only"
         )
-    if find_nvcc() is None:
-        return "nvcc, which compiles the kernels on first use, is not found (CUDA_HOME, PATH)"
     return None
 
 
-def library(source: Path, architecture: str, instead: str) -> ctypes.CDLL:
-    """`source` compiled for `architecture` ("sm_90", or "sm_90a" with Hopper's own instructions).
+@dataclass(frozen=True)
+class Library:
+    """CUDA C++ of ours, compiled for one GPU.
 
-    The file is under XDG_CACHE_HOME (~/.cache); its name has a hash of all files beside the source,
-    the flags and nvcc's version. Other processes that need it meanwhile wait for the one that
-    builds it. instead: what a user without nvcc can set. Raises KernelBuildError with nvcc's
-    message, or with why the file cannot be written or loaded.
+    source: a file, which may include others of its folder. instead: surface=backend, the slower
+    backend that a user without nvcc can name. feature: "a" for Hopper's own instructions.
     """
-    nvcc = find_nvcc()
-    if nvcc is None:
-        raise KernelBuildError(
-            "nvcc is not found (CUDA_HOME, PATH, /usr/local/cuda): install the CUDA toolkit, or "
-            f"set {instead}"
+
+    source: Path
+    instead: str
+    feature: str = ""
+
+    def reason(self) -> str | None:
+        """Why it cannot be built for this process's GPU, or None. Nothing is built. Unbuildable
+        where only nvcc is missing."""
+        return untested_gpu() or (None if find_nvcc() else Unbuildable(self._no_nvcc()))
+
+    @functools.cache  # noqa: B019  there are two of these in a process
+    def load(self, architecture: str | None = None) -> ctypes.CDLL:
+        """The library, compiled if it is not kept yet. architecture: by default this GPU's.
+
+        The file is under XDG_CACHE_HOME (~/.cache); its name has a hash of all files beside the
+        source, the flags and nvcc's version. Other processes that need it meanwhile wait for the
+        one that compiles it. Raises KernelBuildError with nvcc's message, or with why the file
+        cannot be written or loaded.
+        """
+        nvcc = find_nvcc()
+        if nvcc is None:
+            raise KernelBuildError(self._no_nvcc())
+        architecture = architecture or self._architecture()
+        name = f"{self.source.stem}-{architecture}-{fingerprint(nvcc, self.source.parent)}.so"
+        path = _cache_folder() / name
+        try:
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with open(path.with_suffix(".lock"), "w") as lock:
+                    _lock(lock)
+                    if not path.exists():
+                        _compile(nvcc, self.source, architecture, path)
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            raise KernelBuildError(
+                f"cannot keep or load the compiled kernels at {path}: {error}; name a folder for "
+                "them in XDG_CACHE_HOME that can be written to and loaded from"
+            ) from error
+
+    def _architecture(self) -> str:
+        import torch
+
+        major, minor = torch.cuda.get_device_capability()
+        return f"sm_{major}{minor}{self.feature}"
+
+    def _no_nvcc(self) -> str:
+        return (
+            f"nvcc, which compiles {self.source.name}, is not found (CUDA_HOME, PATH, "
+            "/usr/local/cuda): install the CUDA toolkit, or allow a slower backend by naming it, "
+            f"{self.instead}, in the recipe's [backends] or in MEGACPP_BACKENDS"
         )
-    name = f"{source.stem}-{architecture}-{fingerprint(nvcc, source.parent)}.so"
-    path = _cache_folder() / name
-    try:
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path.with_suffix(".lock"), "w") as lock:
-                _lock(lock)
-                if not path.exists():
-                    _compile(nvcc, source, architecture, path)
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise KernelBuildError(
-            f"cannot keep or load the compiled kernels at {path}: {error}; name a folder for them "
-            "in XDG_CACHE_HOME that can be written to and loaded from"
-        ) from error
 
 
 def _lock(file: IO[str]) -> None:
@@ -115,6 +147,7 @@ def _compile(nvcc: str, source: Path, architecture: str, path: Path) -> None:
     number = architecture.removeprefix("sm_")
     target = f"-gencode=arch=compute_{number},code={architecture}"  # machine code, no PTX
     command = [nvcc, *_FLAGS, target, "-o", temporary, source]
+    print(f"megacpp: compiling {source.name} for {architecture}: once", file=sys.stderr, flush=True)
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         temporary.unlink(missing_ok=True)

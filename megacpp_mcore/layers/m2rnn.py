@@ -145,8 +145,7 @@ class M2RNNMixer(RecurrentMixer):
         """One operator for everything between the projections, or else a prep and a recurrence."""
         device, requests = current_device(), plugin.backends
         sizes = self.config, self.layout, self.settings
-        parts = {name: dispatch.requested(name, requests) for name in m2rnn_core_surface.PARTS}
-        workload = m2rnn_core_surface.workload(device, *sizes, parts)
+        workload = m2rnn_core_surface.workload(device, *sizes, requests)
         core = dispatch.decide("m2rnn_core", workload, requests)
         self.fused = None if core.observed == REFERENCE_BACKEND else core.load()
         self.prep: M2RNNPrep = REFERENCE

@@ -137,8 +137,7 @@ class Mamba3Mixer(RecurrentMixer):
         sizes = self.config, self.layout, self.settings
         self.fused = None
         if self.settings.variant == "siso":
-            parts = {name: dispatch.requested(name, requests) for name in mamba3_core_surface.PARTS}
-            workload = mamba3_core_surface.workload(device, *sizes, parts)
+            workload = mamba3_core_surface.workload(device, *sizes, requests)
             core = dispatch.decide("mamba3_core", workload, requests)
             if core.observed != REFERENCE:
                 # Inference alone needs them, and has the reference from whichever backend.

@@ -220,18 +220,19 @@ def compiler(facts: Facts) -> Check:
 
 
 def nvcc(facts: Facts) -> Check:
-    """nvcc is needed only to build packages of the [cuda] extra and DeepEP."""
+    """Without nvcc the kernels of R and of the experts are not compiled, nor missing packages."""
     if facts.gpu is None:
         return Check("nvcc", NOT_APPLICABLE, _NO_GPU)
     if "nvcc" in facts.programs:
         return Check("nvcc", OK, facts.programs["nvcc"])
     builds = (f"{_TE}-torch", "mamba-ssm", "causal-conv1d")
     missing = [name for name in builds if facts.version(name) is None]
-    if not missing:
-        return Check("nvcc", NOT_APPLICABLE, "absent, but every package that needs it is installed")
+    kernels = "the kernels of m2rnn and moe_experts cannot be compiled"
     return Check(
-        "nvcc", WARN, f"absent; {', '.join(missing)} cannot be built here",
-        "install the CUDA 13.0 toolkit, or build wheels elsewhere for the same Python and torch",
+        "nvcc", WARN, f"absent; {', nor '.join([kernels, *missing])}",
+        "install the CUDA 13.0 toolkit, or name slower backends in the recipe's [backends] "
+        "(m2rnn=reference, moe_experts=grouped_mm) and build packages elsewhere for the same "
+        "Python and torch",
     )  # fmt: skip
 
 

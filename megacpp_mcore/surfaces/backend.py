@@ -35,7 +35,8 @@ class Backend:
     whole-path cost that it takes away. layout, dtypes: what it takes and gives. fallback: the
     backend that serves when it cannot; None for the reference. tests: paths in the repository.
     receipt: a file in `figures.FOLDER`, or None and `no_receipt` says why. figures: what else was
-    measured. exit_when: the condition under which the backend is decided anew. skips: admission
+    measured. exit_when: the condition under which the backend is decided anew. builds: "module:
+    attribute" of the `nvcc.Library` that is compiled for it. skips: admission
     check or dtype -> why it is not run. before: a later backend that the receipt has as faster ->
     why `auto` takes this one first all the same.
     """
@@ -57,6 +58,7 @@ class Backend:
     no_receipt: str | None = None
     figures: tuple[Figure, ...] = ()
     exit_when: str = ""
+    builds: str | None = None
     skips: Mapping[str, str] = field(default_factory=dict)
     before: Mapping[str, str] = field(default_factory=dict)
 

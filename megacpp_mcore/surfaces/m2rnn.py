@@ -38,12 +38,13 @@ def of_recipe(recipe: "Recipe", device: str) -> Workload | None:
 def _cuda(workload: Workload) -> str | None:
     if reason := cuda_only("a CUDA kernel runs", workload):
         return reason
-    from megacpp_mcore.kernels.m2rnn import build, cuda
+    from megacpp_mcore.kernels.m2rnn import cuda, launch
 
     sizes = (workload.size(name) for name in ("k_head_dim", "v_head_dim", "chunk_size"))
-    return cuda.sizes_reason(workload.dtype, *sizes) or build.reason()
+    return cuda.sizes_reason(workload.dtype, *sizes) or launch.LIBRARY.reason()
 
 
+BUILDS = "megacpp_mcore.kernels.m2rnn.launch:LIBRARY"
 _LAYOUT = "q, k (B, S, 1 or H, K), v (B, S, H, V) -> (B, S, H, V), state (B, H, K, V)"
 _STEPS = "model-nam56r-quarter-m2rnn.json"
 
@@ -65,6 +66,7 @@ SURFACE = Surface(
                 "tests/kernels/test_m2rnn_gradient_sizes.py", "tests/kernels/test_m2rnn_build.py",
             ),
             receipt="m2rnn-b4-h44.json",
+            builds=BUILDS,
             figures=(
                 step(_STEPS, "model", "a step of nam56r-quarter"),
                 step(_STEPS, "m2rnn=reference", "with the reference"),

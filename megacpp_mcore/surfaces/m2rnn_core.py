@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from megacpp_mcore.surfaces import m2rnn, m2rnn_prep
+from megacpp_mcore.surfaces import m2rnn, m2rnn_prep, mixer_core
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
 from megacpp_mcore.surfaces.figures import Figure
 from megacpp_mcore.surfaces.support import (
@@ -28,10 +28,9 @@ def workload(
     config,
     layout: "M2RNNLayout",
     settings: "M2RNNSettings",
-    backends: Mapping[str, str],
+    requests: Mapping[str, str],
 ) -> Workload:
-    """heads: of one tensor-parallel rank. parts: surfaces inside of this one whose backend is named
-    in `backends`, what was asked for."""
+    """heads: of one tensor-parallel rank. requests: the recipe's [backends]."""
     return Workload.of(
         device,
         dtype_of(config),
@@ -40,7 +39,7 @@ def workload(
         v_head_dim=layout.v_dim,
         chunk_size=settings.chunk_size,
         tensor_model_parallel_size=layout.tp,
-        parts=tuple(name for name in PARTS if backends.get(name, "auto") != "auto"),
+        parts=mixer_core.named(PARTS, requests),
     )
 
 
@@ -56,12 +55,7 @@ def of_recipe(recipe: "Recipe", device: str) -> Workload | None:
 
 def _options(workload: Workload) -> str | None:
     """Why the kernels do not serve a recipe, whatever the machine has."""
-    if parts := workload.size("parts", ()):
-        return f"{', '.join(parts)} named: this operator has both inside"
-    ranks = workload.size("tensor_model_parallel_size", 1)
-    if ranks != 1:
-        return f"tensor_model_parallel_size {ranks}: q, k and the norm's sum go over the ranks"
-    return None
+    return mixer_core.options(workload, "q, k and the norm's sum go over the ranks")
 
 
 def _triton(workload: Workload) -> str | None:
@@ -96,6 +90,7 @@ SURFACE = Surface(
                 Figure("layer-m2rnn-core.json", "recipe", "an R layer"),
                 Figure("layer-m2rnn-core.json", "m2rnn_core=reference", "with reference"),
             ),
+            builds=m2rnn.BUILDS,
             exit_when="the recurrence's helper warps have convolution and gates inside",
             **_facts,
         ),

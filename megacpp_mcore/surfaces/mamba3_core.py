@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from megacpp_mcore.surfaces import mamba3_prep, mamba3_scan
+from megacpp_mcore.surfaces import mamba3_prep, mamba3_scan, mixer_core
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
 from megacpp_mcore.surfaces.figures import Figure
 from megacpp_mcore.surfaces.support import (
@@ -29,10 +29,10 @@ def workload(
     config,
     layout: "Mamba3Layout",
     settings: "Mamba3Settings",
-    backends: Mapping[str, str],
+    requests: Mapping[str, str],
 ) -> Workload:
-    """Of a SISO block. heads, groups: of one tensor-parallel rank. parts: surfaces inside of
-    this one whose backend is named in `backends`, what was asked for."""
+    """Of a SISO block. heads, groups: of one tensor-parallel rank. requests: the recipe's
+    [backends]."""
     return Workload.of(
         device,
         dtype_of(config),
@@ -43,7 +43,7 @@ def workload(
         angles=layout.angles,
         chunk_size=settings.chunk_size,
         tensor_model_parallel_size=layout.tp,
-        parts=tuple(name for name in PARTS if backends.get(name, "auto") != "auto"),
+        parts=mixer_core.named(PARTS, requests),
     )
 
 
@@ -61,11 +61,9 @@ def of_recipe(recipe: "Recipe", device: str) -> Workload | None:
 
 def _options(workload: Workload) -> str | None:
     """Why the kernels do not serve a recipe, whatever the machine has."""
-    if parts := workload.size("parts", ()):
-        return f"{', '.join(parts)} named: this operator has both inside"
-    ranks = workload.size("tensor_model_parallel_size", 1)
-    if ranks != 1:
-        return f"tensor_model_parallel_size {ranks}: the angles are gathered over the ranks between"
+    over_ranks = "the angles are gathered over the ranks between"
+    if reason := mixer_core.options(workload, over_ranks):
+        return reason
     if workload.dtype != "bfloat16":
         return f"the kernels' products are of bfloat16, not {workload.dtype}"
     if (chunk_size := workload.size("chunk_size")) != 64:

@@ -9,6 +9,7 @@ from megacpp_mcore.surfaces.support import (
     STACK_TESTS,
     TE,
     TE_GRAPH,
+    Unbuildable,
     in_the_models_dtype,
     transformer_engine,
     triton,
@@ -112,7 +113,15 @@ def _grouped_mm(workload: Workload) -> str | None:
 
 def _fused(workload: Workload) -> str | None:
     """Grouped products, and Triton's kernels around them."""
-    return triton(workload) or _fused_kind(workload)
+    return triton(workload) or _fused_kind(workload) or _without_nvcc(workload)
+
+
+def _without_nvcc(workload: Workload) -> str | None:
+    """Why products of our own cannot be compiled where they would be taken instead of torch's."""
+    from megacpp_mcore.kernels.moe_experts import hopper_products
+
+    reason = hopper_products.LIBRARY.reason() if workload.dtype == "bfloat16" else None
+    return reason if isinstance(reason, Unbuildable) else None
 
 
 _TESTS = ("tests/kernels/test_moe_experts.py", *KERNEL_TESTS)
@@ -137,6 +146,7 @@ SURFACE = Surface(
             tests=(*_TESTS, "tests/kernels/test_moe_routed.py", "tests/kernels/test_moe_hopper.py",
                    "tests/layers/test_moe.py", "tests/gpu/test_moe_experts_gpu.py"),
             receipt=None,
+            builds="megacpp_mcore.kernels.moe_experts.hopper_products:LIBRARY",
             no_receipt="what it saves is around the operator: a layer's receipt is wanted, "
             "`megacpp bench layer E --against moe_experts=grouped_mm moe_experts=fused_moe`",
             exit_when="a whole run is no faster with it than with grouped_mm",

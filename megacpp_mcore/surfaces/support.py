@@ -32,6 +32,15 @@ class Broken(str):
     __slots__ = ()
 
 
+class Unbuildable(str):
+    """The reason of a backend whose kernels would be compiled here, but for the compiler.
+
+    `auto` does not pass it over: what is slower has to be named.
+    """
+
+    __slots__ = ()
+
+
 @functools.cache
 def import_reason(module: str) -> str | None:
     """None when `module` imports here, else a sentence with the failure; tried once per process.

@@ -12,12 +12,14 @@ import torch
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.m2rnn import m2rnn as reference
-from megacpp_mcore.kernels.m2rnn.build import reason
+from megacpp_mcore.kernels.m2rnn.launch import LIBRARY
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
-    pytest.mark.skipif(torch.cuda.is_available() and reason() is not None, reason=str(reason())),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and LIBRARY.reason(), reason=str(LIBRARY.reason())
+    ),
 ]
 
 NAMES = ("q", "k", "v", "W", "f", "initial_state")

@@ -11,8 +11,13 @@ import warm
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.kernels import nvcc as compiler_of
-from megacpp_mcore.kernels.m2rnn import build, launch
+from megacpp_mcore.kernels.m2rnn import launch
+from megacpp_mcore.kernels.m2rnn.launch import LIBRARY
+from megacpp_mcore.kernels.nvcc import KernelBuildError
+from megacpp_mcore.recipe import load_recipe
+from megacpp_mcore.surfaces import support
 from megacpp_mcore.surfaces.workload import Workload
+from megacpp_mcore.training import kernels
 
 
 @pytest.fixture(autouse=True)
@@ -20,11 +25,12 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("CUDA_HOME", "CUDA_PATH", dispatch.ENVIRONMENT_VARIABLE):
         monkeypatch.delenv(name, raising=False)
-    for cached in (build.reason, build.library):
+    caches = (compiler_of.untested_gpu, compiler_of.Library.load)
+    for cached in caches:
         cached.cache_clear()
     dispatch.forget()
     yield
-    for cached in (build.reason, build.library):
+    for cached in caches:
         cached.cache_clear()
     dispatch.forget()
 
@@ -86,34 +92,58 @@ def test_an_untested_gpu_is_said_to_be_one(hopper, monkeypatch, tmp_path, capabi
     assert f"compute capability {capability[0]}.{capability[1]}" in decision.reason
 
 
-def test_without_nvcc_the_reference_serves_and_says_so(hopper, monkeypatch):
+def test_without_nvcc_a_slower_backend_has_to_be_named(hopper, monkeypatch):
     without_nvcc(monkeypatch)
-    decision = dispatch.choose("m2rnn", problem())
-    assert decision.observed == "reference"
-    assert "nvcc, which compiles the kernels on first use, is not found" in decision.reason
+    allow = r"nvcc, which compiles m2rnn.cu, is not found .* naming it, m2rnn=reference"
+    with pytest.raises(dispatch.DispatchError, match=f"cannot be compiled: {allow}"):
+        dispatch.choose("m2rnn", problem())
+    assert dispatch.choose("m2rnn", problem(), {"m2rnn": "reference"}).observed == "reference"
     with pytest.raises(dispatch.DispatchError, match="cannot serve: nvcc"):
         dispatch.choose("m2rnn", problem(), {"m2rnn": "cuda"})
-    with pytest.raises(build.KernelBuildError, match="nvcc is not found"):
-        build.library("sm_90")
+    with pytest.raises(KernelBuildError, match=allow):
+        LIBRARY.load("sm_90")
+
+
+@pytest.mark.parametrize("named", ["", "m2rnn=reference", "m2rnn=reference,moe_experts=grouped_mm"])
+def test_a_run_compiles_what_it_needs_before_its_model(hopper, monkeypatch, tmp_path, named):
+    """Without nvcc it is refused, but for what is named; with it both libraries are there."""
+    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, named)
+    recipe = load_recipe("nam56r")
+    monkeypatch.setattr(support, "import_reason", lambda module: None)  # as where Triton is
+    monkeypatch.setenv("CUDA_HOME", nvcc(tmp_path / "toolkit", "echo 13.0"))
+    wanted = {"m2rnn.cu": "m2rnn=reference", "grouped.cu": "moe_experts=grouped_mm"}
+    wanted = {source for source, name in wanted.items() if name not in named}
+    assert {library.source.name for library in kernels.needed(recipe)} == wanted
+    compiled = []
+    monkeypatch.setattr(compiler_of.Library, "load", lambda library: compiled.append(library))
+    kernels.compile_all(recipe)
+    assert {library.source.name for library in compiled} == wanted
+    dispatch.forget()
+    without_nvcc(monkeypatch)
+    if not wanted:
+        kernels.compile_all(recipe)
+        return
+    with pytest.raises(dispatch.DispatchError, match="cannot be compiled: nvcc, which compiles"):
+        kernels.compile_all(recipe)
 
 
 def test_what_nvcc_says_is_passed_on(monkeypatch, tmp_path):
     script = 'case "$1" in --version) echo 13.0;; *) echo "no such target" >&2; exit 3;; esac'
     monkeypatch.setenv("CUDA_HOME", nvcc(tmp_path / "toolkit", script))
-    with pytest.raises(build.KernelBuildError, match=r"sm_99 failed .* status 3: no such target"):
-        build.library("sm_99")
+    with pytest.raises(KernelBuildError, match=r"sm_99 failed .* status 3: no such target"):
+        LIBRARY.load("sm_99")
     assert not list((tmp_path / "cache").rglob("*.so*"))
 
 
 def test_a_cache_that_cannot_be_written_or_loaded_is_named(monkeypatch, tmp_path):
     script = 'case "$1" in --version) echo 13.0; exit;; esac; while [ "$1" != -o ]; do shift; done'
     monkeypatch.setenv("CUDA_HOME", nvcc(tmp_path / "toolkit", f"{script}; echo no library > $2"))
-    with pytest.raises(build.KernelBuildError, match=r"m2rnn-sm_90-.*XDG_CACHE_HOME"):
-        build.library("sm_90")
+    with pytest.raises(KernelBuildError, match=r"m2rnn-sm_90-.*XDG_CACHE_HOME"):
+        LIBRARY.load("sm_90")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(build.KernelBuildError, match=r"Not a directory.*XDG_CACHE_HOME"):
-        build.library("sm_90")
+    with pytest.raises(KernelBuildError, match=r"Not a directory.*XDG_CACHE_HOME"):
+        LIBRARY.load("sm_90")
 
 
 def test_a_file_system_without_locks_is_named(monkeypatch, tmp_path):
@@ -123,13 +153,13 @@ def test_a_file_system_without_locks_is_named(monkeypatch, tmp_path):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(compiler_of.fcntl, "flock", flock)
-    with pytest.raises(build.KernelBuildError, match=r"has no locks .* in XDG_CACHE_HOME"):
-        build.library("sm_90")
+    with pytest.raises(KernelBuildError, match=r"has no locks .* in XDG_CACHE_HOME"):
+        LIBRARY.load("sm_90")
     monkeypatch.setattr(
         compiler_of.fcntl, "flock", lambda file, how: (_ for _ in ()).throw(OSError(5, "broken"))
     )
-    with pytest.raises(build.KernelBuildError, match=r"cannot keep or load .* broken"):
-        build.library("sm_90")
+    with pytest.raises(KernelBuildError, match=r"cannot keep or load .* broken"):
+        LIBRARY.load("sm_90")
 
 
 def test_a_missing_host_compiler_is_named(monkeypatch, tmp_path):
@@ -142,11 +172,11 @@ def test_a_missing_host_compiler_is_named(monkeypatch, tmp_path):
         return which(name, *args, **kwargs) if there[0] or name.endswith("nvcc") else None
 
     monkeypatch.setattr(shutil, "which", found)
-    with pytest.raises(build.KernelBuildError, match=r"fatal: no properties$"):
-        build.library("sm_90")
+    with pytest.raises(KernelBuildError, match=r"fatal: no properties$"):
+        LIBRARY.load("sm_90")
     there[0] = False
-    with pytest.raises(build.KernelBuildError, match=r"no properties\. nvcc needs a host compiler"):
-        build.library("sm_90")
+    with pytest.raises(KernelBuildError, match=r"no properties\. nvcc needs a host compiler"):
+        LIBRARY.load("sm_90")
 
 
 @pytest.mark.slow
@@ -161,7 +191,10 @@ while [ "$1" != -o ]; do shift; done
 sleep 0.3; echo 'int answer(void) {{ return 42; }}' > {tmp_path}/$$.c
 exec {compiler} -shared -fPIC -o "$2" {tmp_path}/$$.c"""
     monkeypatch.setenv("CUDA_HOME", nvcc(tmp_path / "toolkit", script))
-    program = "from megacpp_mcore.kernels.m2rnn import build;print(build.library('sm_90').answer())"
+    program = (
+        "from megacpp_mcore.kernels.m2rnn.launch import LIBRARY;"
+        "print(LIBRARY.load('sm_90').answer())"
+    )
     processes = [
         subprocess.Popen([warm.python(), "-c", program], stdout=subprocess.PIPE, text=True)
         for _ in range(4)
@@ -174,7 +207,7 @@ def test_another_nvcc_or_source_is_another_library(tmp_path):
     first = nvcc(tmp_path / "first", "echo 13.0")
     second = nvcc(tmp_path / "second", "echo 13.1")
     sources = tmp_path / "csrc"
-    shutil.copytree(build._SOURCES, sources)
+    shutil.copytree(LIBRARY.source.parent, sources)
     names = {compiler_of.fingerprint(f"{home}/bin/nvcc", sources) for home in (first, second)}
     (sources / "common.cuh").write_text("// changed\n")
     names.add(compiler_of.fingerprint(f"{first}/bin/nvcc", sources))
@@ -183,9 +216,9 @@ def test_another_nvcc_or_source_is_another_library(tmp_path):
 
 @pytest.mark.slow
 def test_the_sources_compile(tmp_path):
-    compiler = build.find_nvcc()
+    compiler = compiler_of.find_nvcc()
     if compiler is None:
         pytest.skip("no nvcc here")
-    kernels = build.library("sm_90")
+    kernels = LIBRARY.load("sm_90")
     kernels.m2rnn_params_size.restype = ctypes.c_int64
     assert kernels.m2rnn_params_size() == ctypes.sizeof(launch.Params)

@@ -7,14 +7,13 @@ faster; tests/gpu/test_m2rnn_gpu.py has what only a GPU can show.
 import contextlib
 import ctypes
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import cuda_on_cpu
 import pytest
 import torch
 
-from megacpp_mcore.kernels.m2rnn import build, cuda, launch, schedule
+from megacpp_mcore.kernels.m2rnn import cuda, launch, schedule
 from megacpp_mcore.kernels.m2rnn import m2rnn as reference
 
 pytestmark = [
@@ -35,7 +34,7 @@ TANH = {"approximate": 2**-11, "exact": 2**-20}  # how far from tanh
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    source = Path(build.__file__).parent / "csrc" / "m2rnn.cu"
+    source = launch.LIBRARY.source
     library = cuda_on_cpu.library(source, tmp_path_factory.mktemp("m2rnn"))
     library.m2rnn_error.restype = ctypes.c_char_p
     library.m2rnn_params_size.restype = ctypes.c_int64

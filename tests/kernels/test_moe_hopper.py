@@ -36,7 +36,7 @@ def compiled(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def on_cpu(compiled, monkeypatch):
-    monkeypatch.setattr(nvcc, "library", lambda *args: ctypes.CDLL(str(compiled)))
+    monkeypatch.setattr(nvcc.Library, "load", lambda *args: ctypes.CDLL(str(compiled)))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     hopper_products._kernels.cache_clear()

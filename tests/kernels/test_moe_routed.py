@@ -225,7 +225,7 @@ def test_frozen_weights_and_tokens_get_no_gradient():
 
 
 def test_hoppers_products_say_why_they_do_not_serve(monkeypatch):
-    monkeypatch.setattr(hopper_products.nvcc, "reason", lambda: None)
+    monkeypatch.setattr(hopper_products.nvcc.Library, "reason", lambda library: None)
     assert hopper_products.reason(torch.bfloat16, 256) is None
     assert "256" in hopper_products.reason(torch.bfloat16, 257)
     assert "bfloat16" in hopper_products.reason(torch.float32, 16)

@@ -298,11 +298,12 @@ class TestOtherTraps:
         facts = replace(facts, programs={name: f"/usr/bin/{name}" for name in programs})
         assert check(facts, "compiler").status == status
 
-    def test_nvcc_is_asked_for_where_something_is_left_to_build(self):
+    def test_nvcc_is_asked_for_by_kernels_and_packages(self):
         facts = replace(H200, programs=CPU.programs)
-        assert check(facts, "nvcc").status == NOT_APPLICABLE
-        found = check(without(facts, "mamba-ssm"), "nvcc")
-        assert found.status == WARN and "mamba-ssm" in found.found
+        found = check(facts, "nvcc")
+        assert found.status == WARN and "m2rnn" in found.found and "m2rnn=ref" in found.remedy
+        assert "mamba-ssm" not in found.found
+        assert "mamba-ssm" in check(without(facts, "mamba-ssm"), "nvcc").found
 
     def test_an_environment_that_cannot_be_read(self):
         facts = replace(CPU, environment={"MEGACPP_BACKENDS": "norm=fast"})

@@ -2,12 +2,14 @@
 
 import ctypes
 import functools
+from pathlib import Path
 
 import torch
 
-from megacpp_mcore.kernels.m2rnn.build import library
+from megacpp_mcore.kernels import nvcc
 from megacpp_mcore.kernels.m2rnn.schedule import Sizes
 
+LIBRARY = nvcc.Library(Path(__file__).parent / "csrc" / "m2rnn.cu", instead="m2rnn=reference")
 STEPS = 16  # steps of a stage; chunk_size is a multiple of it
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in m2rnn.cu
 
@@ -60,9 +62,9 @@ def launch(entry: str, sizes: Sizes, dtype: torch.dtype, device: torch.device, *
 
 @functools.cache
 def kernels(device: int) -> ctypes.CDLL:
-    """The library for this GPU, compiled on first use."""
+    """The library for this GPU."""
     major, minor = torch.cuda.get_device_capability(device)
-    found = library(f"sm_{major}{minor}")
+    found = LIBRARY.load(f"sm_{major}{minor}")
     found.m2rnn_error.restype = ctypes.c_char_p
     found.m2rnn_params_size.restype = ctypes.c_int64
     for entry in (found.m2rnn_forward, found.m2rnn_backward):

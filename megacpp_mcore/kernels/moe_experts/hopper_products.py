@@ -22,7 +22,9 @@ from megacpp_mcore.kernels.moe_experts.routing import Gathered, rows_of
 NAME = "hopper"
 ALIGN = 128
 MOST_EXPERTS = 256
-_SOURCE = Path(__file__).parent / "csrc" / "grouped.cu"
+LIBRARY = nvcc.Library(
+    Path(__file__).parent / "csrc" / "grouped.cu", instead="moe_experts=grouped_mm", feature="a"
+)
 # As in grouped.cuh.
 _FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _ADDED_WEIGHT_GRADIENT = range(4)
 _TILES = (256, 224)  # columns
@@ -40,7 +42,7 @@ def reason(dtype: torch.dtype, experts: int) -> str | None:
         return f"they multiply bfloat16, not {dtype}"
     if experts > MOST_EXPERTS:
         return f"{experts} local experts: they take up to {MOST_EXPERTS}"
-    return nvcc.reason()
+    return LIBRARY.reason()
 
 
 def forward(x: Tensor | Gathered, w: Tensor, ends: Tensor) -> Tensor:
@@ -128,7 +130,7 @@ def _call(name: str, *arguments: int | Tensor | None) -> None:
 
 @functools.cache
 def _kernels() -> ctypes.CDLL:
-    found = nvcc.library(_SOURCE, "sm_90a", "MEGACPP_BACKENDS=moe_experts=grouped_mm")
+    found = LIBRARY.load("sm_90a")
     found.grouped_error.restype = ctypes.c_char_p
     number, pointer, rows = ctypes.c_int, ctypes.c_void_p, ctypes.c_int64
     found.grouped_product.argtypes = (

@@ -13,6 +13,7 @@ from megacpp_mcore.recipe.rules import cuda_graphs
 from megacpp_mcore.training.gpu.rank_setup import OUT, YARDSTICK, LaunchError, recipe_argv
 from megacpp_mcore.training.gpu.resume import TRACKER, go_back, newest
 from megacpp_mcore.training.gpu.torchrun import run_ranks
+from megacpp_mcore.training.kernels import compile_all
 from megacpp_mcore.training.packages import check_packages
 
 _REFUSED = 2  # exit status of a rank that has printed why it refuses to start
@@ -31,8 +32,9 @@ def launch_ranks(
 
     Raises LaunchError when the machine has fewer GPUs, the recipe is for several machines, or the
     folder it loads from holds a checkpoint and `resume` is false; RecipeError as `load_recipe`;
-    MissingPackageError and MissingPatchError before any rank is started. The ranks run the checks
-    that need imports of the packages, before they build anything.
+    MissingPackageError and MissingPatchError; DispatchError and KernelBuildError where the kernels
+    of the recipe cannot be compiled: all before any rank is started. The ranks run the checks that
+    need imports of the packages, before they build anything.
     """
     if gpus < 1:
         raise LaunchError(f"--gpus {gpus}: at least 1 is needed")
@@ -47,6 +49,8 @@ def launch_ranks(
     _check(recipe, gpus, resume or resume_from is not None)
     check_packages(recipe, yardstick=yardstick)
     patch_needs.check(recipe)
+    if not yardstick:
+        compile_all(recipe)
     if resume_from is not None:
         for line in go_back(recipe.checkpoint.load, resume_from):
             print(f"megacpp: {line}", file=sys.stderr)

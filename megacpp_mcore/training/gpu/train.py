@@ -22,6 +22,7 @@ from megacpp_mcore.training import sizes
 from megacpp_mcore.training.gpu import memory, resume
 from megacpp_mcore.training.gpu.rank_setup import Launch, LaunchError, check_agreement
 from megacpp_mcore.training.heartbeat import Heartbeat
+from megacpp_mcore.training.kernels import compile_all
 from megacpp_mcore.training.packages import check_backends, check_logging, check_packages
 from megacpp_mcore.training.run_folder import RunFolderError
 
@@ -39,8 +40,8 @@ def train(launch: Launch) -> None:
 
     Raises LaunchError without CUDA, for Megatron arguments of another recipe, and for arguments
     that this entry point does not support; MissingPackageError, MissingPatchError, DispatchError,
-    DataError, ResumeError and RunFolderError before the model is built. If the loop ends early, the
-    receipt says so, and torchrun gets the reason.
+    KernelBuildError, DataError, ResumeError and RunFolderError before the model is built. If the
+    loop ends early, the receipt says so, and torchrun gets the reason.
     """
     try:
         _train(launch)
@@ -65,6 +66,8 @@ def _train(launch: Launch) -> None:
     patch_needs.check(launch.recipe)
     with bridges.hide_packages("jax"):  # Transformer Engine also imports its JAX support
         check_backends(launch.recipe)
+    if not launch.yardstick:
+        compile_all(launch.recipe)  # the launcher has, where there is one
     bridges.before_megatron()
     bridges.dataset_helper()
     from megacpp_mcore.training.data.blend import check_data
