@@ -64,8 +64,6 @@ if [ "$gpus" = 1 ]; then
   bench 50 layer-moe layer E --against moe_experts=grouped_mm
   bench 50 layer-mamba3 layer M --against mamba3_core=reference
   bench 50 layer-m2rnn-core layer R --against m2rnn_core=reference
-  bench 40 layer-m2rnn-prep layer R --against m2rnn_prep=reference m2rnn_prep=inductor
-  bench 40 layer-mamba3-prep layer M --against mamba3_prep=reference mamba3_prep=inductor
   bench 45 linear_cross_entropy linear_cross_entropy
   bench 45 linear_cross_entropy-mean linear_cross_entropy --variant mean
   bench 40 moe_experts moe_experts
@@ -85,8 +83,6 @@ if [ "$gpus" = 1 ]; then
   bench 30 router_gating router_gating
   bench 90 model-nam56r-quarter-precision model "${quarter[@]}" --against precision.fp8=null \
     --set precision.fp8=hybrid --set precision.fp8_recipe=tensorwise
-  bench 90 model-nam56r-quarter-compile model "${quarter[@]}" --against m2rnn_prep=reference \
-    mamba3_prep=inductor m2rnn_prep=reference,mamba3_prep=inductor
   train 90 run-nam56r-quarter-fp8 nam56r-quarter 100 --set precision.fp8=hybrid \
     --set precision.fp8_recipe=tensorwise --set schedule.micro_batch_size=4 \
     --set schedule.global_batch_size=4 --set model.vocab_size=257

@@ -114,7 +114,6 @@ ON_ONE_WORKER = (
 SLOW_FILES = (
     "tests/bench/test_bench.py",
     "tests/kernels/test_core_attention.py",
-    "tests/kernels/test_mixer_prep_admission.py",
     "tests/kernels/test_moe_hopper.py",
     "tests/kernels/test_moe_routed.py",
     "tests/kernels/test_rope_qk.py",

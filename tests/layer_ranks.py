@@ -6,14 +6,11 @@ the gradients of inputs and parameters must be those of the one rank, and the ch
 two save must give the one rank's weights back.
 """
 
-import contextlib
-import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor
@@ -111,26 +108,6 @@ class TwoRanks:
         assert actual.shape == expected.shape, what
         error = (actual - expected).abs().max()
         assert error <= bound, f"{what}: {error:.2e} > {bound:.2e}"
-
-
-@contextlib.contextmanager
-def compiling(surface: str) -> Iterator[None]:
-    """In a rank: layers have the surface's `inductor`. Graphs are taken, no code is made."""
-    from megacpp_mcore.surfaces.registry import REGISTRY
-    from megacpp_mcore.surfaces.support import always
-
-    backends = tuple(replace(b, supports=always) for b in REGISTRY[surface].backends)
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        torch._dynamo.config.patch(disable=False, recompile_limit=64),
-    ):
-        patch.setattr(
-            torch, "compile", functools.partial(torch.compile, backend="aot_eager", dynamic=False)
-        )
-        patch.setitem(REGISTRY, surface, replace(REGISTRY[surface], backends=backends))
-        patch.setenv("MEGACPP_BACKENDS", f"{surface}=inductor")
-        yield
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 def run_both(check: Callable[[int, str], None], folder: Path) -> None:

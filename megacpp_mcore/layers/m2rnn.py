@@ -38,15 +38,14 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.hybrid.block_settings import M2RNNSettings
 from megacpp_mcore.kernels.documents import bounds_to_end, positions
 from megacpp_mcore.kernels.m2rnn import m2rnn_step
-from megacpp_mcore.kernels.m2rnn_prep import REFERENCE, M2RNNPrep
+from megacpp_mcore.kernels.m2rnn_core.prep import conv_and_decay, gated_norm
 from megacpp_mcore.layers.documents import document_offsets
 from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout, M2RNNMixerError
 from megacpp_mcore.layers.mixer import RecurrentMixer
 from megacpp_mcore.layers.settings import PluginSettings, plugin_settings
 from megacpp_mcore.surfaces import m2rnn as m2rnn_surface
 from megacpp_mcore.surfaces import m2rnn_core as m2rnn_core_surface
-from megacpp_mcore.surfaces import m2rnn_prep as m2rnn_prep_surface
-from megacpp_mcore.surfaces.backend import REFERENCE as REFERENCE_BACKEND
+from megacpp_mcore.surfaces.backend import REFERENCE
 from megacpp_mcore.surfaces.workload import current_device
 
 _FP32_PARAMETERS = ("W", "A_log", "dt_bias", "D")
@@ -142,20 +141,15 @@ class M2RNNMixer(RecurrentMixer):
         return parameter
 
     def _choose_backends(self, plugin: PluginSettings) -> None:
-        """One operator for everything between the projections, or else a prep and a recurrence."""
+        """One operator between the projections, or else plain torch around the recurrence."""
         device, requests = current_device(), plugin.backends
         sizes = self.config, self.layout, self.settings
         workload = m2rnn_core_surface.workload(device, *sizes, requests)
         core = dispatch.decide("m2rnn_core", workload, requests)
-        self.fused = None if core.observed == REFERENCE_BACKEND else core.load()
-        self.prep: M2RNNPrep = REFERENCE
+        self.fused = None if core.observed == REFERENCE else core.load()
         workload = m2rnn_surface.workload(device, *sizes)
         # The fused operator has the first backend inside; inference needs its state.
-        recurrence = dispatch.decide("m2rnn", workload, requests)
-        self.m2rnn = recurrence.load()
-        if self.fused is None:
-            workload = m2rnn_prep_surface.workload(device, self.config)
-            self.prep = dispatch.decide("m2rnn_prep", workload, requests).load()
+        self.m2rnn = dispatch.decide("m2rnn", workload, requests).load()
 
     def forward(
         self,
@@ -201,7 +195,7 @@ class M2RNNMixer(RecurrentMixer):
         """`_mix` from a zero state, without the final state."""
         if self.fused is not None:
             return self._fused(projected, cu_seqlens)
-        return self._mix(projected, self.prep, cu_seqlens=cu_seqlens)[0]
+        return self._mix(projected, cu_seqlens=cu_seqlens)[0]
 
     def _fused(self, projected: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         layout, settings = self.layout, self.settings
@@ -258,23 +252,21 @@ class M2RNNMixer(RecurrentMixer):
                 "all of them; set it to false for inference"
             )
         projected, _ = self.in_proj(hidden_states)
-        # The uncompiled prep: prompts have any length, and each would need a compilation.
-        mixed, recurrent = self._mix(projected, REFERENCE, state)
+        mixed, recurrent = self._mix(projected, state)
         inputs = projected[..., : state.conv.shape[-1]]
         conv = torch.cat((state.conv.to(inputs.dtype), inputs))[inputs.shape[0] :]
         return *self.out_proj(mixed), M2RNNState(conv, recurrent)
 
     def _mix(
-        self, projected: Tensor, prep: M2RNNPrep, state: M2RNNState | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, projected: Tensor, state: M2RNNState | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Everything between the projections: [s, b, in_proj rows] -> [s, b, heads * V].
 
         Also returns the recurrence's final state.
         """
         parts = [*self.layout.in_proj.values(), self.layout.padding]
         *qkv, gate, x_f, _ = projected.split(parts, dim=-1)
-        mixed, f = prep.conv_and_decay(
+        mixed, f = conv_and_decay(
             *qkv, x_f, self.conv1d_weight, self.conv1d_bias, self.A_log, self.dt_bias,
             history=None if state is None else state.conv,
             offset=_offsets_in_document(cu_seqlens, projected),
@@ -293,7 +285,7 @@ class M2RNNMixer(RecurrentMixer):
                 grad_clamp=self.settings.grad_clamp,
                 tanh=self.settings.tanh,
             )  # fmt: skip
-        out = prep.gated_norm(
+        out = gated_norm(
             y, v, gate, self.D, self.norm_weight,
             channels=self.layout.channels, eps=self.config.layernorm_epsilon,
             over_ranks=self._over_ranks if self.layout.tp > 1 else None,

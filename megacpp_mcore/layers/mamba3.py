@@ -30,14 +30,13 @@ from torch import Tensor
 from megacpp_mcore import dispatch
 from megacpp_mcore.hybrid.block_settings import Mamba3Settings
 from megacpp_mcore.kernels.mamba3 import mamba3_scan, mamba3_step
-from megacpp_mcore.kernels.mamba3_prep import mamba3_prep
+from megacpp_mcore.kernels.mamba3_core.prep import mamba3_prep
 from megacpp_mcore.layers.documents import document_offsets
 from megacpp_mcore.layers.mamba3_layout import IN_PROJ_PARTS, Mamba3Layout, Mamba3MixerError
 from megacpp_mcore.layers.mixer import RecurrentMixer
 from megacpp_mcore.layers.param_gather import wait_for_param_gather
 from megacpp_mcore.layers.settings import PluginSettings, plugin_settings
 from megacpp_mcore.surfaces import mamba3_core as mamba3_core_surface
-from megacpp_mcore.surfaces import mamba3_prep as mamba3_prep_surface
 from megacpp_mcore.surfaces import mamba3_scan as mamba3_scan_surface
 from megacpp_mcore.surfaces.backend import REFERENCE
 from megacpp_mcore.surfaces.workload import current_device
@@ -132,7 +131,7 @@ class Mamba3Mixer(RecurrentMixer):
         return dt + torch.log(-torch.expm1(-dt))
 
     def _choose_backends(self, plugin: PluginSettings) -> None:
-        """One operator for everything between the projections, or else a prep and a scan."""
+        """One operator between the projections, or else plain torch around the scan."""
         device, requests = current_device(), plugin.backends
         sizes = self.config, self.layout, self.settings
         self.fused = None
@@ -140,13 +139,11 @@ class Mamba3Mixer(RecurrentMixer):
             workload = mamba3_core_surface.workload(device, *sizes, requests)
             core = dispatch.decide("mamba3_core", workload, requests)
             if core.observed != REFERENCE:
-                # Inference alone needs them, and has the reference from whichever backend.
-                self.fused, self.prep, self.scan = core.load(), mamba3_prep, mamba3_scan
+                # Inference alone needs a scan, and has the reference from whichever backend.
+                self.fused, self.scan = core.load(), mamba3_scan
                 return
         workload = mamba3_scan_surface.workload(device, *sizes)
         self.scan = dispatch.decide("mamba3_scan", workload, requests).load()
-        workload = mamba3_prep_surface.workload(device, self.config)
-        self.prep = dispatch.decide("mamba3_prep", workload, requests).load()
 
     def forward(
         self,
@@ -165,8 +162,7 @@ class Mamba3Mixer(RecurrentMixer):
         inference_context = deprecate_inference_params(inference_context, inference_params)
         if inference_context is not None:
             projected, _ = self.in_proj(hidden_states)
-            # The uncompiled prep: prompts have any length, and each would need a compilation.
-            tokens, parameters = self._scan_arguments(projected.transpose(0, 1), mamba3_prep)
+            tokens, parameters = self._scan_arguments(projected.transpose(0, 1))
             y = self._infer(tokens, parameters, inference_context, packed_seq_params)
             return self.out_proj(y.transpose(0, 1).flatten(2))
         offsets = document_offsets(packed_seq_params)
@@ -180,7 +176,7 @@ class Mamba3Mixer(RecurrentMixer):
         """Everything between the projections: [s, b, in_proj rows] -> [s, b, heads * P]."""
         if self.fused is not None:
             return self._fused(projected, offsets)
-        tokens, parameters = self._scan_arguments(projected.transpose(0, 1), self.prep)
+        tokens, parameters = self._scan_arguments(projected.transpose(0, 1))
         y = self.scan(**tokens, **parameters, chunk_size=self.chunk_size, cu_seqlens=offsets)
         return y.transpose(0, 1).flatten(2)
 
@@ -194,11 +190,8 @@ class Mamba3Mixer(RecurrentMixer):
             cu_seqlens=offsets,
         )  # fmt: skip
 
-    def _scan_arguments(self, projected: Tensor, prep) -> tuple[dict, dict]:
-        """projected (b, s, in_proj rows) -> the scan's per-token tensors and its parameters.
-
-        prep: the backend of mamba3_prep to use.
-        """
+    def _scan_arguments(self, projected: Tensor) -> tuple[dict, dict]:
+        """projected (b, s, in_proj rows) -> the scan's per-token tensors and its parameters."""
         layout, settings = self.layout, self.settings
         columns = projected.split((*layout.in_proj, layout.padding), dim=-1)
         z, x, B, C, dd_dt, dd_A, trap, angle, _ = columns
@@ -206,7 +199,7 @@ class Mamba3Mixer(RecurrentMixer):
             (angle,) = self._gather(angle)
         else:
             B, C, angle = self._gather(B, C, angle)
-        inputs = prep(
+        inputs = mamba3_prep(
             B, C, dd_dt, dd_A, self.dt_bias, self._norm_weight(self.B_norm),
             self._norm_weight(self.C_norm), None if layout.groups_are_split else self.head_groups,
             variant=settings.variant, rank=layout.rank, decay=settings.decay,

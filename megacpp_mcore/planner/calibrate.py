@@ -36,13 +36,17 @@ _RUN, _MODEL = "run-nam56r-2xh200.json", "model-nam56r-quarter-m2rnn.json"
 
 
 def recipe_of(receipt: Receipt) -> Recipe:
-    """A receipt's recipe, as far as its keys are still known, with the heads and the experts that
-    served."""
+    """A receipt's recipe, as far as its keys and backends are still known, with the heads and the
+    experts that served."""
     overrides = []
     for section, keys in receipt["recipe"]["content"].items():
         for key, value in (keys or {}).items():
             dotted = f"{section}.{key}"
-            if section == BACKENDS or (dotted in KEYS and not isinstance(value, dict)):
+            if section == BACKENDS:
+                known = key in REGISTRY and value in dispatch.choices(key)
+            else:
+                known = dotted in KEYS and not isinstance(value, dict)
+            if known:
                 overrides.append(f"{dotted}={json.dumps(value)}")
     # `auto` may have another order by now, and a surface may be younger than the receipt.
     served = dict.fromkeys(_CORES, REFERENCE) | observed(receipt)
@@ -126,12 +130,12 @@ class Calibration:
             ("A", "layer-mla-core.json", "core_attention=sdpa_cudnn"),
             ("E", "layer-moe.json", "recipe"),
             ("M", "layer-mamba3.json", "recipe"),
-            ("M", "layer-mamba3-prep.json", "mamba3_prep=reference"),
+            ("M", "layer-mamba3.json", "mamba3_core=reference"),
             ("R", "layer-m2rnn-core.json", "recipe"),
-            ("R", "layer-m2rnn.json", "recipe"),
+            ("R", "layer-m2rnn-core.json", "m2rnn_core=reference"),
         ):
             receipt = self.receipt(name)
-            recipe = _of_one_layer(receipt, letter)
+            recipe = _of_one_layer(receipt, letter, backend)
             (layer,) = layers_of(recipe, 0)
             rate = passes_rate(letter, layer_backend(recipe, letter))
             self.put(rate, 0.0, "passes", name, how)
@@ -183,13 +187,16 @@ class Calibration:
             low, high = (middle, high) if slow else (low, middle)
 
 
-def _of_one_layer(receipt: Receipt, letter: str) -> Recipe:
-    """nam56r's sizes with the one layer that a bench of layers has."""
+def _of_one_layer(receipt: Receipt, letter: str, backend: str) -> Recipe:
+    """nam56r's sizes with the one layer that a bench of layers has. backend: a row's, "recipe" or
+    "surface=name"."""
     recipe = recipe_of(receipt)
-    if len(recipe.plan.layers) == 1:
-        return recipe
-    return load_recipe(recipe.source, (*recipe.overrides, f"model.pattern={letter}",
-                                       "model.depth=1", "mtp.mtp_num_layers=0"))  # fmt: skip
+    overrides = [*recipe.overrides]
+    if len(recipe.plan.layers) > 1:
+        overrides += [f"model.pattern={letter}", "model.depth=1", "mtp.mtp_num_layers=0"]
+    if backend != "recipe":
+        overrides.append(f"{BACKENDS}.{backend}")
+    return load_recipe(recipe.source, overrides)
 
 
 def calibrate(folder: Path) -> dict[str, dict[str, Any]]:

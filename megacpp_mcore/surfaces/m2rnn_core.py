@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from megacpp_mcore.surfaces import m2rnn, m2rnn_prep, mixer_core
+from megacpp_mcore.surfaces import m2rnn, mixer_core
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
 from megacpp_mcore.surfaces.figures import Figure
 from megacpp_mcore.surfaces.support import (
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout
     from megacpp_mcore.recipe import Recipe
 
-PARTS = (m2rnn_prep.SURFACE.name, m2rnn.SURFACE.name)
+PARTS = (m2rnn.SURFACE.name,)
 
 
 def workload(
@@ -96,9 +96,9 @@ SURFACE = Surface(
         ),
         reference(
             f"{_KERNELS}:m2rnn_core", always,
-            removes="nothing: m2rnn_prep, then m2rnn, each with its own backend",
+            removes="nothing: plain torch around m2rnn, which has backends of its own",
             dtypes="bf16, fp16, fp32, fp64; computed in fp32 or wider",
-            no_receipt="a layer has the two surfaces' backends instead",
+            no_receipt="a layer's, in layer-m2rnn-core.json, has a backend of m2rnn inside",
             **_facts,
         ),
     ),

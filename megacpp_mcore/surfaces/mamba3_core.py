@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from megacpp_mcore.surfaces import mamba3_prep, mamba3_scan, mixer_core
+from megacpp_mcore.surfaces import mamba3_scan, mixer_core
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
 from megacpp_mcore.surfaces.figures import Figure
 from megacpp_mcore.surfaces.support import (
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megacpp_mcore.layers.mamba3_layout import Mamba3Layout
     from megacpp_mcore.recipe import Recipe
 
-PARTS = (mamba3_prep.SURFACE.name, mamba3_scan.SURFACE.name)
+PARTS = (mamba3_scan.SURFACE.name,)
 
 
 def workload(
@@ -110,9 +110,9 @@ SURFACE = Surface(
         ),
         reference(
             f"{_KERNELS}:mamba3_core", always,
-            removes="nothing: mamba3_prep, then mamba3_scan, each with its own backend",
+            removes="nothing: plain torch around mamba3_scan, which has backends of its own",
             dtypes="bf16, fp16, fp32, fp64; dt, decay and state in fp32 or wider",
-            no_receipt="a layer has the two surfaces' backends instead",
+            no_receipt="a layer's, in layer-mamba3.json, has a backend of mamba3_scan inside",
             **_facts,
         ),
     ),

@@ -1,4 +1,4 @@
-"""What `mamba3_core` and `m2rnn_core` share: an operator with two other surfaces inside of it."""
+"""What `mamba3_core` and `m2rnn_core` share: an operator with another surface inside of it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,6 +17,6 @@ def options(workload: Workload, over_ranks: str) -> str | None:
     """Why the operator does not serve a recipe. over_ranks: what is exchanged inside under tensor
     parallelism."""
     if parts := workload.size("parts", ()):
-        return f"{', '.join(parts)} named: this operator has both inside"
+        return f"{', '.join(parts)} named: this operator has its own inside"
     ranks = workload.size("tensor_model_parallel_size", 1)
     return None if ranks == 1 else f"tensor_model_parallel_size {ranks}: {over_ranks}"

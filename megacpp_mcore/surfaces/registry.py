@@ -6,9 +6,7 @@ from megacpp_mcore.surfaces import (
     linear_cross_entropy,
     m2rnn,
     m2rnn_core,
-    m2rnn_prep,
     mamba3_core,
-    mamba3_prep,
     mamba3_scan,
     mla_rope,
     moe_dispatch,
@@ -22,7 +20,6 @@ from megacpp_mcore.surfaces.backend import Surface
 
 _MODULES = (
     linear, norm, router_gating, moe_dispatch, moe_experts, core_attention, mla_rope, rope_qk,
-    mamba3_core, mamba3_scan, mamba3_prep, m2rnn_core, m2rnn, m2rnn_prep, linear_cross_entropy,
-    residual,
+    mamba3_core, mamba3_scan, m2rnn_core, m2rnn, linear_cross_entropy, residual,
 )  # fmt: skip
 REGISTRY: dict[str, Surface] = {module.SURFACE.name: module.SURFACE for module in _MODULES}

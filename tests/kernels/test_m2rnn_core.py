@@ -15,8 +15,8 @@ from megacpp_mcore.kernels.documents import positions
 from megacpp_mcore.kernels.m2rnn import M2RNNInputError, cuda, m2rnn
 from megacpp_mcore.kernels.m2rnn_core import around, triton
 from megacpp_mcore.kernels.m2rnn_core.case import M2RNNCoreCase
+from megacpp_mcore.kernels.m2rnn_core.prep import conv_and_decay, gated_norm
 from megacpp_mcore.kernels.m2rnn_core.reference import document_starts, heads_of
-from megacpp_mcore.kernels.m2rnn_prep import REFERENCE
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.surfaces.registry import REGISTRY
 
@@ -54,14 +54,14 @@ def test_the_kernels_around_the_recurrence_against_autograd(name):
     wide = {n: t.double().requires_grad_() for n, t in tensors.items() if n != "W"}
     padding = tensors["projected"].shape[-1] - sum(case.parts)
     *qkv, gate, decay, _ = wide["projected"].split([*case.parts, padding], -1)
-    mixed, f = REFERENCE.conv_and_decay(
+    mixed, f = conv_and_decay(
         *qkv, decay, wide["conv_weight"], wide["conv_bias"], wide["A_log"], wide["dt_bias"],
         offset=offset,
     )  # fmt: skip
     *_, v = heads_of(mixed, case.k_head_dim, case.v_head_dim)
     y = torch.randn(case.batch, case.seq, case.heads, case.v_head_dim).to(dtype)
     wide_y = y.double().requires_grad_()
-    out = REFERENCE.gated_norm(
+    out = gated_norm(
         wide_y, v, gate, wide["D"], wide["norm_weight"], channels=sizes.values, eps=case.eps
     )
     dout = torch.randn(out.shape).to(dtype)
@@ -191,8 +191,7 @@ def test_what_the_recurrence_does_not_take_is_refused(change, words):
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (["backends.m2rnn_prep=reference"], "m2rnn_prep named: this operator has both inside"),
-        (["backends.m2rnn=cuda"], "m2rnn named"),
+        (["backends.m2rnn=reference"], "m2rnn named: this operator has its own inside"),
         (["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
          "tensor_model_parallel_size 2"),
         (["m2rnn.chunk_size=48"], "chunk_size is 48"),

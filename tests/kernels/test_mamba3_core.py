@@ -13,8 +13,8 @@ from megacpp_mcore.kernels import parity
 from megacpp_mcore.kernels.mamba3 import Mamba3InputError, mamba3_scan, mamba3_step
 from megacpp_mcore.kernels.mamba3_core import around, scan, triton
 from megacpp_mcore.kernels.mamba3_core.case import Mamba3CoreCase
+from megacpp_mcore.kernels.mamba3_core.prep import mamba3_prep
 from megacpp_mcore.kernels.mamba3_core.reference import document_starts
-from megacpp_mcore.kernels.mamba3_prep import mamba3_prep
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.surfaces.registry import REGISTRY
 
@@ -252,7 +252,7 @@ def test_a_projection_that_the_kernels_cannot_read_is_refused(projected, words):
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (["backends.mamba3_prep=reference"], "mamba3_prep named: this operator has both inside"),
+        (["backends.mamba3_scan=reference"], "mamba3_scan named: this operator has its own inside"),
         (["backends.mamba3_scan=mamba_ssm"], "mamba3_scan named"),
         (
             ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layer_ranks import HIDDEN, TwoRanks, compiling, packed, run_both
+from layer_ranks import HIDDEN, TwoRanks, packed, run_both
 
 from megacpp_mcore.hybrid.block_settings import M2RNNSettings
 
@@ -82,14 +82,3 @@ def check(rank, folder):
 @pytest.mark.slow
 def test_two_ranks_are_one(tmp_path):
     run_both(check, tmp_path)
-
-
-def check_compiled(rank, folder):
-    with compiling("m2rnn_prep"):
-        check(rank, folder)
-
-
-@pytest.mark.slow
-def test_two_ranks_are_one_with_compiled_parts(tmp_path):
-    """Collectives stand between the graphs."""
-    run_both(check_compiled, tmp_path)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layer_ranks import HIDDEN, TwoRanks, compiling, run_both
+from layer_ranks import HIDDEN, TwoRanks, run_both
 
 from megacpp_mcore.hybrid.block_settings import Mamba3Settings
 
@@ -76,15 +76,3 @@ def check(rank, folder):
 @pytest.mark.slow
 def test_two_ranks_are_one(tmp_path):
     run_both(check, tmp_path)
-
-
-def check_compiled(rank, folder):
-    cases = dict.fromkeys(("siso-gathered-sp", "mimo-split-sp"), True)
-    with compiling("mamba3_prep"):
-        TwoRanks(cases, build, call, part, sums=5, settle=clear_padding).check(rank, folder)
-
-
-@pytest.mark.slow
-def test_two_ranks_are_one_with_compiled_parts(tmp_path):
-    """Collectives stand between the graphs."""
-    run_both(check_compiled, tmp_path)

@@ -124,7 +124,6 @@ def test_step(name):
         ("model-nam56r-quarter-m2rnn.json", "model"),
         ("model-nam56r-quarter-mtp2.json", "model"),
         ("model-nam56r-quarter-precision.json", "precision.fp8=null"),
-        ("model-nam56r-quarter-compile.json", "m2rnn_prep=reference"),
     ],
 )
 def test_forward_and_backward_of_a_model(receipt, backend):

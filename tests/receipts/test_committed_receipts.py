@@ -105,8 +105,8 @@ def test_without_logits_the_step_is_faster_and_ten_gib_smaller():
     assert ours["peak_memory_bytes"] <= megatrons["peak_memory_bytes"] - 10 * 2**30
 
 
-def test_fp8_takes_less_time_for_a_whole_step_and_the_compiled_preps_do_not():
-    """By the 99 % interval of the ratio of times, in turns with bf16 and with the plain preps."""
+def test_fp8_takes_less_time_for_a_whole_step():
+    """By the 99 % interval of the ratio of times, in turns with bf16."""
     rows, _ = _rows("model-nam56r-quarter-precision")
     precision = receipts.read(FOLDER / "model-nam56r-quarter-precision.json")["recipe"]["content"]
     asked = {key: precision["precision"][key] for key in ("fp8", "fp8_recipe")}
@@ -114,12 +114,6 @@ def test_fp8_takes_less_time_for_a_whole_step_and_the_compiled_preps_do_not():
     bf16, fp8 = rows["precision.fp8=null", "step"], rows["model", "step"]
     time = judge_rows(bf16, fp8, MARGIN, in_turns=True).time
     assert time.high < 1 - MARGIN and fp8["error"] < fp8["tolerance"]
-
-    rows, _ = _rows("model-nam56r-quarter-compile")
-    off = rows.pop(("m2rnn_prep=reference", "step"))
-    steps = [row for (_, phase), row in rows.items() if phase == "step"]
-    times = [judge_rows(off, row, MARGIN, in_turns=True).time for row in steps]
-    assert len(times) == 3 and all(t.low < 1 < t.high for t in times)
 
 
 def test_chunked_losses_take_nine_tenths_of_ligers_mean_and_little_more_than_the_products():

@@ -178,8 +178,6 @@ REFUSED = [
     (["backends.moe_experts=grouped_mm", "recompute.moe=act"], "backends.moe_experts", "again"),
     (["backends.moe_experts=grouped_mm", "model.swiglu=false"], "backends.moe_experts", "SwiGLU"),
     (["backends.norm=liger", "model.normalization=LayerNorm"], "backends.norm", "RMSNorm"),
-    (["backends.mamba3_prep=inductor", "precision.deterministic_mode=true",
-      "precision.cross_entropy_loss_fusion=false"], "backends.mamba3_prep", "chosen by timing"),
     # A whole step as one CUDA graph
     ([*WHOLE, "parallel.expert_model_parallel_size=8"], "parallel.expert_model_parallel_size",
      "must be 1 with launch.cuda_graph_impl"),
@@ -200,10 +198,6 @@ REFUSED = [
      "schedule.check_for_nan_in_loss_and_grad", "must be false"),
     ([*WHOLE, "launch.cuda_graph_modules=attn"], "launch.cuda_graph_modules", "must be left out"),
     ([*WHOLE, "launch.cuda_graph_warmup_steps=0"], "launch.cuda_graph_warmup_steps", "at least 1"),
-    (["backends.m2rnn_prep=inductor", "launch.cuda_graph_impl=local"], "backends.m2rnn_prep",
-     "captured graph"),
-    (["launch.device=cpu", "backends.m2rnn_prep=inductor"], "backends.m2rnn_prep",
-     "nothing is compiled on cpu"),
     ([*DSA, "backends.norm=liger"], "backends.norm", "LayerNorm"),
     # precision and optimizer
     ([*FP8, "precision.bf16=false"], "precision.bf16", "fp8"),
@@ -298,7 +292,6 @@ ACCEPTED = [
     [*FULL, "parallel.recompute_method=uniform", "parallel.recompute_num_layers=1"],
     ["optimizer.optimizer=muon"],
     ["backends.moe_experts=grouped_mm", "recompute.moe=experts", "backends.norm=liger"],
-    ["backends.mamba3_prep=inductor", "recompute.mamba3=mixer", "backends.m2rnn_prep=inductor"],
     ["optimizer.use_precision_aware_optimizer=true", "optimizer.exp_avg_dtype=bf16"],
     ["data.split=98,2"],
     [*PER_SPLIT, "data.valid_data_path=b"],

@@ -44,11 +44,9 @@ OTHER_WORDS = {
         "stack/__init__.py": "the package",
         "stack/checks.py": "the package",
         "surfaces/support.py": "the package",
-        "surfaces/mixer_prep.py": "the package",
         "surfaces/linear_cross_entropy.py": "the package",
         "training/gpu/rank_setup.py": "the folder of its cache",
     },
-    "inductor": {"training/gpu/rank_setup.py": "the folder of its cache"},
     "mamba_ssm": {
         "training/packages.py": "the package",
         "training/gpu/train.py": "the package",

@@ -1,4 +1,4 @@
-"""An R block between its projections in plain torch: `m2rnn_prep` and `m2rnn`."""
+"""An R block between its projections in plain torch: `prep` and `m2rnn`."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megacpp_mcore.kernels.documents import positions
 from megacpp_mcore.kernels.m2rnn import M2RNNInputError, m2rnn
-from megacpp_mcore.kernels.m2rnn_prep import REFERENCE
+from megacpp_mcore.kernels.m2rnn_core.prep import conv_and_decay, gated_norm
 
 
 def m2rnn_core(
@@ -48,15 +48,13 @@ def m2rnn_core(
     offset = None
     if cu_seqlens is not None:
         offset = positions(projected.shape[0], cu_seqlens).view(-1, 1, 1)
-    mixed, f = REFERENCE.conv_and_decay(
-        *qkv, decay, conv_weight, conv_bias, A_log, dt_bias, offset=offset
-    )
+    mixed, f = conv_and_decay(*qkv, decay, conv_weight, conv_bias, A_log, dt_bias, offset=offset)
     q, k, v = heads_of(mixed, k_dim, v_dim)
     y, _ = m2rnn(
         q, k, v, W, f, cu_seqlens=cu_seqlens, chunk_size=chunk_size, grad_clamp=grad_clamp,
         tanh=tanh,
     )  # fmt: skip
-    return REFERENCE.gated_norm(y, v, gate, D, norm_weight, channels=values, eps=eps)
+    return gated_norm(y, v, gate, D, norm_weight, channels=values, eps=eps)
 
 
 def heads_of(mixed: Tensor, k_dim: int, v_dim: int) -> tuple[Tensor, Tensor, Tensor]:

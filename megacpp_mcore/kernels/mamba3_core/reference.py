@@ -1,4 +1,4 @@
-"""An M block between its projections in plain torch: `mamba3_prep` and `mamba3_scan`, SISO."""
+"""An M block between its projections in plain torch: `prep` and `mamba3_scan`, SISO."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from megacpp_mcore.kernels.documents import bounds_to_end
 from megacpp_mcore.kernels.mamba3 import mamba3_scan
 from megacpp_mcore.kernels.mamba3.inputs import Mamba3InputError
-from megacpp_mcore.kernels.mamba3_prep import mamba3_prep
+from megacpp_mcore.kernels.mamba3_core.prep import mamba3_prep
 
 
 def mamba3_core(

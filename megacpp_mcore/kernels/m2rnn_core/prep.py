@@ -70,20 +70,9 @@ def gated_norm(
 
     Returns (s, b, heads * V) in gate's dtype, computed in D's.
     """
-    x, squares = gated(y, v, gate, D)
-    squares = squares if over_ranks is None else over_ranks(squares)
-    return normed(x, squares, weight, gate.dtype, channels=channels, eps=eps)
-
-
-def gated(y: Tensor, v: Tensor, gate: Tensor, D: Tensor) -> tuple[Tensor, Tensor]:
-    """The gated values (s, b, heads * V), and the sum of their squares (s, b, 1)."""
     y, v = (x.flatten(2).transpose(0, 1).to(D.dtype) for x in (y, v))
     x = (y + D * v) * silu(gate.to(D.dtype))
-    return x, x.square().sum(-1, keepdim=True)
-
-
-def normed(
-    x: Tensor, squares: Tensor, weight: Tensor, dtype: torch.dtype, *, channels: int, eps: float
-) -> Tensor:
+    squares = x.square().sum(-1, keepdim=True)
+    squares = squares if over_ranks is None else over_ranks(squares)
     x = x * torch.rsqrt(squares / channels + eps)
-    return (x * weight.to(x.dtype)).to(dtype)
+    return (x * weight.to(x.dtype)).to(gate.dtype)
