@@ -1,5 +1,5 @@
-"""The bench's gates at NAM56R's full size, on every backend that serves there: what is right passes,
-and the chosen backend's values, made wrong, are refused."""
+"""The gates of the bench at NAM56R's full size, on every backend that serves there: what is right
+passes, and the chosen backend's values, made wrong, are refused."""
 
 from dataclasses import replace
 
