@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Measure again what the README and the catalog claim: examples/rerun_receipts.sh GPUS DATA_PREFIX [MINUTES]
+# Measure again what the README and the catalog claim: examples/rerun_receipts.sh GPUS DATA_PREFIX [MINUTES [NAME ...]]
 #
 # GPUS: 1, 2 or 4 H200s of one host; the receipts of that kind of machine are measured, what is claimed
 # most first, until MINUTES (default 25) have passed: a measurement that would end later is left out and
 # named. Each replaces its file in examples/receipts/h200 when it has ended well, so an earlier one stays
-# where a bench is wrong or a run ends early. DATA_PREFIX: byte tokens of `megacpp data build`. With DRY=1
-# the commands are printed. At the end the table in examples/receipts/README.md is written anew.
+# where a bench is wrong or a run ends early. NAME: these receipts alone. DATA_PREFIX: byte tokens of
+# `megacpp data build`. With DRY=1 the commands are printed. At the end the table in
+# examples/receipts/README.md is written anew.
 set -euo pipefail
-gpus=$1 data=$2 minutes=${3:-25}
+gpus=$1 data=$2 minutes=${3:-25} only=" ${*:4} "
 here=$(cd "$(dirname "$0")" && pwd)
 out=$here/receipts/h200
 work=${WORK:-runs/rerun}
@@ -21,6 +22,7 @@ failed=() left_out=()
 measure() {
   local seconds=$1 name=$2
   shift 2
+  if [[ $only != "  " && $only != *" $name "* ]]; then return; fi
   if ((SECONDS + seconds > minutes * 60)); then
     left_out+=("$name")
   elif [ "${DRY:-}" ]; then

@@ -70,14 +70,14 @@ def code() -> dict[str, Any]:
     """The version of this package, the sha256 of its modules and kernels, git's id of its folder,
     and the commit when it runs from a checkout of it.
 
-    commit and dirty are null for an installed wheel, and where git is not there to ask.
+    commit and dirty are null for an installed wheel, and where git is not there to ask. Receipts
+    that are new do not make it dirty: else one of a series alone would name its commit.
     """
     checkout = Path(__file__).resolve().parents[2]
     commit = dirty = None
     if (checkout / ".git").exists():
         commit = _git(checkout, "rev-parse", "HEAD")
-        status = _git(checkout, "status", "--porcelain")
-        dirty = None if status is None else bool(status)
+        dirty = _has_changes(checkout)
     own = {"version": __version__, "sha256": _sha256(), "tree": _tree(_PACKAGE)}
     return own | {"commit": commit, "dirty": dirty}
 
@@ -178,6 +178,12 @@ def _cpu_count() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _has_changes(checkout: Path) -> bool | None:
+    """Whether files are not the commit's, but for receipts and what git ignores."""
+    status = _git(checkout, "status", "--porcelain", "--", ".", ":!examples/receipts")
+    return None if status is None else bool(status)
 
 
 def _git(checkout: Path, *arguments: str) -> str | None:

@@ -643,6 +643,24 @@ def test_a_receipt_without_the_codes_digest_is_history_or_none(tmp_path):
                 validate(document | {"code": own})
 
 
+def test_new_receipts_are_no_changes_of_the_code(tmp_path):
+    from megacpp_mcore.receipts.lane import _has_changes
+
+    assert _has_changes(tmp_path) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
+    (tmp_path / "examples/receipts").mkdir(parents=True)
+    old, code = tmp_path / "examples/receipts/old.json", tmp_path / "code.py"
+    for file in (old, code):
+        file.write_text("1")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *words], check=True)
+    old.write_text("2")
+    (tmp_path / "examples/receipts/new.json").write_text("1")
+    assert _has_changes(tmp_path) is False
+    code.write_text("2")
+    assert _has_changes(tmp_path) is True
+
+
 @pytest.mark.parametrize(
     ("own", "traceable"),
     [
