@@ -26,12 +26,15 @@ PYTHON
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 [ "$gpus" != 0 ] || { echo "tests/gpu/run.sh: torch sees no GPU here" >&2; exit 1; }
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus - 1)))}
-export MEGACPP_GPU_TEST_NOTES=$(mktemp) TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-2}
-mark=$(basename "$MEGACPP_GPU_TEST_NOTES")
+notes=$(cd "$folder" && pwd)/.notes mark=gpu-tests-$$-$RANDOM
+: >"$notes"
+export MEGACPP_GPU_TEST_NOTES=$notes TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-2}
 
+logs() { "$python" tests/gpu/logs.py "$notes" "$folder" <<<"$head"; }
 part() { # LIMIT WORKERS MARKS TEST...
-  timeout -s INT -k 15 "$1" env MEGACPP_TEST_MARK="$mark" "$python" -m pytest -m "$3" -n "$2" \
-    --no-loadscope-reorder --timeout "${TEST_LIMIT:-300}" --tb=short -p no:cacheprovider "${@:4}"
+  timeout -s KILL "$1" env MEGACPP_TEST_MARK="$mark" "$python" -m pytest -m "$3" -n "$2" \
+    --no-loadscope-reorder --timeout "${TEST_LIMIT:-300}" --tb=short -p no:cacheprovider \
+    -p no:benchmark "${@:4}"
   # Whatever a test has started does not outlive its part.
   PYTHONPATH=tests${PYTHONPATH:+:$PYTHONPATH} "$python" -c '
 import os, sys
@@ -41,5 +44,9 @@ for pid in Marked(sys.argv[1]).pids():
     os.kill(pid, 9)' "$mark"
 }
 part "${LIMIT:-3600}" $((${WORKERS:-8} * gpus)) "gpu and not alone" "$@"
+logs >/dev/null # for whoever stops this script in its second part
 part "${ALONE_LIMIT:-3600}" "$gpus" "gpu and alone" "$@"
-"$python" tests/gpu/logs.py "$MEGACPP_GPU_TEST_NOTES" "$folder" <<<"$head"
+logs
+status=$?
+rm "$notes"
+exit $status
