@@ -30,7 +30,7 @@ from parallel_layouts import ONE, RECIPE, RUNS, SAVED, SEED, STOCK, Run
 from parallel_verdicts import Outcome, differences, line, table
 
 RUN_S = 180  # the time limit of one run; the first also compiles the kernels
-_RUNS_ON_A_GPU = 3  # at once: a run is small, and half of its time is Python starting
+_RUNS_ON_A_GPU = 6  # at once: a run is small, and half of its time is Python starting
 
 
 class Packed:
