@@ -211,7 +211,8 @@ def test_a_loss_that_the_script_did_not_print_is_told():
 
 
 def test_the_outcomes_on_h200s_are_of_tests_that_are_here():
-    known = (Path(__file__).parent / "test_runs_gpu.py").read_text()
+    here = Path(__file__).parent
+    known = "".join((here / f"test_{name}_gpu.py").read_text() for name in ("runs", "interrupted"))
     named = set(re.findall(r"test_runs_gpu\.py::(\w+)", (RECEIPTS / "run-tests.log").read_text()))
     assert len(named) == 6 and all(f"def {name}(" in known for name in named)
 

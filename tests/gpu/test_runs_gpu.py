@@ -1,24 +1,18 @@
-"""Whole runs of `megacpp train --gpus` on this machine: cold and second start, yardstick, kills, a
-resumed run, packed documents, TensorBoard's log, a loss that is not finite, out of memory.
+"""Whole runs of `megacpp train --gpus` on this machine: cold and second start, yardstick, packed
+documents, TensorBoard's log, a loss that is not finite, out of memory.
 
 At NAM56R's full width, one layer of each letter and an MTP depth; what needs no width, with the
 small NAM56R of the layouts.
 """
 
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
-import torch
-from parallel_layouts import RECIPE
+from small_runs import result, series, small, small_run
 
 from megacpp_mcore import receipts
-from megacpp_mcore.training.checkpoints import checksums, folder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -41,10 +35,6 @@ def command(corpus: Path, out: Path, gpus: int, steps: int, *more: str) -> list[
     return words + [word for text in sets for word in ("--set", text)]
 
 
-def result(out: Path) -> dict:
-    return receipts.read(out / "receipt.json")["result"]
-
-
 @pytest.mark.alone
 def test_the_second_start_of_a_run_compiles_nothing(corpus, tmp_path):
     out, found = tmp_path / "run", []
@@ -65,107 +55,6 @@ def test_the_yardstick_trains(corpus, tmp_path):
     assert receipt["plan"]["megatron_pattern"] == "+EMM/+E"
     assert {b["surface"] for b in receipt["backends"]} == {"core_attention"}
     assert receipt["result"]["status"] == "complete"
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_killed_rank_ends_the_run_within_a_minute(corpus, tmp_path):
-    out = tmp_path / "run"
-    with open(tmp_path / "err", "w") as err:
-        run = subprocess.Popen(command(corpus, out, 2, 100_000), stderr=err)
-        deadline = time.monotonic() + 300
-        while not (out / "receipt.json").exists() and time.monotonic() < deadline:
-            time.sleep(0.5)  # the receipt is there after the first step
-        ranks = ranks_of(run)
-        assert len(ranks) == 2
-        time.sleep(1)
-        started = time.monotonic()
-        os.kill(ranks[1].pid, signal.SIGKILL)
-        assert run.wait(timeout=90) == 128 + signal.SIGKILL
-    assert time.monotonic() - started < 60
-    assert not any(rank.is_running() for rank in ranks)
-    said = (tmp_path / "err").read_text()
-    assert said.count("was killed by SIGKILL") == 1
-    assert result(out)["status"] == "failed" and "SIGKILL" in result(out)["reason"]
-
-
-def small(recipe: Path, corpus: Path, out: Path) -> list[str]:
-    """`--set` words of the layouts' small NAM56R, saving every fifth step."""
-    recipe.write_text(RECIPE)
-    sets = [
-        f'data.data_path=["{corpus}"]', f"data.data_cache_path={out}/data",
-        f"checkpoint.save={out}/saved", f"checkpoint.load={out}/saved",
-        "checkpoint.save_interval=5", "schedule.train_iters=30",
-    ]  # fmt: skip
-    return [word for text in sets for word in ("--set", text)]
-
-
-def small_run(recipe: Path, corpus: Path, out: Path) -> list[str]:
-    words = [sys.executable, "-m", "megacpp_mcore.cli", "train", str(recipe), "--gpus", "1"]
-    return [*words, "--out", str(out), *small(recipe, corpus, out)]
-
-
-def ranks_of(run: subprocess.Popen) -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process(run.pid).children()
-        if "megacpp_mcore.pretrain" in child.cmdline()
-    ]
-
-
-def series(out: Path, name: str) -> dict[int, float]:
-    found = receipts.read(out / "receipt.json")["series"]
-    return dict(zip(found["step"], found[name], strict=True))
-
-
-def test_a_killed_run_goes_on_to_the_losses_of_an_unbroken_one(corpus, tmp_path):
-    """Killed in a step, four or less after a checkpoint; then `--resume`, to the same bits."""
-    recipe, runs = tmp_path / "small.toml", {}
-    for name in ("unbroken", "killed"):
-        out = tmp_path / name
-        words = [*small_run(recipe, corpus, out), "--set", "schedule.train_iters=15"]
-        err = (tmp_path / f"{name}.err").open("w")
-        runs[name] = subprocess.Popen(words, stderr=err), words
-    run, words = runs["killed"]
-    tracker, deadline = out / "saved/latest_checkpointed_iteration.txt", time.monotonic() + 300
-    while not (tracker.exists() and tracker.read_text() == "5"):
-        assert run.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    time.sleep(0.4)  # into a later step
-    (rank,) = ranks_of(run)
-    rank.kill()
-    assert run.wait(timeout=90) == 128 + signal.SIGKILL
-    assert "resume from it with --resume" in (tmp_path / "killed.err").read_text()
-    assert max(series(out, "step")) < 15 and result(out)["status"] == "failed"
-    subprocess.run([*words, "--resume"], check=True)
-    assert runs["unbroken"][0].wait(timeout=300) == 0
-    for name in ("loss", "grad_norm"):
-        assert series(out, name) == series(tmp_path / "unbroken", name)
-    assert list(series(out, "loss")) == [*range(1, 16)]
-
-
-def test_asynchronous_saves_have_checksums_and_lose_one_interval_at_most(corpus, tmp_path):
-    """Killed when a second save has begun; the first one is complete by then."""
-    out = tmp_path / "run"
-    more = ["checkpoint.async_save=true", "checkpoint.use_persistent_ckpt_worker=true",
-            "checkpoint.keep_latest=2", "schedule.train_iters=22"]  # fmt: skip
-    words = [*small_run(tmp_path / "small.toml", corpus, out),
-             *(word for text in more for word in ("--set", text))]  # fmt: skip
-    run = subprocess.Popen(words)
-    deadline = time.monotonic() + 300
-    while not (out / "saved" / "iter_0000010").exists():
-        assert run.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    (rank,) = ranks_of(run)
-    workers = rank.children(recursive=True)
-    rank.kill()
-    run.wait(timeout=90)
-    _, alive = psutil.wait_procs(workers, timeout=10)
-    assert workers and not alive
-    assert folder.complete(out / "saved")[-1] in (5, 10)
-    subprocess.run([*words, "--resume"], check=True)
-    assert folder.complete(out / "saved") == [20, 22]
-    assert all(checksums.verify(folder.path_of(out / "saved", n)) for n in (20, 22))
-    assert list(series(out, "loss")) == [*range(1, 23)]
 
 
 def test_tensorboard_has_the_losses(corpus, tmp_path):

@@ -160,3 +160,28 @@ def test_the_writer_sums_what_it_writes(tmp_path):
     assert json.loads((tmp_path / ".sum-__0_0.distcp").read_text()) == checksums.of_file(path)
     with pytest.raises(io.UnsupportedOperation), writer._SummedFile(str(path), "wb") as file:
         file.read()
+
+
+def test_a_save_is_on_the_disk_before_an_older_one_is_deleted(tmp_path, monkeypatch):
+    """Every file, and the names of file and folder: a power loss after pruning costs nothing."""
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig
+
+    from megacpp_mcore.training.checkpoints import writer
+
+    synced = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (real(file), synced.append(os.fstat(file))))
+    checkpoint = folder.path_of(tmp_path, 1)
+    checkpoint.mkdir()
+    opened = {"__0_0.distcp": writer._SummedFile, ".metadata": open}
+    for name, place in opened.items():  # Megatron syncs these so, before the buffer is written
+        with place(str(checkpoint / name), "wb") as file:
+            file.write(b"data")
+            os.fsync(file.fileno())
+    writer._gather_and_save_config(CheckpointingConfig("torch_dist", 1), str(checkpoint))
+    assert folder.is_complete(checkpoint) and checksums.verify(checkpoint)
+    last = {(found.st_dev, found.st_ino): found for found in synced}
+    for path in (tmp_path, checkpoint, *checkpoint.iterdir()):
+        now = path.stat()
+        then = last.get((now.st_dev, now.st_ino))
+        assert then and then.st_mtime_ns == now.st_mtime_ns, f"{path} was not synced"

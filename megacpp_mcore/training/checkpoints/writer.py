@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
+from megacpp_mcore.files import sync
 from megacpp_mcore.training.checkpoints import checksums
 from megacpp_mcore.training.processes import end_with_parent
 
@@ -41,6 +42,11 @@ class _SummedFile:
         self._crc = zlib.crc32(data, self._crc)
         self._bytes += len(data)
         return self._file.write(data)
+
+    def fileno(self) -> int:
+        """Flushed: Megatron calls it to sync the file, and would leave the last block behind."""
+        self._file.flush()
+        return self._file.fileno()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -84,17 +90,21 @@ def _async_loop_of_a_worker(*arguments: Any) -> None:
 
 
 def _gather_and_save_config(config: Any, checkpoint_dir: str) -> None:
-    """On rank 0, when every other file is written: the checksums, then `metadata.json`."""
+    """On rank 0, when the shards are on the disk: the checksums, then `metadata.json`, and all that
+    Megatron does not sync, so that nothing older is deleted before this checkpoint is there."""
     folder = Path(checkpoint_dir)
     if not folder.is_dir():  # an object store's
         _save_config(config, checkpoint_dir)
         return
     sidecars = list(folder.glob(f"{_SIDECAR}*"))
-    known = {p.name.removeprefix(_SIDECAR): json.loads(p.read_text()) for p in sidecars}
+    shards = {p.name.removeprefix(_SIDECAR): json.loads(p.read_text()) for p in sidecars}
     with tempfile.TemporaryDirectory() as apart:
         _save_config(config, apart)
-        known |= {path.name: checksums.of_file(path) for path in Path(apart).iterdir()}
-    checksums.write(folder, known)
+        config_files = {path.name: checksums.of_file(path) for path in Path(apart).iterdir()}
+    checksums.write(folder, shards | config_files)
     for path in sidecars:
         path.unlink()
     _save_config(config, checkpoint_dir)
+    others = (path for path in folder.iterdir() if path.name not in shards)
+    for path in (*others, folder, folder.parent):
+        sync(path)
