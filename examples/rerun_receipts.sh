@@ -81,7 +81,6 @@ if [ "$gpus" = 1 ]; then
   bench 90 mamba3_scan-mimo mamba3_scan --set mamba3.variant=mimo --set mamba3.mimo_rank=4
   bench 90 layer-mamba3-mimo layer M --set mamba3.variant=mimo --set mamba3.mimo_rank=4 \
     --against mamba3_scan=reference
-  bench 30 residual residual
   bench 30 router_gating router_gating
   bench 90 model-nam56r-quarter-precision model "${quarter[@]}" --against precision.fp8=null \
     --set precision.fp8=hybrid --set precision.fp8_recipe=tensorwise

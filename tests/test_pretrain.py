@@ -454,7 +454,7 @@ class FakeLoop:
         )
 
     def setup_model_and_optimizer(self, model_type):
-        dispatch.decide("residual", dispatch.Workload.of("cpu", "any"))
+        dispatch.decide("linear", dispatch.Workload.of("cpu", "any"))
         return [torch.nn.Linear(2, 3)], self.optimizer, None
 
     def build_train_valid_test_data_iterators(self, provider):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayerSubmodules
@@ -55,13 +56,12 @@ _CAUSAL = {"attn_mask_type": AttnMaskType.causal}
 class StackParts:
     """What every layer of a stack is put together from.
 
-    residual: bias-dropout-add. norms_inside: MLA's Q/KV norms are part of Transformer Engine's
+    norms_inside: MLA's Q/KV norms are part of Transformer Engine's
     linears, which no other norm can be. residual_norm: the norm whose input is the layer's
     residual.
     """
 
     linears: Linears
-    residual: Callable
     norms_inside: bool
     norm: Callable = DispatchedNorm
     residual_norm: Callable = _RESIDUAL_NORM
@@ -75,7 +75,7 @@ def mamba3_layer(parts: StackParts) -> ModuleSpec:
     return ModuleSpec(
         module=Mamba3Layer,
         submodules=MambaLayerSubmodules(
-            norm=parts.residual_norm, mixer=mixer, mamba_bda=parts.residual
+            norm=parts.residual_norm, mixer=mixer, mamba_bda=get_bias_dropout_add
         ),
     )
 
@@ -89,7 +89,7 @@ def mixer_layer(
         submodules=TransformerLayerSubmodules(
             input_layernorm=parts.residual_norm,
             self_attention=self_attention,
-            self_attn_bda=parts.residual,
+            self_attn_bda=get_bias_dropout_add,
             **more,
         ),
     )
@@ -188,7 +188,7 @@ def mlp_layer(parts: StackParts) -> ModuleSpec:
     submodules = TransformerLayerSubmodules(
         pre_mlp_layernorm=parts.residual_norm,
         mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
-        mlp_bda=parts.residual,
+        mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
     )
     return ModuleSpec(module=MLPLayer, submodules=submodules)
@@ -203,6 +203,6 @@ def moe_layer(parts: StackParts) -> ModuleSpec:
     submodules = TransformerLayerSubmodules(
         pre_mlp_layernorm=parts.residual_norm,
         mlp=partial(MegacppMoELayer, submodules=moe),
-        mlp_bda=parts.residual,
+        mlp_bda=get_bias_dropout_add,
     )
     return ModuleSpec(module=MoETransformerLayer, submodules=submodules)

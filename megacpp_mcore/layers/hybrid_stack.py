@@ -1,8 +1,8 @@
 """The stack spec: which module implements each symbol of a hybrid pattern.
 
-`stack_spec` returns what Megatron's `HybridModel(hybrid_stack_spec=...)` takes. Linears and
-residuals determine the spec's structure, so dispatch chooses them when the spec is made. Norms,
-experts, attention cores and scans depend on the model's config: they are chosen layer by layer.
+`stack_spec` returns what Megatron's `HybridModel(hybrid_stack_spec=...)` takes. The linears
+determine the spec's structure, so dispatch chooses them when the spec is made. Norms, experts,
+attention cores and scans depend on the model's config: they are chosen layer by layer.
 `StackSpec` is what `--spec` names; the spec is made from it when a model is built, not when it is
 imported.
 """
@@ -30,7 +30,7 @@ from megacpp_mcore.patching import applied
 from megacpp_mcore.stack import bridges, optimizer_bridges, unpickling
 from megacpp_mcore.surfaces import linear
 from megacpp_mcore.surfaces.support import TE
-from megacpp_mcore.surfaces.workload import current_device, stack_part
+from megacpp_mcore.surfaces.workload import Workload, current_device
 
 # In the slots that no other letter is asked for: A E M R.
 _DEFAULT = "".join(entry.letter for entry in table.SHIPPED if entry.spec is None)
@@ -112,12 +112,10 @@ def stack_spec(backends: Mapping[str, str] | None = None, letters: str = "") -> 
             f"{one.letter} and {other.letter} both need Megatron's {symbol} slot, of which a stack "
             "has one; use only one of them"
         )
-    workload = stack_part(current_device())
-    linears, residual = (
-        dispatch.decide(surface, workload, backends).load()() for surface in ("linear", "residual")
-    )
+    any_config = Workload.of(current_device(), "any")
+    linears = dispatch.decide("linear", any_config, backends).load()()
     norms_inside = linears.is_te and dispatch.requested("norm", backends) in (dispatch.AUTO, TE)
-    parts = StackParts(linears, residual, norms_inside)
+    parts = StackParts(linears, norms_inside)
     slots = {s.symbol: s for letter in _DEFAULT + letters for s in table.get(letter).slots}
     layers = {STACK_FIELDS[symbol]: _function(slot) for symbol, slot in slots.items()}
     layers = {"mlp_layer": mlp_layer} | layers

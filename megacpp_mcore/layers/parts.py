@@ -93,17 +93,3 @@ def fused_experts():
     from megacpp_mcore.layers.experts import FusedExperts
 
     return FusedExperts
-
-
-def megatron_residual():
-    """Megatron's bias-dropout-add, one compiled kernel if the config has bias_dropout_fusion."""
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-
-    return get_bias_dropout_add
-
-
-def plain_residual():
-    """Bias, dropout and addition as separate operations; bias_dropout_fusion is ignored."""
-    from megacpp_mcore.layers.residual import get_bias_dropout_add
-
-    return get_bias_dropout_add

@@ -88,10 +88,10 @@ class Calibration:
         self.put(rate, value, "operations/s", receipt, how)
 
     def operators(self) -> None:
-        residual = "residual.json"
-        row = self.row(residual, REGISTRY["residual"].backends[0].name)
-        self.put("bytes", row["bytes_floor"] / row["median_ms"] * 1e3, "bytes/s", residual,
-                 "bytes of the residual addition over its median")  # fmt: skip
+        norm = "norm.json"
+        row = self.row(norm, REGISTRY["norm"].backends[0].name)
+        self.put("bytes", row["bytes_floor"] / row["median_ms"] * 1e3, "bytes/s", norm,
+                 "bytes of the norm, forward and backward, over its median")  # fmt: skip
         memory_bytes = self.receipt(_RUN)["lane"]["device"]["memory_bytes"]
         self.put("memory", memory_bytes, "bytes", _RUN, "the device's memory, lane.device")
         head, *_ = REGISTRY["linear_cross_entropy"].backends

@@ -12,7 +12,6 @@ from megacpp_mcore.surfaces import (
     moe_dispatch,
     moe_experts,
     norm,
-    residual,
     rope_qk,
     router_gating,
 )
@@ -20,6 +19,6 @@ from megacpp_mcore.surfaces.backend import Surface
 
 _MODULES = (
     linear, norm, router_gating, moe_dispatch, moe_experts, core_attention, mla_rope, rope_qk,
-    mamba3_core, mamba3_scan, m2rnn_core, m2rnn, linear_cross_entropy, residual,
+    mamba3_core, mamba3_scan, m2rnn_core, m2rnn, linear_cross_entropy,
 )  # fmt: skip
 REGISTRY: dict[str, Surface] = {module.SURFACE.name: module.SURFACE for module in _MODULES}

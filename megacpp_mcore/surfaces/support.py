@@ -103,13 +103,6 @@ def one_context_rank(workload: Workload) -> str | None:
     return f"context_parallel_size {ranks}: it counts positions in the rows of one rank"
 
 
-def compiled(workload: Workload) -> str | None:
-    """The `supports` of what Megatron compiles with torch.compile as it is imported."""
-    if workload.device == "cuda":
-        return None
-    return f"nothing is compiled on {workload.device}: it takes longer than the CPU lane's runs"
-
-
 def whatever_the_machine(
     reason: Callable[[Workload], str | None],
 ) -> Callable[["Recipe", Workload], str | None]:

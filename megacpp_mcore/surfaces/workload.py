@@ -51,11 +51,6 @@ def current_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def stack_part(device: str) -> Workload:
-    """What a stack spec is put together from (linear, residual): chosen before any config."""
-    return Workload.of(device, "any")
-
-
 def dtype_of(config) -> str:
     """The parameters' dtype, without torch's prefix."""
     return str(config.params_dtype).removeprefix("torch.")

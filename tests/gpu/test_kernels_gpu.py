@@ -20,7 +20,6 @@ test_mamba3_scan = admission.suite("mamba3_scan", "cuda")
 test_m2rnn_core = admission.suite("m2rnn_core", "cuda")
 test_m2rnn = admission.suite("m2rnn", "cuda")
 test_linear_cross_entropy = admission.suite("linear_cross_entropy", "cuda")
-test_residual = admission.suite("residual", "cuda")
 
 
 @pytest.fixture(autouse=True)

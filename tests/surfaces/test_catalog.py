@@ -86,7 +86,7 @@ class TestRows:
 
     @pytest.mark.parametrize(
         "surface",
-        ["linear_cross_entropy", "residual", "mla_projection", "mamba3_scan"],
+        ["linear_cross_entropy", "mla_projection", "mamba3_scan"],
     )
     def test_what_is_not_carried_is_listed_with_its_reason(self, surface):
         (row,) = [r for r in NOT_CARRIED if r.surface == surface and r.role == "deferred"]

@@ -64,7 +64,6 @@ def test_nam56r_at_full_size():
     assert (scan["heads"], scan["groups"], scan["state_dim"], scan["angles"]) == (56, 8, 64, 16)
     assert m2rnn == {"heads": 44, "k_head_dim": 64, "v_head_dim": 16, "chunk_size": 32}
     assert {asked[n].dtype for n in ("core_attention", "mamba3_scan", "m2rnn")} == {"bfloat16"}
-    assert asked["residual"].dtype == "any"
 
 
 def test_tensor_parallel_ranks_ask_for_their_own_heads():
