@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env data train test gpu-test check lint docs clean
+.PHONY: help env env-cuda wheels-cuda data train test gpu-test check lint docs clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +14,7 @@ RECIPE ?= nam56r-tiny
 OUT ?= runs/$(RECIPE)
 
 help:
-	@grep -E '^# make|^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^# //; s/:.*## /: /'
+	@grep -E '^# make|^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^# //; s/:.*## /: /'
 
 env: $(STAMP) ## create .venv, or reuse it when its pins match
 
@@ -24,10 +24,23 @@ $(STAMP):
 	    && { python=$$p; break; }; done; \
 	[ -n "$$python" ] || { echo "Python 3.12 is needed (megatron-core 0.19.2 has no other); install it, or set PYTHON" >&2; exit 1; }; \
 	rm -rf $(VENV); "$$python" -m venv $(VENV)
+	@echo 'installing the packages of constraints.txt: 5 GB in $(VENV), some minutes'
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
 	MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE $(BIN)/python -m pip install -q --disable-pip-version-check \
 	  --no-deps --no-build-isolation --target $(VENV)/patch-targets mamba-ssm==2.3.2.post1  # tests patch a copy of it
 	@touch $@
+
+# WHEELS=FOLDER: every package from there, without network; the folder is what wheels-cuda makes.
+env-cuda: export PIP_NO_INDEX := $(if $(WHEELS),1,$(PIP_NO_INDEX))
+env-cuda: export PIP_FIND_LINKS := $(or $(abspath $(WHEELS)),$(PIP_FIND_LINKS))
+env-cuda: $(STAMP) ## env with the packages for GPUs: builds (once) what has no wheel, ends with doctor
+	$(BIN)/megacpp cuda install $(if $(WHEELS),--wheels $(abspath $(WHEELS)))
+
+wheels-cuda: FOLDER := $(or $(WHEELS),wheels)
+wheels-cuda: $(STAMP) ## every package as a wheel in WHEELS=wheels, for GPUs of CUDA_ARCHS (90)
+	$(BIN)/megacpp cuda wheels --out $(FOLDER)
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip wheel -q --disable-pip-version-check -w $(FOLDER) '.[dev]' setuptools
+	rm -f $(FOLDER)/megacpp_mcore-*.whl
 
 $(CORPUS).idx: | $(STAMP)
 	$(BIN)/megacpp data build --torch-headers --out $(CORPUS) --overwrite

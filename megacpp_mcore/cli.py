@@ -26,6 +26,7 @@ COMMANDS = (
     "patch",
     "catalog",
     "doctor",
+    "cuda",
     "bench",
     "completion",
 )

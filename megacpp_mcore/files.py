@@ -15,6 +15,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 
+def cache_folder(*parts: str) -> Path:
+    """A folder for what can be made again: `megacpp-mcore/PARTS` in XDG_CACHE_HOME, or in
+    ~/.cache. It may not exist."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root, "megacpp-mcore", *parts)
+
+
 def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
     """Write a file in one step, as `written_atomically` does. content: text is written as UTF-8."""
     with written_atomically(path) as file:

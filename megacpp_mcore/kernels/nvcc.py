@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.files import cache_folder
 from megacpp_mcore.surfaces.support import Unbuildable
 
 TESTED_MAJOR = 9
@@ -86,7 +87,7 @@ class Library:
             raise KernelBuildError(self._no_nvcc())
         architecture = architecture or self._architecture()
         name = f"{self.source.stem}-{architecture}-{fingerprint(nvcc, self.source.parent)}.so"
-        path = _cache_folder() / name
+        path = cache_folder("kernels", name)
         try:
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,11 +127,6 @@ def _lock(file: IO[str]) -> None:
             "processes would compile the kernels over one another: name a folder on a local disk "
             "in XDG_CACHE_HOME"
         ) from error
-
-
-def _cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "megacpp-mcore" / "kernels"
 
 
 def fingerprint(nvcc: str, sources: Path) -> str:

@@ -3,7 +3,7 @@
 import html
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megacpp_mcore.receipts.checks import ReceiptError
@@ -15,17 +15,18 @@ from megacpp_mcore.receipts.text import duration, gib, number, percent
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito's
 _PARTS = {"step": 2, "compile": 4, "data": 5, "checkpoint": 0, "evaluation": 3, "lost": 1}
 _MOST_POINTS = 400  # of a curve
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 220, 64, 24  # of a chart, in its own units
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 400, 180, 60, 24  # of a chart, in its own units
 _STYLE = """
 :root { color-scheme: light dark; --line: #8886; --soft: #8882; }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 75rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2rem; } h3 { font-size: 1rem; }
-.charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
+.charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
 figure { margin: 0; } figcaption { font-weight: 600; } svg { width: 100%; height: auto; }
-svg text { fill: currentColor; font: 11px system-ui, sans-serif; }
+svg text { fill: currentColor; font: 13px system-ui, sans-serif; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; }
 th, td { text-align: left; padding: .2rem .6rem; border-bottom: 1px solid var(--line);
   vertical-align: top; overflow-wrap: anywhere; min-width: 5rem; }
+th { overflow-wrap: normal; } td:last-child { min-width: 14rem; }
 td.n { text-align: right; font-variant-numeric: tabular-nums; }
 pre { background: var(--soft); padding: .7rem; overflow-x: auto; font-size: 12px; }
 .bar { display: flex; height: 1.2rem; border-radius: .3rem; overflow: hidden; background: var(--soft); }
@@ -74,20 +75,24 @@ def _summary(runs: Sequence[tuple[str, Receipt]]) -> str:
 
 def _charts(runs: Sequence[tuple[str, Receipt]]) -> str:
     asked = (
-        ("Training loss, nats a token", "series", "loss"),
-        ("Held-out loss, nats a token", "evaluations", "loss"),
-        ("Tokens a second", "series", "tokens_per_s"),
-        ("Time of a step, ms", "series", "ms"),
-        ("Gradient norm", "series", "grad_norm"),
-        ("Peak memory, bytes", "series", "peak_memory_bytes"),
+        ("Training loss, nats a token", "series", "loss", 1),
+        ("Held-out loss, nats a token", "evaluations", "loss", 1),
+        ("Tokens a second", "series", "tokens_per_s", 1),
+        ("Time of a step, ms", "series", "ms", 1),
+        ("Gradient norm", "series", "grad_norm", 1),
+        ("Peak memory, GiB", "series", "peak_memory_bytes", 2**30),
     )
     figures = []
-    for caption, group, column in asked:
-        curves = [points(run[group], column) if column in run[group] else ([], []) for _, run in
-                  runs]  # fmt: skip
+    for caption, group, column, unit in asked:
+        curves = [_points(run[group], column, unit) for _, run in runs]
         if any(steps for steps, _ in curves):
             figures.append(f"<figure><figcaption>{caption}</figcaption>{_chart(curves)}</figure>")
     return f'<div class="charts">{"".join(figures)}</div>'
+
+
+def _points(group: Mapping[str, list], column: str, unit: int) -> tuple[list[int], list[float]]:
+    steps, values = points(group, column) if column in group else ([], [])
+    return steps, [value / unit for value in values]
 
 
 def _chart(curves: Sequence[tuple[list[int], list[float]]]) -> str:

@@ -9,13 +9,12 @@ import functools
 import hashlib
 import importlib.util
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megacpp_mcore.files import read_regular, write_atomically
+from megacpp_mcore.files import cache_folder, read_regular, write_atomically
 from megacpp_mcore.surfaces.workload import current_device
 
 _Question = Mapping[str, Any]
@@ -26,8 +25,8 @@ _MOST = 500  # files that are kept
 
 
 def folder() -> Path:
-    """Where answers are kept: `megacpp/recipe-check` in XDG_CACHE_HOME, or in ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "megacpp/recipe-check")
+    """Where answers are kept."""
+    return cache_folder("recipe-check")
 
 
 def through(questions: Sequence[_Question], ask: _Ask) -> list[dict[str, Any]]:

@@ -33,8 +33,7 @@ class Pin:
     get: str = ""
 
 
-_BUILD = "pip install --no-build-isolation"  # against the torch that is installed; needs nvcc
-_TE_GET = f"{_BUILD} 'transformer-engine[pytorch]==2.17.1'"
+CUDA_GET = "megacpp cuda install"
 
 PINS = (
     Pin("torch", "2.11.0", other=FAIL, why="kernels and seams are written for this version"),
@@ -47,7 +46,7 @@ PINS = (
         "2.17.1",
         cuda=True,
         why="GPU recipes ask for its router and permute fusion; it lends linears, norms, experts",
-        get=_TE_GET,
+        get=CUDA_GET,
     ),
     Pin(
         "mamba-ssm",
@@ -55,8 +54,7 @@ PINS = (
         cuda=True,
         missing=WARN,
         why="upstream's Mamba-3 kernels",
-        get=f"MAMBA_FORCE_BUILD=TRUE {_BUILD} mamba-ssm==2.3.2.post1 (without the variable its "
-        "setup tries to download a wheel, and dies offline)",
+        get=CUDA_GET,
     ),
     Pin(
         "causal-conv1d",
@@ -64,9 +62,16 @@ PINS = (
         cuda=True,
         missing=WARN,
         why="Megatron's own Mamba-2 mixer",
-        get=f"{_BUILD} causal-conv1d==1.7.0",
+        get=CUDA_GET,
     ),
-    Pin("liger-kernel", "0.8.5", cuda=True, missing=WARN, why="fused loss and norm kernels"),
+    Pin(
+        "liger-kernel",
+        "0.8.5",
+        cuda=True,
+        missing=WARN,
+        why="fused loss and norm kernels",
+        get=CUDA_GET,
+    ),
 )
 
 
@@ -101,7 +106,7 @@ PROBES = (
     Probe("triton", "triton", _again("triton==3.6.0"), optional=True),
     Probe("megatron.core", "megatron-core", _again("megatron-core==0.19.2")),
     Probe("megatron.core.datasets.helpers_cpp", "megatron-core", _again("megatron-core==0.19.2")),
-    Probe("transformer_engine.pytorch", "transformer-engine", _TE_GET, optional=True, cuda=True),
+    Probe("transformer_engine.pytorch", "transformer-engine", CUDA_GET, optional=True, cuda=True),
 )
 # Optional, in any version; receipts record which one was used.
 NOT_PINNED = ("cut-cross-entropy", "deep-ep", "flash-attn", "flash-attn-3", "flash-attn-4")

@@ -4,7 +4,17 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.stack import FAIL, NOT_APPLICABLE, OK, PROBES, WARN, Check, Facts, release
+from megacpp_mcore.stack import (
+    CUDA_GET,
+    FAIL,
+    NOT_APPLICABLE,
+    OK,
+    PROBES,
+    WARN,
+    Check,
+    Facts,
+    release,
+)
 
 _TE = "transformer-engine"
 _NO_GPU = "no GPU here"
@@ -66,7 +76,7 @@ def te_parts(facts: Facts) -> Check:
         return Check(name, OK, found)
     return Check(
         name, FAIL, f"{_TE} {version} with {found}; the three must have the same version",
-        f"pip install --no-build-isolation '{_TE}[pytorch]=={version}'",
+        CUDA_GET,
     )  # fmt: skip
 
 
@@ -79,8 +89,7 @@ def te_cublas(facts: Facts) -> Check:
     if (2, 14) <= release(version) < (2, 17) and release(cublas or "0") < (13, 2):
         return Check(
             name, FAIL, f"{found}: undefined symbol cublasLtGroupedMatrixLayoutInit_internal",
-            f"{_TE} 2.17 or newer loads the library lazily: pip install --no-build-isolation "
-            f"'{_TE}[pytorch]==2.17.1'",
+            f"{_TE} 2.17 or newer loads the library lazily: {CUDA_GET}",
         )  # fmt: skip
     return Check(name, OK, found)
 
@@ -169,7 +178,7 @@ def numpy_triton(facts: Facts) -> Check:
 
 
 def mamba_extension(facts: Facts) -> Check:
-    """`import mamba_ssm` imports its CUDA extension, which Mamba-3 does not need."""
+    """`import mamba_ssm` imports its CUDA extension, which only Mamba-1 needs."""
     name = "mamba-ssm-extension"
     if facts.version("mamba-ssm") is None:
         return Check(name, NOT_APPLICABLE, "mamba-ssm is not installed")
@@ -178,8 +187,9 @@ def mamba_extension(facts: Facts) -> Check:
     if _applied(facts, "mamba-ssm", MAMBA_PATCH):
         return Check(name, OK, f"no selective_scan_cuda, and patch {MAMBA_PATCH} is applied")
     return Check(
-        name, WARN, "no selective_scan_cuda: `import mamba_ssm` raises ModuleNotFoundError, and "
-        "Mamba-3's Triton kernels are unavailable", _PATCH,
+        name, WARN, "no selective_scan_cuda: `import mamba_ssm` raises ModuleNotFoundError, in "
+        "Megatron-LM's own script too; megacpp imports its operators alone, which need it not",
+        f"{_PATCH} --only {MAMBA_PATCH}, for programs that import all of mamba_ssm",
     )  # fmt: skip
 
 
@@ -231,8 +241,8 @@ def nvcc(facts: Facts) -> Check:
     return Check(
         "nvcc", WARN, f"absent; {', nor '.join([kernels, *missing])}",
         "install the CUDA 13.0 toolkit, or name slower backends in the recipe's [backends] "
-        "(m2rnn=reference, moe_experts=grouped_mm) and build packages elsewhere for the same "
-        "Python and torch",
+        "(m2rnn=reference, moe_experts=grouped_mm) and build packages elsewhere: megacpp cuda "
+        "wheels",
     )  # fmt: skip
 
 

@@ -53,6 +53,15 @@ def _mamba_ssm(workload: Workload, variant: str) -> str | None:
     return None
 
 
+def _import_reason(module: str) -> str | None:
+    """`import_reason` of mamba-ssm's operators, which need not what its models import: transformers
+    and Mamba-1's extension."""
+    from megacpp_mcore.stack import bridges
+
+    bridges.import_ops_only("mamba_ssm")
+    return import_reason(module)
+
+
 def _siso(workload: Workload) -> str | None:
     """mamba-ssm's Mamba-3 SISO kernels, as far as they are tested."""
     if reason := _mamba_ssm(workload, "siso"):
@@ -62,7 +71,7 @@ def _siso(workload: Workload) -> str | None:
             return f"{name} {size}: mamba-ssm's kernels take powers of two, here 32, 64 or 128"
     if (angles := workload.size("angles")) % 2:
         return f"{angles} angles: mamba-ssm's kernels take an even number"
-    return import_reason("mamba_ssm.ops.triton.mamba3.mamba3_siso_combined")
+    return _import_reason("mamba_ssm.ops.triton.mamba3.mamba3_siso_combined")
 
 
 def _mimo(workload: Workload) -> str | None:
@@ -74,7 +83,7 @@ def _mimo(workload: Workload) -> str | None:
             return f"{name} {size}: the kernels are tested with {', '.join(map(str, tested))}"
     if workload.size("state_dim") != 4 * (angles := workload.size("angles")):
         return f"{angles} angles: the kernels are tested with a quarter of state_dim"
-    return import_reason("mamba_ssm.ops.tilelang.mamba3.mamba3_mimo")
+    return _import_reason("mamba_ssm.ops.tilelang.mamba3.mamba3_mimo")
 
 
 _KERNELS = "megacpp_mcore.kernels.mamba3"

@@ -148,8 +148,9 @@ class TestPins:
         assert check(without(H200, name), name).status == status
         assert check(CPU, name).status == NOT_APPLICABLE
 
-    def test_mamba_ssm_without_a_network(self):
-        assert "MAMBA_FORCE_BUILD=TRUE" in check(without(H200, "mamba-ssm"), "mamba-ssm").remedy
+    @pytest.mark.parametrize("name", [pin.name for pin in PINS if pin.cuda])
+    def test_what_is_for_gpus_is_installed_by_one_command(self, name):
+        assert check(without(H200, name), name).remedy == "megacpp cuda install"
 
     @pytest.mark.parametrize("python", [(3, 11, 9), (3, 13, 0)])
     def test_python(self, python):
