@@ -66,7 +66,7 @@ PINS = (
         why="Megatron's own Mamba-2 mixer",
         get=f"{_BUILD} causal-conv1d==1.7.0",
     ),
-    Pin("liger-kernel", "0.8.5", cuda=True, missing=WARN, why="fused loss and norm kernels"),
+    Pin("liger-kernel", "0.8.5", cuda=True, missing=WARN, why="a bench compares the loss with its"),
 )
 
 
@@ -104,7 +104,7 @@ PROBES = (
     Probe("transformer_engine.pytorch", "transformer-engine", _TE_GET, optional=True, cuda=True),
 )
 # Optional, in any version; receipts record which one was used.
-NOT_PINNED = ("cut-cross-entropy", "deep-ep", "flash-attn", "flash-attn-3", "flash-attn-4")
+NOT_PINNED = ("deep-ep", "flash-attn", "flash-attn-3", "flash-attn-4")
 
 
 @dataclass(frozen=True)
