@@ -104,7 +104,7 @@ PROBES = (
     Probe("transformer_engine.pytorch", "transformer-engine", _TE_GET, optional=True, cuda=True),
 )
 # Optional, in any version; receipts record which one was used.
-NOT_PINNED = ("deep-ep", "flash-attn", "flash-attn-3", "flash-attn-4")
+NOT_PINNED = ("deep-ep", "flash-attn-4")
 
 
 @dataclass(frozen=True)
