@@ -62,7 +62,7 @@ if [ "$gpus" = 1 ]; then
   bench 60 model-nam56r-quarter-mtp2 model "${quarter[@]}" --against linear_cross_entropy=megatron \
     --set mtp.mtp_num_layers=2
   bench 40 layer-mla layer A --against mla_rope=megatron
-  bench 40 layer-mla-core layer A --against core_attention=sdpa_cudnn core_attention=flash_3
+  bench 40 layer-mla-core layer A --against core_attention=sdpa_cudnn
   bench 50 layer-moe layer E --against moe_experts=grouped_mm
   bench 50 layer-mamba3 layer M --against mamba3_core=reference
   bench 50 layer-m2rnn-core layer R --against m2rnn_core=reference
@@ -77,7 +77,7 @@ if [ "$gpus" = 1 ]; then
   bench 30 mla_rope mla_rope
   bench 30 rope_qk rope_qk "${gqa[@]}"
   bench 40 layer-gqa layer '*' --against rope_qk=megatron
-  bench 40 layer-mla-core-thd layer A "${packed[@]}" --against core_attention=sdpa_flash core_attention=flash_3
+  bench 40 layer-mla-core-thd layer A "${packed[@]}" --against core_attention=sdpa_flash
   bench 90 mamba3_scan-mimo mamba3_scan --set mamba3.variant=mimo --set mamba3.mimo_rank=4
   bench 90 layer-mamba3-mimo layer M --set mamba3.variant=mimo --set mamba3.mimo_rank=4 \
     --against mamba3_scan=reference

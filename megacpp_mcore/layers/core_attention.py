@@ -22,12 +22,12 @@ from torch import Tensor
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.core_attention import (
     attention,
-    packages,
     sdpa,
     sdpa_cudnn,
     sdpa_flash,
     sdpa_varlen,
 )
+from megacpp_mcore.kernels.core_attention.flash_4 import FlashAttention4
 from megacpp_mcore.kernels.documents import bounds_to_end
 from megacpp_mcore.layers.documents import document_offsets
 
@@ -212,42 +212,21 @@ class FlashCoreAttention(HeadsFirst):
         return sdpa_varlen(q, k, v, bounds, longest, scale=self.softmax_scale)
 
 
-class PackageCoreAttention(TorchCoreAttention):
-    """One of the flash-attn packages, which must be installed."""
-
-    package: ClassVar[packages.FlashPackage]
+class Flash4CoreAttention(TorchCoreAttention):
+    """FlashAttention-4 in CuTe DSL, for Hopper and Blackwell; its package must be installed."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.flash = self.package.load()
+        self.flash = FlashAttention4()
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         rows = (x.transpose(0, 1) for x in (q, k, v))
-        return self.flash.whole(*rows, scale=self.softmax_scale, dropout=dropout).transpose(0, 1)
+        return self.flash.whole(*rows, scale=self.softmax_scale).transpose(0, 1)
 
     def packed(
         self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, dropout: float
     ) -> Tensor:
-        options = {"scale": self.softmax_scale, "dropout": dropout}
-        return self.flash.packed(q, k, v, bounds, longest, **options)
-
-
-class Flash2CoreAttention(PackageCoreAttention):
-    """The package flash-attn 2."""
-
-    package = packages.FLASH_2
-
-
-class Flash3CoreAttention(PackageCoreAttention):
-    """FlashAttention-3, for Hopper."""
-
-    package = packages.FLASH_3
-
-
-class Flash4CoreAttention(PackageCoreAttention):
-    """FlashAttention-4 in CuTe DSL, for Hopper and Blackwell."""
-
-    package = packages.FLASH_4
+        return self.flash.packed(q, k, v, bounds, longest, scale=self.softmax_scale)
 
 
 class CoreAttentionByLayout(MegatronModule):

@@ -39,20 +39,6 @@ class TorchNorm:
         return _mark_sequence_parallel(_KINDS[config.normalization](hidden_size, eps=eps), config)
 
 
-class LigerNorm:
-    """Builds Liger's RMSNorm.
-
-    casting_mode "gemma" computes in float32 and rounds once, as torch and TE do. in_place, Liger's
-    default, would overwrite the incoming gradient, which other branches may still read.
-    """
-
-    def __new__(cls, config, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:
-        from liger_kernel.transformers.rms_norm import LigerRMSNorm
-
-        norm = LigerRMSNorm(hidden_size, eps=eps, casting_mode="gemma", in_place=False)
-        return _mark_sequence_parallel(norm, config)
-
-
 class FusedRMSNorm:
     """Builds the RMSNorm of `kernels.norm.triton`.
 

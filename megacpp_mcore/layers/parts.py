@@ -57,13 +57,6 @@ def torch_norm() -> type:
     return TorchNorm
 
 
-def liger_norm() -> type:
-    """Liger's RMSNorm."""
-    from megacpp_mcore.layers.norm import LigerNorm
-
-    return LigerNorm
-
-
 def te_experts():
     """Transformer Engine's grouped GEMM over the local experts."""
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider

@@ -74,9 +74,10 @@ class Calibration:
     def row(self, name: str, backend: str) -> Any:
         return rows_by_key(self.receipt(name))[backend, _BOTH]
 
-    def benched(self, name: str) -> list[str]:
-        """The backends that a bench of a surface has timed forward and backward."""
-        return [backend for backend, phase in rows_by_key(self.receipt(name)) if phase == _BOTH]
+    def benched(self, surface: str) -> list[str]:
+        """The surface's backends that its bench has timed forward and backward."""
+        timed = rows_by_key(self.receipt(f"{surface}.json"))
+        return [b.name for b in REGISTRY[surface].backends if (b.name, _BOTH) in timed]
 
     def seconds(self, name: str, backend: str) -> float:
         return self.row(name, backend)["median_ms"] / 1e3
@@ -97,7 +98,7 @@ class Calibration:
         head, *_ = REGISTRY["linear_cross_entropy"].backends
         self.speed("products", "linear_cross_entropy.json", head.name)
         for surface, rate in (("moe_experts", "experts"), ("core_attention", "attention")):
-            for backend in self.benched(f"{surface}.json"):
+            for backend in self.benched(surface):
                 self.speed(f"{rate}_{backend}", f"{surface}.json", backend)
         siso, mimo, _ = REGISTRY["mamba3_scan"].backends
         self.speed("scan_siso", "mamba3_scan.json", siso.name)

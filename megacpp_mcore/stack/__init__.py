@@ -69,7 +69,7 @@ PINS = (
         "0.8.5",
         cuda=True,
         missing=WARN,
-        why="fused loss and norm kernels",
+        why="a bench compares the loss with its",
         get=CUDA_GET,
     ),
 )
@@ -109,7 +109,7 @@ PROBES = (
     Probe("transformer_engine.pytorch", "transformer-engine", CUDA_GET, optional=True, cuda=True),
 )
 # Optional, in any version; receipts record which one was used.
-NOT_PINNED = ("cut-cross-entropy", "deep-ep", "flash-attn", "flash-attn-3", "flash-attn-4")
+NOT_PINNED = ("deep-ep", "flash-attn-4")
 
 
 @dataclass(frozen=True)

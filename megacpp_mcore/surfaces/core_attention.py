@@ -17,7 +17,6 @@ from megacpp_mcore.surfaces.support import (
     TE_GRAPH,
     cuda_only,
     import_reason,
-    joined,
     transformer_engine,
 )
 from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
@@ -27,10 +26,7 @@ if TYPE_CHECKING:
 
 TE_ATTENTION_CUDNN = 92200  # TE 2.17.1 is compiled against it
 _HALF = ("bfloat16", "float16")
-# Not `flash_attn`: version 4 alone is a package of that name, too, with nothing in it.
-FLASH_2_MODULE = "flash_attn.flash_attn_interface"
 FLASH_4_MODULE = "flash_attn.cute"
-_FLASH_3 = ("flash_attn_3.flash_attn_interface", "flash_attn_interface")
 _FLASH_4_VERSION = "4.0.0b20"  # the first that Megatron takes, too
 
 
@@ -135,35 +131,21 @@ def _sdpa_flash(workload: Workload) -> str | None:
     return _padded_v(workload, 256)
 
 
-def flash_2(workload: Workload) -> str | None:
-    """The package flash-attn 2, v padded to dqk."""
-    served = ("dropout", "deterministic_mode")
-    if reason := _package(workload, "flash-attn 2", served, (FLASH_2_MODULE,), capability=(8, 0)):
-        return reason
-    return _padded_v(workload, 256)
-
-
-def flash_3(workload: Workload) -> str | None:
-    """FlashAttention-3, v padded to dqk: it takes a narrower v only above dqk 128."""
-    served = ("deterministic_mode",)
-    if reason := _package(workload, "FlashAttention-3", served, _FLASH_3, (9, 0), (9, 0)):
-        return reason
-    dqk, needs = workload.size("dqk", 0), workload.size("needs", ())
-    if "deterministic_mode" in needs and dqk > 192:
-        return f"deterministic_mode, dqk {dqk}: its backward pass has it up to 192"
-    return _padded_v(workload, 256)
-
-
 def flash_4(workload: Workload) -> str | None:
     """FlashAttention-4 (CuTe DSL), v padded to dqk where it takes no other."""
-    served, modules = ("deterministic_mode",), (FLASH_4_MODULE,)
-    if reason := _package(workload, "FlashAttention-4", served, modules, (9, 0), (11, 9)):
-        return reason
-    if reason := _flash_4_version():
+    reason = _beyond(workload, "deterministic_mode") or _half_on_cuda("FlashAttention-4", workload)
+    if reason := reason or import_reason(FLASH_4_MODULE):
         return reason
     import torch
 
-    hopper = torch.cuda.get_device_capability()[0] == 9
+    if not torch.cuda.is_available():
+        return "FlashAttention-4 serves some GPUs only, and there is none here to ask"
+    major, minor = torch.cuda.get_device_capability()
+    if not 9 <= major <= 11:
+        return f"FlashAttention-4 is for other GPUs than compute capability {major}.{minor}"
+    if reason := _flash_4_version():
+        return reason
+    hopper = major == 9
     if reason := _padded_v(workload, 256 if hopper else 128):
         return reason
     # 4.0.0b36 keeps dq (and of grouped queries dk and dv) in rows of dqk rounded up to 16 while it
@@ -176,12 +158,6 @@ def flash_4(workload: Workload) -> str | None:
             "to 16, is no multiple of 32"
         )
     return None
-
-
-def flash_3_module() -> str:
-    """The name under which FlashAttention-3 is installed: its package's, or a source build's."""
-    packaged, built = _FLASH_3
-    return packaged if import_reason(packaged) is None else built
 
 
 def _beyond(workload: Workload, *served: str) -> str | None:
@@ -210,26 +186,6 @@ def _padded_v(workload: Workload, most: int) -> str | None:
     return f"dqk {dqk}: flash attention takes at most {most}" if dqk > most else None
 
 
-def _package(
-    workload: Workload, name: str, served: tuple[str, ...], modules: tuple[str, ...],
-    capability: tuple[int, int], last: tuple[int, int] = (99, 0),
-) -> str | None:  # fmt: skip
-    """Why a package of flash attention cannot serve; any of `modules` will do."""
-    if reason := _beyond(workload, *served) or _half_on_cuda(name, workload):
-        return reason
-    reasons = [import_reason(module) for module in modules]
-    if None not in reasons:
-        return joined(reasons)
-    import torch
-
-    if not torch.cuda.is_available():
-        return f"{name} serves some GPUs only, and there is none here to ask"
-    major, minor = torch.cuda.get_device_capability()
-    if capability <= (major, minor) <= last:
-        return None
-    return f"{name} is for other GPUs than compute capability {major}.{minor}"
-
-
 @functools.cache
 def _flash_4_version() -> str | None:
     from packaging.version import Version
@@ -248,7 +204,6 @@ _WHOLE = "q, k [s, b, heads, dqk], v [s, b, heads, dv] -> [s, b, heads * dv]; gr
 _BOTH = f"{_WHOLE}; thd packed, all in one launch"
 _ONE_BY_ONE = f"{_WHOLE}; thd packed, one document at a time"
 _HALF_WORDS = "bf16, fp16"
-_NOT_PINNED = "not in the pinned stack, and used where it is installed"
 _ROWS, _PACKED = "core_attention.json", "core_attention-thd.json"  # whole rows; 8 documents a row
 _TESTS = {
     "tests": (
@@ -282,7 +237,7 @@ SURFACE = Surface(
             removes="what sdpa_cudnn does, and a seventh of its time; v unpadded in packed "
             "documents, too. On Hopper it pads v for grouped queries and for dims that are no "
             "multiples of 64, and is refused where its gradients are wrong (4.0.0b36). Of "
-            f"flash-attn-4, {_NOT_PINNED}",
+            "flash-attn-4, not in the pinned stack, and used where it is installed",
             layout=_BOTH,
             dtypes=_HALF_WORDS, fallback="sdpa_flash", receipt=_ROWS,
             figures=(
@@ -308,29 +263,6 @@ SURFACE = Surface(
             layout=_WHOLE,
             dtypes=_HALF_WORDS, fallback="sdpa_flash", receipt=_ROWS,
             exit_when="another backend is faster over a whole step with the same dims",
-            **_TESTS,
-        ),
-        Backend(
-            "flash_3", f"{_CLASSES}:Flash3CoreAttention", flash_3,
-            before=_SDPA_IS_CUDNN,
-            removes="what sdpa_flash does, with Hopper's asynchronous matrix products; v is padded "
-            f"to dqk. Version 3.0.0, built from its source tree, {_NOT_PINNED}",
-            layout=_BOTH,
-            dtypes=_HALF_WORDS, fallback="sdpa_flash", receipt=_PACKED,
-            figures=(Figure(_ROWS, "flash_3", "whole rows"),),
-            exit_when="flash_4 serves whatever it does",
-            **_TESTS,
-        ),
-        Backend(
-            "flash_2", f"{_CLASSES}:Flash2CoreAttention", flash_2,
-            before=_SDPA_IS_CUDNN,
-            removes="what sdpa_flash, an older build of the same kernel, does. And it has dropout "
-            "in packed documents, and a deterministic backward pass. Version 2.8.4, built from its "
-            f"source tree, {_NOT_PINNED}",
-            layout=_BOTH,
-            dtypes=_HALF_WORDS, fallback="sdpa_flash", receipt=_PACKED,
-            figures=(Figure(_ROWS, "flash_2", "whole rows"),),
-            exit_when="torch's own varlen attention has dropout",
             **_TESTS,
         ),
         Backend(

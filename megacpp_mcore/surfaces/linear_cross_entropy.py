@@ -3,10 +3,8 @@
 Hidden [s, b, h], weight [V, h], labels [s, b] -> losses [s, b], or their weighted sum.
 """
 
-import importlib.metadata
 from typing import TYPE_CHECKING
 
-from megacpp_mcore.stack import release
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, NotCarried, Surface, reference
 from megacpp_mcore.surfaces.figures import Figure, step
 from megacpp_mcore.surfaces.support import KERNEL_TESTS, always, cuda_only, import_reason
@@ -14,8 +12,6 @@ from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 
 if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
-
-_LIGER_NONE_IS_RIGHT = "0.8.2"  # before: the gradients of all tokens times that of the first
 
 
 def workload(device: str, config, vocab_size: int) -> Workload:
@@ -51,44 +47,9 @@ def _megatron(workload: Workload) -> str | None:
     return f"on {workload.device} the reference computes the same logits"
 
 
-def _liger(workload: Workload) -> str | None:
-    """Liger's fused linear cross entropy, losses of single tokens."""
-    if reason := _one_gpu("Liger's kernels", workload):
-        return reason
-    if reason := import_reason("liger_kernel.ops.fused_linear_cross_entropy"):
-        return reason
-    version = importlib.metadata.version("liger-kernel")
-    if release(version) < release(_LIGER_NONE_IS_RIGHT):
-        return (
-            f"liger-kernel {version} multiplies the gradients of all tokens by the first one's; "
-            f"{_LIGER_NONE_IS_RIGHT} is the first that is right"
-        )
-    return None
-
-
-def _cce(workload: Workload) -> str | None:
-    """Cut Cross Entropy, without its filter."""
-    if reason := _one_gpu("Cut Cross Entropy's kernels", workload):
-        return reason
-    if workload.dtype not in ("bfloat16", "float16"):
-        return f"Cut Cross Entropy takes bfloat16 and float16, not {workload.dtype}"
-    return import_reason("cut_cross_entropy")
-
-
-def _one_gpu(name: str, workload: Workload) -> str | None:
-    if reason := cuda_only(f"{name} run", workload):
-        return reason
-    ranks = workload.size("tensor_model_parallel_size", 1)
-    return f"tensor_model_parallel_size {ranks}: it sees one rank's part" if ranks > 1 else None
-
-
-def _cce_ruled_out(recipe: "Recipe", workload: Workload) -> str | None:
-    if not recipe.precision.deterministic_mode:
-        return None
-    return (
-        "precision.deterministic_mode = true, and its sums are made in the order in which locks "
-        "are taken"
-    )
+def _ligers_mean(workload: Workload) -> str | None:
+    reason = cuda_only("Liger's kernels run", workload)
+    return reason or import_reason("liger_kernel.ops.fused_linear_cross_entropy")
 
 
 _KERNELS = "megacpp_mcore.kernels.linear_cross_entropy"
@@ -115,8 +76,8 @@ MEGATRON = Backend(
     receipt=_RECEIPT,
     exit_when="Megatron's model takes its heads from a spec",
 )  # fmt: skip
-# Liger's own function for weights that are all the same; a bench's yardstick.
-LIGERS_MEAN = Backend("liger_mean", f"{_KERNELS}.liger:MEAN", _liger)
+# The best of other packages, for weights that are all the same; a bench's yardstick alone.
+LIGERS_MEAN = Backend("liger_mean", f"{_KERNELS}.liger:MEAN", _ligers_mean)
 
 SURFACE = Surface(
     "linear_cross_entropy",
@@ -133,43 +94,12 @@ SURFACE = Surface(
             figures=(
                 step(_STEPS, "model", "a step of nam56r-quarter with two MTP depths"),
                 step(_STEPS, "linear_cross_entropy=megatron", "with Megatron's heads"),
+                Figure(_RECEIPT, LIGERS_MEAN.name, "Liger's mean"),
             ),
             exit_when="a package on the pinned stack takes a weight a token and a split "
             "vocabulary, and is as fast",
         ),
         MEGATRON,
-        # Behind one that takes all that they take: they serve whoever names them.
-        Backend(
-            "liger", f"{_KERNELS}.liger:LIGER", _liger,
-            removes="the logits, but for a chunk; with weights known beforehand it computes them "
-            "twice, its own mean once",
-            layout="hidden [..., h], weight [V, h], labels [...] -> losses [...]; no logit scale",
-            dtypes="bf16, fp16, fp32; the sum of the weight's gradient in fp32, gradients of "
-            "losses rounded to the dtype",
-            fallback="chunked", tests=_TESTS, receipt=_RECEIPT,
-            figures=(Figure(_RECEIPT, LIGERS_MEAN.name, "its own mean"),),
-            exit_when="its next release is no faster than chunked, either",
-            skips={"graph": "Liger counts the labels on the host, which cuts the graph"},
-        ),
-        Backend(
-            "cce", f"{_KERNELS}.cce:CCE", _cce,
-            before={
-                REFERENCE: "the reference keeps the logits, 12 GiB in the receipt against 0.6: who "
-                "names no backend is not to run out of memory"
-            },
-            ruled_out=_cce_ruled_out,
-            removes="the logits, all of them: computed tile by tile in registers, twice, without "
-            "its filter",
-            layout="hidden [..., h], weight [V, h], labels [...] -> losses [...]; no option but "
-            "ignore_index: its softcap counts columns past the vocabulary's end",
-            dtypes="bf16, fp16; the sums of both gradients in the same", fallback="chunked",
-            tests=_TESTS, receipt=_RECEIPT,
-            exit_when="the few hundred MiB of chunked's buffer are never what is missing",
-            skips={
-                "graph": "Cut Cross Entropy looks for the labels that count on the host",
-                "determinism": "its sums are made in the order in which the locks are taken",
-            },
-        ),
         reference(
             f"{_KERNELS}:REFERENCE", always,
             removes="nothing: logits of every token, then their cross entropy",

@@ -1,6 +1,5 @@
 """Surface `norm`: RMSNorm or LayerNorm of [..., h] over h, before the mixers and at the end."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,8 +9,6 @@ from megacpp_mcore.surfaces.support import (
     STACK_TESTS,
     TE,
     TE_GRAPH,
-    cuda_only,
-    import_reason,
     transformer_engine,
     triton,
 )
@@ -70,31 +67,10 @@ def _triton(workload: Workload) -> str | None:
     return triton(workload) or _triton_kind(workload)
 
 
-def _liger_kind(workload: Workload) -> str | None:
-    """Why Liger's RMSNorm is not the norm that is asked for."""
-    if (kind := workload.size("normalization")) != "RMSNorm":
-        return f"normalization {kind}: Liger's is an RMSNorm"
-    if workload.size("fp32_residual"):
-        return "fp32_residual_connection: Liger's norm returns float32 there, which no linear takes"
-    return _torch(workload)
-
-
-def _liger(workload: Workload) -> str | None:
-    reason = cuda_only("Liger's kernels run", workload) or _liger_kind(workload)
-    return reason or import_reason("liger_kernel.transformers.rms_norm")
-
-
-def _rms_norm_only(
-    kind: Callable[[Workload], str | None],
-) -> Callable[["Recipe", Workload], str | None]:
-    """The `ruled_out` of a backend that is an RMSNorm. kind: why it is not the norm asked for."""
-
-    def ruled_out(recipe: "Recipe", workload: Workload) -> str | None:
-        if "D" in recipe.plan.megatron_pattern:
-            return "DSA's indexer has a LayerNorm, this is an RMSNorm"
-        return kind(workload)
-
-    return ruled_out
+def _triton_ruled_out(recipe: "Recipe", workload: Workload) -> str | None:
+    if "D" in recipe.plan.megatron_pattern:
+        return "DSA's indexer has a LayerNorm, this is an RMSNorm"
+    return _triton_kind(workload)
 
 
 _TESTS = ("tests/kernels/test_norm.py", *KERNEL_TESTS)
@@ -105,7 +81,7 @@ SURFACE = Surface(
     (
         _backend(
             "triton", "megacpp_mcore.layers.parts:triton_norm", _triton,
-            ruled_out=_rms_norm_only(_triton_kind),
+            ruled_out=_triton_ruled_out,
             role="chosen", keep="keep",
             removes="the addition of the residual's gradient, which the backward kernel reads with "
             "the norm's own, and a second reading of x and dy for the weight's gradient",
@@ -115,24 +91,15 @@ SURFACE = Surface(
         _backend(
             TE, "megacpp_mcore.layers.parts:te_norm", transformer_engine,
             removes="a read and a write of the activations between the square sum and the scaling",
-            dtypes="bf16, fp16, fp32; sums in fp32", fallback="liger",
+            dtypes="bf16, fp16, fp32; sums in fp32", fallback=REFERENCE,
             exit_when="no LayerNorm and no zero-centred weight is asked for",
-            before=dict.fromkeys(
-                ("liger", REFERENCE),
-                "it is reached where triton is not, for a LayerNorm, an fp32 residual or a "
-                "recomputed norm, and of these the receipt has none",
-            ),
+            before={
+                REFERENCE: "it is reached where triton is not, for a LayerNorm, an fp32 residual "
+                "or a recomputed norm, and of these the receipt has none",
+            },
             skips={
                 **TE_GRAPH, "zero_size": "TE 2.17.1 asserts that a norm's output holds data",
             },
-        ),
-        _backend(
-            "liger", "megacpp_mcore.layers.parts:liger_norm", _liger,
-            ruled_out=_rms_norm_only(_liger_kind),
-            removes="the same round trip as te, without te; RMSNorm only",
-            dtypes="bf16, fp16, fp32; computed in fp32", fallback=REFERENCE,
-            exit_when="te or torch is as fast in the bench of the surface",
-            before={REFERENCE: "its forward pass takes 0.83 of the time, the backward pass more"},
         ),
         reference(
             "megacpp_mcore.layers.parts:torch_norm", _torch,

@@ -5,7 +5,7 @@ No torch at import; an optional package is imported when a backend that needs it
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megacpp_mcore.surfaces.workload import Workload
@@ -58,13 +58,6 @@ def import_reason(module: str) -> str | None:
         )
         return reason if absent else Broken(reason)
     return None
-
-
-def joined(reasons: Iterable[str | None]) -> str:
-    """Several reasons as one, which is Broken when one of them is."""
-    found = [reason for reason in reasons if reason]
-    kind = Broken if any(isinstance(reason, Broken) for reason in found) else str
-    return kind("; ".join(found))
 
 
 def always(workload: Workload) -> str | None:

@@ -215,7 +215,6 @@ class TestAtNAM56RsSizes:
         hidden, weight, labels = self.inputs(*sizes)
         even = torch.full((sizes[0],), 1 / sizes[0], device="cuda")
         head = load("chunked")
-        load("liger")
         from liger_kernel.ops.fused_linear_cross_entropy import (
             LigerFusedLinearCrossEntropyFunction as Liger,
         )

@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -18,13 +17,11 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.kernels.core_attention import attention, packages, sdpa, sdpa_flash, varlen
+from megacpp_mcore.kernels.core_attention import attention, flash_4, sdpa, sdpa_flash, varlen
 from megacpp_mcore.layers.core_attention import (
     CoreAttentionByLayout,
     CoreAttentionError,
     CudnnCoreAttention,
-    Flash2CoreAttention,
-    Flash3CoreAttention,
     Flash4CoreAttention,
     FlashCoreAttention,
     ReferenceCoreAttention,
@@ -240,8 +237,6 @@ def test_dropout_draws_from_the_ranks_own_states(monkeypatch, dropout):
         ({"needs": ("window", "dropout")}, "reference", None),
         ({"needs": ("deterministic_mode",)}, "sdpa_cudnn", "deterministic_mode"),
         ({"needs": ("softmax_type", "qk_clip")}, "reference", "softmax_type, qk_clip: it has none"),
-        ({"dqk": 128, "dv": 64}, "flash_2", "cannot import flash_attn.flash_attn_interface:"),
-        ({"dqk": 128, "dv": 64}, "flash_3", "cannot import flash_attn_interface:"),
         ({"dqk": 128, "dv": 64}, "flash_4", "cannot import flash_attn.cute:"),
     ],
 )
@@ -256,8 +251,8 @@ def test_what_the_kernels_say_they_can_serve(problem, backend, reason):
 
 
 @pytest.fixture
-def flash_packages(monkeypatch):
-    """The three packages, with the signatures of their functions and by the definition."""
+def flash_4_package(monkeypatch):
+    """flash_attn.cute, with the signatures of its functions and by the definition."""
 
     def whole(q, k, v, *, softmax_scale, causal, deterministic):
         assert causal and not deterministic
@@ -271,13 +266,6 @@ def flash_packages(monkeypatch):
         assert causal and cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k
         return stand_in(q * softmax_scale, k, v, cu_seqlens_q)
 
-    def second(function):
-        def call(*qkv, dropout_p, **options):
-            assert dropout_p == 0.0
-            return function(*qkv, **options)
-
-        return call
-
     def fourth(function):
         """It takes some a v that is narrower, and returns the sums of exponentials beside y."""
 
@@ -290,27 +278,16 @@ def flash_packages(monkeypatch):
 
         return call
 
-    for name, change in (
-        ("flash_attn.flash_attn_interface", second), ("flash_attn_interface", lambda f: f),
-        ("flash_attn.cute", fourth),
-    ):  # fmt: skip
-        fake = ModuleType(name)
-        fake.flash_attn_func, fake.flash_attn_varlen_func = change(whole), change(packed)
-        fake.__path__ = []
-        monkeypatch.setitem(sys.modules, name, fake)
+    fake = ModuleType("flash_attn.cute")
+    fake.flash_attn_func, fake.flash_attn_varlen_func = fourth(whole), fourth(packed)
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
 
 
-PACKAGES = pytest.mark.parametrize(
-    "cls", [Flash2CoreAttention, Flash3CoreAttention, Flash4CoreAttention]
-)
-
-
-@PACKAGES
 @pytest.mark.parametrize("groups, dqk, dv", [(2, 16, 8), (4, 16, 8), (4, 128, 64), (2, 128, 64)])
-def test_the_flash_packages_get_what_they_take(flash_packages, cls, groups, dqk, dv):
+def test_flash_4_gets_what_it_takes(flash_4_package, groups, dqk, dv):
     """Layouts, v's padding and bounds, against the definition's module."""
     sizes = {"num_query_groups": groups, "k_channels": dqk, "v_channels": dv}
-    ours, exact = (module(c, **sizes) for c in (cls, ReferenceCoreAttention))
+    ours, exact = (module(c, **sizes) for c in (Flash4CoreAttention, ReferenceCoreAttention))
     whole = [draw(5, 2, 4, dqk), draw(5, 2, groups, dqk), draw(5, 2, groups, dv)]
     packed = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=torch.tensor([0, 4, 10], dtype=torch.int32),
@@ -333,7 +310,7 @@ def test_the_flash_packages_get_what_they_take(flash_packages, cls, groups, dqk,
     "cls", [SDPACoreAttention, CudnnCoreAttention, FlashCoreAttention, Flash4CoreAttention]
 )
 @pytest.mark.parametrize("shape", [(0, 2), (5, 0), (0,)], ids=["no-tokens", "no-rows", "no-pack"])
-def test_no_tokens_are_no_work(flash_packages, cls, shape):
+def test_no_tokens_are_no_work(flash_4_package, cls, shape):
     """Nothing comes out and gradients are zero; no kernel, and no package, is asked."""
     leaves = [draw(*shape, *x).requires_grad_() for x in ((4, 16), (2, 16), (2, 8))]
     packed = None
@@ -346,7 +323,7 @@ def test_no_tokens_are_no_work(flash_packages, cls, shape):
 
 
 @pytest.fixture
-def on_hopper(flash_packages, monkeypatch):
+def on_hopper(flash_4_package, monkeypatch):
     """A GPU as far as the `supports` can see, with what `installed.modules` names beside torch."""
     from megacpp_mcore.surfaces import core_attention as core_attention_surface
 
@@ -362,24 +339,19 @@ def on_hopper(flash_packages, monkeypatch):
     dispatch.forget()  # what was answered here
 
 
-_PACKAGE_NAMES = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_i", 4: "flash_attn.cute"}
-
-
 @pytest.mark.parametrize(
-    "versions, needs, whole, packed",
+    "modules, needs, whole, packed",
     [
-        ((2, 3, 4), (), "flash_4", "flash_4"),
-        ((2, 3), (), "sdpa_cudnn", "flash_3"),
-        ((2,), (), "sdpa_cudnn", "flash_2"),
-        ((), (), "sdpa_cudnn", "sdpa_flash"),
-        ((2, 3, 4), ("dropout",), "sdpa_cudnn", "flash_2"),
-        ((2, 3, 4), ("deterministic_mode",), "flash_4", "flash_4"),
-        ((), ("deterministic_mode",), "sdpa", "sdpa"),
-        ((2, 3, 4), ("window",), "reference", "reference"),
+        (["flash_attn.cute"], (), "flash_4", "flash_4"),
+        ([], (), "sdpa_cudnn", "sdpa_flash"),
+        (["flash_attn.cute"], ("dropout",), "sdpa_cudnn", "sdpa"),
+        (["flash_attn.cute"], ("deterministic_mode",), "flash_4", "flash_4"),
+        ([], ("deterministic_mode",), "sdpa", "sdpa"),
+        (["flash_attn.cute"], ("window",), "reference", "reference"),
     ],
 )
-def test_auto_takes_the_fastest_that_serves(on_hopper, versions, needs, whole, packed):
-    on_hopper.modules = [_PACKAGE_NAMES[version] for version in versions]
+def test_auto_takes_the_fastest_that_serves(on_hopper, modules, needs, whole, packed):
+    on_hopper.modules = modules
     for layout, expected in (("sbhd", whole), ("thd", packed)):
         problem = Workload.of("cuda", "bfloat16", dqk=128, dv=64, layout=layout, needs=needs)
         dispatch.forget()
@@ -394,7 +366,7 @@ def test_the_order_is_that_of_the_receipts(name):
     median = {r["backend"]: r["median_ms"] for r in rows if r["phase"] == "forward_backward"}
     order = [backend.name for backend in REGISTRY["core_attention"].backends]
     measured = [median[name] for name in order if name in median and name != "sdpa"]
-    assert len(measured) >= 5 and measured == sorted(measured)
+    assert len(measured) >= 3 and measured == sorted(measured)
 
 
 @pytest.mark.parametrize("dqk, right", [
@@ -411,24 +383,21 @@ def test_version_4_is_refused_where_its_gradients_are_wrong(on_hopper, monkeypat
         assert dispatch.verdicts("core_attention", problem)["flash_4"] is None
 
 
-def test_a_package_for_other_gpus_or_of_another_version_says_so(flash_packages, monkeypatch):
+def test_version_4_for_other_gpus_or_of_another_version_says_so(flash_4_package, monkeypatch):
     from megacpp_mcore.surfaces import core_attention as core_attention_surface
 
     problem = Workload.of("cuda", "bfloat16", dqk=128, dv=64, layout="thd")
     core_attention_surface.import_reason.cache_clear()
     core_attention_surface._flash_4_version.cache_clear()
     try:
-        assert "none here to ask" in core_attention_surface.flash_2(problem)
+        assert "none here to ask" in core_attention_surface.flash_4(problem)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        for capability, reasons in (
-            ((7, 5), {2: "7.5", 3: "7.5", 4: "7.5"}),
-            ((9, 0), {2: None, 3: None, 4: "its version is unknown"}),
-            ((10, 0), {2: None, 3: "10.0", 4: "its version is unknown"}),
-        ):
+        for capability, reason in (
+            ((8, 0), "8.0"), ((9, 0), "its version is unknown"),
+            ((10, 0), "its version is unknown"), ((12, 0), "12.0"),
+        ):  # fmt: skip
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
-            for version, reason in reasons.items():
-                found = getattr(core_attention_surface, f"flash_{version}")(problem)
-                assert found is None if reason is None else reason in found, (capability, version)
+            assert reason in core_attention_surface.flash_4(problem), capability
         monkeypatch.setattr(core_attention_surface.metadata, "version", lambda name: "4.0.0b7")
         core_attention_surface._flash_4_version.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -438,61 +407,21 @@ def test_a_package_for_other_gpus_or_of_another_version_says_so(flash_packages, 
         core_attention_surface._flash_4_version.cache_clear()
 
 
-def test_version_4_alone_is_no_version_2(tmp_path, monkeypatch):
-    """Its folder makes `flash_attn` a package, which imports, and holds no function."""
-    from megacpp_mcore.surfaces import core_attention as core_attention_surface
-
-    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
-    (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    core_attention_surface.import_reason.cache_clear()
-    try:
-        assert core_attention_surface.import_reason("flash_attn.cute") is None
-        problem = Workload.of("cuda", "bfloat16", dqk=128, dv=64)
-        reason = core_attention_surface.flash_2(problem)
-        assert "cannot import flash_attn.flash_attn_interface" in reason
-    finally:
-        core_attention_surface.import_reason.cache_clear()
-        for name in ("flash_attn", "flash_attn.cute"):
-            sys.modules.pop(name, None)
-
-
-def test_version_3s_deterministic_backward_ends_at_192(flash_packages, monkeypatch):
-    from megacpp_mcore.surfaces import core_attention as core_attention_surface
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    core_attention_surface.import_reason.cache_clear()
-    try:
-        for dqk, needs, refused in (
-            (192, ("deterministic_mode",), False), (256, (), False),
-            (256, ("deterministic_mode",), True), (200, ("deterministic_mode",), True),
-        ):  # fmt: skip
-            problem = Workload.of("cuda", "bfloat16", dqk=dqk, dv=64, needs=needs)
-            reason = core_attention_surface.flash_3(problem)
-            assert ("up to 192" in reason) if refused else reason is None, (dqk, needs)
-    finally:
-        core_attention_surface.import_reason.cache_clear()
-
-
 def test_version_4_pads_v_only_where_it_must():
     """At 128 and 64 dims, the zeros would be a third more work, and a copy."""
     as_they_are = [(128, 64, False), (192, 128, False), (64, 64, False)]
     padded = [(128, 64, True), (32, 16, False), (64, 32, False), (96, 64, False)]
-    assert all(packages.FLASH_4.narrows(*dims) for dims in as_they_are)
-    assert not any(packages.FLASH_4.narrows(*dims) for dims in padded)
-    assert not packages.FLASH_3.narrows(128, 64, False)
+    assert all(flash_4.narrows(*dims) for dims in as_they_are)
+    assert not any(flash_4.narrows(*dims) for dims in padded)
 
 
-@pytest.mark.parametrize("version", [2, 3, 4])
-def test_torch_compile_keeps_one_graph_around_a_package(monkeypatch, version):
-    """An import or a look-up in a call would cut it; version 4, which cannot be traced, does."""
-    name = f"stand_in_{version}"
-    fake = ModuleType(name)
+def test_torch_compile_breaks_its_graph_around_version_4_only(monkeypatch):
+    """An import or a look-up in a call would break it once more."""
+    fake = ModuleType("flash_attn.cute")
     fake.flash_attn_func = lambda q, k, v, **options: q @ k.mT @ v
     fake.flash_attn_varlen_func = fake.flash_attn_func
-    monkeypatch.setitem(sys.modules, name, fake)
-    flash = replace(getattr(packages, f"FLASH_{version}"), module=lambda: name).load()
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    flash = flash_4.FlashAttention4()
     taken = []
 
     def keep(graph, inputs):
@@ -500,28 +429,14 @@ def test_torch_compile_keeps_one_graph_around_a_package(monkeypatch, version):
         return graph.forward
 
     def block(q, k, v):
-        return flash.whole(q.sin(), k, v, scale=1.0, dropout=0.0).sin()
+        return flash.whole(q.sin(), k, v, scale=1.0).sin()
 
     with torch._dynamo.config.patch(disable=False):
         torch._dynamo.reset()
         compiled = torch.compile(block, backend=keep)
         compiled(*(draw(2, 5, 5, 5) for _ in range(3)))
         torch._dynamo.reset()
-    assert len(taken) == (2 if version == 4 else 1)
-
-
-def test_flash_3_is_found_under_either_name(flash_packages, monkeypatch):
-    from megacpp_mcore.surfaces import core_attention as core_attention_surface
-
-    core_attention_surface.import_reason.cache_clear()
-    try:
-        assert packages.FLASH_3.module() == "flash_attn_interface"
-        for name in ("flash_attn_3", "flash_attn_3.flash_attn_interface"):
-            monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        core_attention_surface.import_reason.cache_clear()
-        assert packages.FLASH_3.module() == "flash_attn_3.flash_attn_interface"
-    finally:
-        core_attention_surface.import_reason.cache_clear()
+    assert len(taken) == 2
 
 
 def test_the_definitions_window():

@@ -3,10 +3,6 @@
 The chunked backend runs in Triton's interpreter here.
 """
 
-import importlib.metadata
-import sys
-from types import SimpleNamespace
-
 import admission
 import pytest
 import torch
@@ -22,7 +18,6 @@ from megacpp_mcore.kernels.linear_cross_entropy import (
     weighted_linear_cross_entropy,
 )
 from megacpp_mcore.kernels.linear_cross_entropy import triton as kernels
-from megacpp_mcore.kernels.linear_cross_entropy.cce import CCE
 from megacpp_mcore.kernels.linear_cross_entropy.chunked import CHUNKED
 from megacpp_mcore.kernels.linear_cross_entropy.megatron import MEGATRON
 from megacpp_mcore.kernels.linear_cross_entropy.weight_gradient import WeightGradient
@@ -53,8 +48,8 @@ def test_contract(head, contract, dtype, chunks_of_five):
         CONTRACTS[contract](HEADS[head], "cpu", dtype)
 
 
-def test_the_contracts_see_ligers_old_gradients():
-    """Those of all tokens, times what comes back for the first."""
+def test_the_contracts_see_one_gradient_for_all_tokens():
+    """Those of all tokens, times what comes back for the first, as Liger's were before 0.8.2."""
 
     def old(**inputs):
         losses = REFERENCE.per_token(**inputs)
@@ -277,70 +272,10 @@ def test_chunked_takes_no_float16():
         CHUNKED.per_token(**tensors)
 
 
-class TestCutCrossEntropy:
-    """Its adapter, around a stand-in that reads its gradient as the package's kernel does."""
-
-    class _Losses(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, hidden, weight, labels, ignore_index):
-            ctx.save_for_backward(hidden, weight, labels)
-            ctx.ignore_index = ignore_index
-            return REFERENCE.per_token(hidden, weight, labels, ignore_index=ignore_index)
-
-        @staticmethod
-        def backward(ctx, gradient):
-            hidden, weight, labels = (x.detach() for x in ctx.saved_tensors)
-            inputs = hidden.requires_grad_(), weight.requires_grad_()
-            with torch.enable_grad():
-                losses = REFERENCE.per_token(*inputs, labels, ignore_index=ctx.ignore_index)
-            read = gradient.view(-1).as_strided((gradient.numel(),), (1,))
-            return *torch.autograd.grad(losses, inputs, read.view(losses.shape)), None, None
-
-    @pytest.fixture(autouse=True)
-    def package(self, monkeypatch):
-        def linear_cross_entropy(e, c, targets, ignore_index, reduction, filter_eps, impl):
-            assert (reduction, filter_eps, impl) == ("none", None, "cce")
-            return self._Losses.apply(e, c, targets, ignore_index)
-
-        stand_in = SimpleNamespace(linear_cross_entropy=linear_cross_entropy)
-        monkeypatch.setitem(sys.modules, "cut_cross_entropy", stand_in)
-
-    @pytest.mark.parametrize(
-        "along",
-        [
-            lambda losses: losses.sum(),
-            lambda losses: (losses * torch.arange(15.0).view(3, 5).t()).sum(),
-            lambda losses: losses.t()[1:, ::2].square().sum(),
-            lambda losses: losses.sum(0).prod(),
-        ],
-        ids=["sum", "transposed", "strided", "of-columns"],
-    )
-    def test_a_gradient_in_any_strides(self, along):
-        tensors = draw("cpu", torch.float32)
-        found, expected = ([], [])
-        for head, gradients in ((CCE, found), (REFERENCE, expected)):
-            inputs = leaves(tensors, torch.float32)
-            inputs["hidden"] = inputs["hidden"].detach().transpose(0, 1).contiguous()
-            inputs["hidden"] = inputs["hidden"].transpose(0, 1).requires_grad_()
-            along(head.per_token(**inputs)).backward()
-            gradients += [inputs["hidden"].grad, inputs["weight"].grad]
-        for actual, wanted in zip(found, expected, strict=True):
-            close(actual, wanted.double(), torch.float32)
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_options_are_refused(self, dtype):
-        CONTRACTS["options_are_served_or_refused"](CCE, "cpu", dtype)
-        with pytest.raises(LinearCrossEntropyInputError, match=r"softcap 5.0.*use the backend"):
-            CCE.per_token(**draw("cpu", dtype), softcap=5.0)
-
-
 class TestDispatch:
     @pytest.fixture(autouse=True)
     def packages(self, monkeypatch):
-        """Every package imports; Liger in the version that a test sets."""
-        self.liger = "0.8.5"
         monkeypatch.setattr(loss_surface, "import_reason", lambda module: None)
-        monkeypatch.setattr(importlib.metadata, "version", lambda name: self.liger)
 
     def verdicts(self, device="cuda", dtype="bfloat16", tp=1):
         problem = Workload.of(device, dtype, tensor_model_parallel_size=tp)
@@ -348,26 +283,15 @@ class TestDispatch:
 
     def test_in_order(self):
         served = [name for name, reason in self.verdicts().items() if reason is None]
-        assert served == ["chunked", "megatron", "liger", "cce", "reference"]
+        assert served == ["chunked", "megatron", "reference"]
 
     def test_a_split_vocabulary(self):
-        found = self.verdicts(tp=2)
-        assert found["chunked"] is None
-        for name in ("liger", "cce"):
-            assert found[name] == "tensor_model_parallel_size 2: it sees one rank's part"
+        assert self.verdicts(tp=2)["chunked"] is None
 
     def test_float16(self):
         found = self.verdicts(dtype="float16")
         assert "gradients of unlikely classes" in found["chunked"]
-        assert found["megatron"] is found["liger"] is found["cce"] is None
-        assert "not float32" in self.verdicts(dtype="float32")["cce"]
-
-    @pytest.mark.parametrize(
-        ("version", "right"), [("0.8.1", False), ("0.8.2", True), ("1.0", True)]
-    )
-    def test_ligers_that_are_wrong(self, version, right):
-        self.liger = version
-        assert (self.verdicts()["liger"] is None) == right
+        assert found["megatron"] is None
 
     def test_without_a_gpu(self):
         assert [n for n, reason in self.verdicts("cpu").items() if reason is None] == ["reference"]

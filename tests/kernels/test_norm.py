@@ -1,8 +1,5 @@
 """Norms: admission of every backend, the definitions, and what a backend refuses."""
 
-import sys
-from types import ModuleType
-
 import admission
 import pytest
 import torch
@@ -11,7 +8,7 @@ from megatron.core.transformer import TransformerConfig
 from megacpp_mcore import dispatch
 from megacpp_mcore.dispatch import DispatchError
 from megacpp_mcore.kernels.norm import layer_norm, rms_norm
-from megacpp_mcore.layers.norm import LigerNorm, TorchNorm
+from megacpp_mcore.layers.norm import TorchNorm
 from megacpp_mcore.surfaces.norm import workload
 
 test_admission = admission.suite("norm", beyond_dispatch=("triton",))
@@ -25,22 +22,6 @@ def config(**changes):
         "normalization": "RMSNorm",
     }
     return TransformerConfig(**(fields | changes))
-
-
-@pytest.fixture
-def liger(monkeypatch):
-    """What LigerNorm imports, with its constructor's arguments kept."""
-
-    class LigerRMSNorm(torch.nn.RMSNorm):
-        def __init__(self, hidden_size, eps, casting_mode, in_place):
-            super().__init__(hidden_size, eps)
-            self.options = (casting_mode, in_place)
-
-    module = ModuleType("liger_kernel.transformers.rms_norm")
-    module.LigerRMSNorm = LigerRMSNorm
-    for name in ("liger_kernel", "liger_kernel.transformers"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 def test_the_definitions_are_the_formulas():
@@ -76,29 +57,16 @@ def test_a_float32_residual_stream_is_normalised_as_it_is_and_given_on_in_the_mo
     assert x.grad.dtype == torch.float32 and norm.weight.grad.dtype == torch.bfloat16
 
 
-def test_ligers_norm_would_give_a_float32_residual_stream_on():
-    asked = workload("cuda", config(fp32_residual_connection=True, bf16=True))
-    with pytest.raises(DispatchError, match="fp32_residual_connection: Liger's"):
-        dispatch.choose("norm", asked, {"norm": "liger"})
-
-
-@pytest.mark.parametrize("builder", [TorchNorm, LigerNorm])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_weights_are_marked_for_sequence_parallelism(builder, sequence_parallel, liger):
+def test_weights_are_marked_for_sequence_parallelism(sequence_parallel):
     parallel = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
-    norm = builder(config=config(**(parallel if sequence_parallel else {})), hidden_size=12)
+    norm = TorchNorm(config=config(**(parallel if sequence_parallel else {})), hidden_size=12)
     assert [p.sequence_parallel for p in norm.parameters()] == [sequence_parallel]
-
-
-def test_liger_leaves_the_incoming_gradient_alone_and_computes_in_float32(liger):
-    assert LigerNorm(config=config(), hidden_size=12).options == ("gemma", False)
 
 
 @pytest.mark.parametrize(
     ("backend", "changes", "message"),
     [
-        ("liger", {"normalization": "LayerNorm"}, "normalization LayerNorm: Liger's is an RMSNorm"),
-        ("liger", {"layernorm_zero_centered_gamma": True}, "only Transformer Engine's norms"),
         ("reference", {"layernorm_zero_centered_gamma": True}, "only Transformer Engine's norms"),
         ("reference", {"normalization": "L2Norm"}, "torch has RMSNorm and LayerNorm"),
     ],

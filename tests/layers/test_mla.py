@@ -212,7 +212,7 @@ def test_dsa_waits_for_the_weight_that_it_absorbs():
 
 
 @pytest.mark.parametrize(
-    ("norm", "inside"), [("auto", True), ("te", True), ("liger", False), ("reference", False)]
+    ("norm", "inside"), [("auto", True), ("te", True), ("triton", False), ("reference", False)]
 )
 def test_a_named_norm_is_not_left_to_transformer_engines_linears(monkeypatch, norm, inside):
     linears = replace(parts.megatron_linears(), is_te=True)

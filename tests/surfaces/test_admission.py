@@ -173,9 +173,9 @@ def test_a_broken_backend_fails(check, register):
 
 
 def test_a_fallback_that_is_wrong_fails(register, monkeypatch):
-    subject = register(Norm, fallback="liger")
-    liger = Backend("liger", f"{__name__}:load_HalfGradient", always)
-    backends = tuple(liger if b.name == "liger" else b for b in REGISTRY["norm"].backends)
+    subject = register(Norm, fallback="te")
+    wrong = Backend("te", f"{__name__}:load_HalfGradient", always)
+    backends = tuple(wrong if b.name == "te" else b for b in REGISTRY["norm"].backends)
     serve(monkeypatch, backends)
     with pytest.raises(AssertionError, match="dx: error"):
         admit(subject, "fallback")
@@ -199,8 +199,8 @@ def test_a_dtype_that_the_backend_skips_is_not_asked_for(register):
 
 
 def test_what_dispatch_does_not_serve_here_is_skipped_with_its_reason():
-    with pytest.raises(pytest.skip.Exception, match="not served on cpu: Liger"):
-        admit(Subject("norm", "liger", "cpu"), "parity")
+    with pytest.raises(pytest.skip.Exception, match="not served on cpu: Transformer Engine"):
+        admit(Subject("norm", "te", "cpu"), "parity")
 
 
 def test_backends_skip_only_what_the_suite_has():

@@ -51,7 +51,6 @@ OTHER_WORDS = {
         "training/packages.py": "the package",
         "training/gpu/train.py": "the package",
     },
-    "cce": {"kernels/linear_cross_entropy/cce.py": "an argument of the package"},
     "sdpa": {"kernels/core_attention/__init__.py": "a function"},
     "sdpa_cudnn": {"kernels/core_attention/__init__.py": "a function"},
     "sdpa_flash": {"kernels/core_attention/__init__.py": "a function"},

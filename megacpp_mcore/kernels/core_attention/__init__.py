@@ -1,9 +1,9 @@
-"""Causal attention: the definition, torch's fused kernels, and those of the flash-attn packages.
+"""Causal attention: the definition, torch's fused kernels, and FlashAttention-4.
 
 The functions of `reference.py` and `sdpa.py` take q (b, h, s, dqk), k (b, g, s, dqk) and v (b, g,
 s, dv), h a multiple of g, in any strides, and return softmax(q k^T * scale, causal) v as (b, h, s,
 dv) in v's dtype. `dropout` is the probability of dropping an attention weight. Those of
-`varlen.py` and `packages.py` take layouts in which the heads of a token are contiguous. The math is
+`varlen.py` and `flash_4.py` take layouts in which the heads of a token are contiguous. The math is
 in `reference.py`.
 """
 
