@@ -81,7 +81,8 @@ def _triton(workload: Workload) -> str | None:
 
 _KERNELS = "megacpp_mcore.kernels.mamba3_core"
 _facts = {
-    "layout": "[s, b, in_proj's rows] -> [s, b, H P]; SISO, any length, packed documents",
+    "layout": "[s, b, in_proj's rows] -> [s, b, H P]; SISO, any length; packed "
+    "documents, or a state before and behind (without gradients)",
     "tests": (
         "tests/kernels/test_mamba3_core.py", "tests/gpu/test_cores_gpu.py", *KERNEL_TESTS,
     ),

@@ -152,11 +152,14 @@ def segment_states(
 
 
 @triton.jit
-def _beyond(sums, throughs, h, b, segment, within, p, n, SEGMENTS, H: tl.constexpr,
+def _beyond(sums, throughs, initial, h, b, segment, within, p, n, SEGMENTS, H: tl.constexpr,
             P: tl.constexpr, N: tl.constexpr, P_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr,
-            REVERSE: tl.constexpr):  # fmt: skip
-    """The state that a segment begins with, from the sums of those before it (REVERSE: behind)."""
+            REVERSE: tl.constexpr, CARRIED: tl.constexpr):  # fmt: skip
+    """The state that a segment begins with, from the sums of those before it (REVERSE: behind), and
+    from `initial` (b, H, P, N), the row's (CARRIED)."""
     state = tl.zeros((P_BLOCK, N_BLOCK), tl.float32)
+    if CARRIED:
+        state = tl.load(initial + _state_at(h, b, 0, p, n, H, P, N, 1), mask=within, other=0.0)
     for step in range(SEGMENTS - 1 - segment if REVERSE else segment):
         j = SEGMENTS - 1 - step if REVERSE else step
         at = _state_at(h, b, j, p, n, H, P, N, SEGMENTS)
@@ -167,14 +170,16 @@ def _beyond(sums, throughs, h, b, segment, within, p, n, SEGMENTS, H: tl.constex
 
 @triton.jit(do_not_specialize=["CHUNKS", "SEGMENT", "SEGMENTS"])
 def scan_forward(
-    q, k, x, z, adt, scale, gamma, D, starts, sums, throughs,
-    y, inner, states, S, CHUNKS, SEGMENT, SEGMENTS, x_s, x_b, x_h, z_s, z_b, z_h, y_s, y_b, y_h,
+    q, k, x, z, adt, scale, gamma, D, starts, sums, throughs, initial,
+    y, inner, states, final, S, CHUNKS, SEGMENT, SEGMENTS,
+    x_s, x_b, x_h, z_s, z_b, z_h, y_s, y_b, y_h,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, P_BLOCK: tl.constexpr,
     N_BLOCK: tl.constexpr, CHUNK: tl.constexpr, ALIGN: tl.constexpr,
-    PACKED: tl.constexpr, WHOLE: tl.constexpr, SAVE: tl.constexpr, APPROXIMATE: tl.constexpr,
-    STAGES: tl.constexpr,
+    PACKED: tl.constexpr, WHOLE: tl.constexpr, SAVE: tl.constexpr, CARRIED: tl.constexpr,
+    FINAL: tl.constexpr, APPROXIMATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y, gated; SAVE: inner, y before the gate, and states (b, H, chunks, P, N) before each chunk.
+    CARRIED: from `initial`, (b, H, P, N). FINAL: to `final`, the state behind the row.
 
     gamma q k + D of a token's own value stands on the diagonal of the chunk's products of q and k.
     """
@@ -183,8 +188,8 @@ def scan_forward(
     skip = tl.load(D + h)
     head = (b * H + h).to(tl.int64) * S
     within = (p < P)[:, None] & (n < N)[None, :]
-    state = _beyond(sums, throughs, h, b, segment, within, p, n, SEGMENTS, H, P, N, P_BLOCK,
-                    N_BLOCK, False)  # fmt: skip
+    state = _beyond(sums, throughs, initial, h, b, segment, within, p, n, SEGMENTS, H, P, N,
+                    P_BLOCK, N_BLOCK, False, CARRIED)  # fmt: skip
     begin = segment * SEGMENT
     for chunk in tl.range(begin, min(begin + SEGMENT, CHUNKS), num_stages=STAGES):
         first = chunk * CHUNK
@@ -224,6 +229,8 @@ def scan_forward(
         out = out * _silu(gate, APPROXIMATE)
         at = _head(y, y_s, y_b, y_h, first, i, b, h, p, ALIGN)
         _put(at, out, inside, p, P, P_BLOCK, WHOLE)
+    if FINAL and segment == SEGMENTS - 1:
+        tl.store(final + _state_at(h, b, 0, p, n, H, P, N, 1), state, mask=within)
 
 
 @triton.jit(do_not_specialize=["CHUNKS", "SEGMENT", "SEGMENTS"])
@@ -247,8 +254,8 @@ def scan_backward(
     skip = tl.load(D + h)
     head = (b * H + h).to(tl.int64) * S
     within = (p < P)[:, None] & (n < N)[None, :]
-    dstate = _beyond(sums, throughs, h, b, segment, within, p, n, SEGMENTS, H, P, N, P_BLOCK,
-                     N_BLOCK, True)  # fmt: skip
+    dstate = _beyond(sums, throughs, sums, h, b, segment, within, p, n, SEGMENTS, H, P, N, P_BLOCK,
+                     N_BLOCK, True, False)  # fmt: skip
     begin = segment * SEGMENT
     count = min(SEGMENT, CHUNKS - begin)
     end = _state_at(h, b, begin + count, p, n, H, P, N, CHUNKS)

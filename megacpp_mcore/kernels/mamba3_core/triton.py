@@ -5,11 +5,15 @@ it, and every gradient is written where it lies in that of the projection. Nothi
 backward pass twice. Math: `reference.py`.
 """
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from megacpp_mcore.kernels.device_guard import device_of
-from megacpp_mcore.kernels.mamba3.inputs import Mamba3InputError
+from megacpp_mcore.kernels.mamba3.inputs import Mamba3InputError, Mamba3State
+from megacpp_mcore.kernels.mamba3.reference import rotate
 from megacpp_mcore.kernels.mamba3_core import around, scan
 from megacpp_mcore.kernels.mamba3_core.reference import check_inputs, document_starts
 
@@ -34,11 +38,14 @@ def mamba3_core(
     decay_floor: float,
     eps: float,
     cu_seqlens: Tensor | None = None,
-) -> Tensor:
+    initial_state: Mamba3State | None = None,
+    return_final_state: bool = False,
+) -> Tensor | tuple[Tensor, Mamba3State]:
     """`megacpp_mcore.kernels.mamba3_core.mamba3_core`, in bfloat16; shapes are described there.
 
     Raises Mamba3InputError for a projection that is not bfloat16, an empty one, one whose rows are
-    no multiple of 16 bytes, and one of 2^31 elements or more.
+    no multiple of 16 bytes, one of 2^31 elements or more, and for a state that is carried with
+    documents or where a gradient is wanted.
     """
     sizes = around.Sizes(heads, head_dim, groups, state_dim, angles, decay, decay_floor, eps)
     check_inputs(projected, sizes.parts, cu_seqlens)
@@ -46,6 +53,14 @@ def mamba3_core(
     starts = None if cu_seqlens is None else document_starts(cu_seqlens, projected.shape[0])
     tensors = (projected, dt_bias, B_weight, C_weight, B_bias, C_bias, D)
     save = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if initial_state is not None or return_final_state:
+        if save or starts is not None:
+            raise Mamba3InputError(
+                "the kernels carry a state through whole rows and without gradients: use "
+                "torch.no_grad() and no cu_seqlens, or the reference"
+            )
+        y, state = _carried(tensors, sizes, initial_state)
+        return (y, state) if return_final_state else y
     return _forward(
         *tensors, starts, heads, head_dim, groups, state_dim, angles, decay, decay_floor,
         eps, save,
@@ -71,6 +86,32 @@ def _check(projected: Tensor) -> None:
             f"a row of the projection has {rows * projected.element_size()} bytes, no multiple of "
             f"{_BYTES}, as in_proj's are: use the reference"
         )
+
+
+def _carried(
+    tensors: Sequence[Tensor], sizes: around.Sizes, state: Mamba3State | None
+) -> tuple[Tensor, Mamba3State]:
+    """y, and the state behind the row, from the one before it.
+
+    The term that a token adds for the token before it, (1 - lam) dt v k^T, is decayed with the
+    state: the first token's is added to the state that it begins with.
+    """
+    projected, *parameters = (_readable(tensors[0]), *(x.contiguous() for x in tensors[1:]))
+    B_bias, D = parameters[3], parameters[5]
+    y, (x, z) = _output(projected, sizes), (_heads(projected, sizes, i) for i in (1, 0))
+    angle = None if state is None else state.angle.float().contiguous()
+    with device_of(projected):
+        found = around.steps(projected, *parameters[:5], None, sizes, angle)
+        initial, final = None, D.new_empty(scan.state_shape(x, sizes.state_dim))
+        if state is not None:
+            before = state.v.unsqueeze(-1) * state.k.unsqueeze(-2)
+            ahead = (found.dt - found.gamma)[:, :, 0, None, None]
+            initial = (state.ssm + ahead * before).float().contiguous()
+        scan.forward(found, x, z, D, None, _heads(y, sizes), False, initial, final)
+    angle = found.theta[:, -1]
+    k = found.B[:, -1].float().repeat_interleave(sizes.heads // sizes.groups, 1) + B_bias
+    k = rotate(k, angle.cos(), angle.sin(), halves=False)
+    return y, Mamba3State(angle.remainder(2 * math.pi), final, k, x[:, -1].float())
 
 
 @torch.library.custom_op("megacpp::mamba3_core", mutates_args=())

@@ -121,17 +121,20 @@ def before_scan(
 
 @triton.jit
 def add_up_chunks(
-    sums, resets, before, CHUNKS, WIDTH,
+    sums, resets, initial, before, CHUNKS, WIDTH,
     BLOCK: tl.constexpr, WIDTH_BLOCK: tl.constexpr, REVERSE: tl.constexpr, WRAP: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, CARRIED: tl.constexpr,
 ):  # fmt: skip
-    """(b, chunks, width) sums of each chunk -> of all chunks before (REVERSE: behind) each one.
+    """(b, chunks, width) sums of each chunk -> of all chunks before (REVERSE: behind) each one, and
+    `initial` (b, width) before the first (CARRIED).
 
     resets: (chunks,), nonzero where a chunk's own sum starts anew. WRAP: modulo 2 pi.
     """
     column = tl.program_id(0) * WIDTH_BLOCK + tl.arange(0, WIDTH_BLOCK)
     row = tl.program_id(1).to(tl.int64) * CHUNKS * WIDTH
     carry = tl.zeros((WIDTH_BLOCK,), tl.float32)
+    if CARRIED:
+        carry = tl.load(initial + tl.program_id(1) * WIDTH + column, mask=column < WIDTH, other=0.0)
     step = -WIDTH if REVERSE else WIDTH
     for first in range(0, CHUNKS, BLOCK):
         i = first + tl.arange(0, BLOCK)
