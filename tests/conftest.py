@@ -5,6 +5,7 @@ import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
 import shutil
+import sys
 import tempfile
 import uuid
 from importlib.metadata import version
@@ -158,6 +159,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.nodeid.split("::")[0] in SLOW_FILES:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_runtest_setup(item):
+    if "megatron.training.argument_utils" in sys.modules:  # or a test that needs none would import
+        import megatron_parser
+
+        megatron_parser.parse_once()
 
 
 def pytest_collection_finish(session):
