@@ -275,15 +275,12 @@ def scan_backward(
         value = _tile(at, inside, p, P, P_BLOCK, WHOLE)
         at = dy + to * P + i[:, None] * P + p[None, :]
         d = _tile(at, inside, p, P, P_BLOCK, WHOLE)
-        at = _state_at(h, b, chunk, p, n, H, P, N, CHUNKS)
-        state = tl.load(states + at, mask=within, other=0.0)
         factor = _vector(scale + to + i, inside, WHOLE)
         own = _vector(gamma + to + i, inside, WHOLE)
         inverse = tl.where(factor > 0.0, 1.0 / tl.where(factor > 0.0, factor, 1.0), 0.0)
         upto, before, behind, through, start = _decays(adt + to, starts, first, i, inside, S,
                                                        CHUNK, PACKED, WHOLE,
                                                        APPROXIMATE)  # fmt: skip
-        weighted = (qs * before[:, None]).to(value.dtype)
         upper = dstate.to(value.dtype)
         # Rows are the earlier tokens, columns the later ones.
         follows = i[None, :] > i[:, None]
@@ -314,6 +311,9 @@ def scan_backward(
         found = found * factor[:, None]
         at = to * N + i[:, None] * N + n[None, :]
         _put(k + at, found, inside, n, N, N_BLOCK, WHOLE)
+        # Loaded no earlier, and qs weighted no earlier: at N 128 registers are what is scarce.
+        kept = states + _state_at(h, b, chunk, p, n, H, P, N, CHUNKS)
+        state = tl.load(kept, mask=within, other=0.0)
         found = tl.dot(d, state) * before[:, None]
         found = tl.dot(tl.trans(products), ks, found)
         turn += tl.sum(qs.to(tl.float32) * found, 1)
@@ -326,6 +326,7 @@ def scan_backward(
         else:
             turn = tl.cumsum(turn, 0, reverse=True) + later
         tl.store(dadt + to + i, turn, mask=inside)
+        weighted = (qs * before[:, None]).to(value.dtype)
         dstate = tl.dot(tl.trans(d), weighted, dstate * through)
         later = tl.sum(tl.sum(state.to(tl.float32) * dstate, 1), 0)
     tl.store(dD + (b * SEGMENTS + segment) * H + h, skipped)
