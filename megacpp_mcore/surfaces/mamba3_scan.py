@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, NotCarried, Surface, reference
-from megacpp_mcore.surfaces.figures import Figure
 from megacpp_mcore.surfaces.support import SCAN_TESTS, always, cuda_only, import_reason
 from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 
