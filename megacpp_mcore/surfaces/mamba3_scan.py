@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, NotCarried, Surface, reference
-from megacpp_mcore.surfaces.figures import Figure
 from megacpp_mcore.surfaces.support import SCAN_TESTS, always, cuda_only, import_reason
 from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 
@@ -141,13 +140,13 @@ SURFACE = Surface(
     case="megacpp_mcore.kernels.mamba3.case:Mamba3ScanCase",
     not_carried=(
         NotCarried(
-            name="own_scan", role="deferred",
-            removes="rotated Q, scaled K, expanded angles and chunk states in memory",
+            name="own_mimo_scan", role="deferred",
+            removes="what mamba3_core removes for SISO, whose scan is our own there: rotated and "
+            "expanded copies, and programs that walk a whole row",
             fallback=REFERENCE,
-            why="upstream's kernel is the one to beat, and no H200 receipt shows a scan of our own "
-            "that beats it over a whole step",
-            figures=(Figure(_SISO, "mamba_ssm", "upstream's SISO kernel"),),
-            exit_when="such a receipt exists",
+            why="not tried: no shipped recipe has MIMO, and its products are 64 tokens over the "
+            "rank, so that it needs kernels of its own",
+            exit_when="a recipe with MIMO is trained",
         ),
     ),
 )  # fmt: skip

@@ -174,7 +174,9 @@ def test_the_whole_operator_against_autograd(monkeypatch, name):
     with poisoned_memory("cpu"):
         y = triton.mamba3_core(*leaves, **options)
         direction = torch.randn(y.shape)
-        found = torch.autograd.grad(y, leaves, direction)
+        found = torch.autograd.grad(y, leaves, direction, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y, leaves, direction)
     expected = definition.mamba3_core(*wide, **options)
     wanted = torch.autograd.grad(expected, wide, direction.double())
     bound = 4 * case.seq * torch.finfo(torch.float32).eps * math.pi

@@ -72,8 +72,8 @@ class Steps(NamedTuple):
 
 class ScanGradients(NamedTuple):
     """Of the scan's inner values: dq, dk (b, s, H, N) of the rotated q and k, (b, H, s, N) in
-    memory. (b, H, s) in float32: both, of q k of one token; dadt; dscale; dboth, the sum of
-    dscale and gamma's gradient."""
+    memory, where q and k were. (b, H, s) in float32: both, of q k of one token; dadt; dscale;
+    dboth, the sum of dscale and gamma's gradient."""
 
     dq: Tensor
     dk: Tensor
@@ -135,21 +135,19 @@ def steps(
 
 def gate_backward(
     projected: Tensor, dy: Tensor, y: Tensor, dprojected: Tensor, sizes: Sizes
-) -> Tensor:
-    """z's gradient into `dprojected`; returns that of y, the scan before its gate, like y.
+) -> None:
+    """z's gradient into `dprojected`, and that of y, the scan before its gate, in the place of y.
 
     dy: (s, b, H * P). y: (b, s, H, P), the tokens of a head together in memory.
     """
     seq, batch, _ = projected.shape
-    dy_inner = torch.empty_like(y)
     by = align(projected, dy, dprojected)
     kernels.gate_backward[(triton.cdiv(seq, _GATE_TOKENS), sizes.heads, batch)](
-        projected, dy, y, dprojected, dy_inner, seq,
+        projected, dy, y, dprojected, seq,
         *_strides(projected, by), *_strides(dy, by), *_strides(dprojected, by),
         H=sizes.heads, P=sizes.head_dim, P_BLOCK=triton.next_power_of_2(sizes.head_dim),
         TOKENS=_GATE_TOKENS, ALIGN=by, num_warps=8,
     )  # fmt: skip
-    return dy_inner
 
 
 def steps_backward(

@@ -80,25 +80,26 @@ def forward(
 
 
 def backward(
-    dy: Tensor, steps: Steps, saved: Saved, x: Tensor, D: Tensor, starts: Tensor | None, dx: Tensor
-) -> tuple[ScanGradients, Tensor]:
-    """dy: of y before the gate, like `saved.inner`. x's gradient goes into dx, as x lies.
+    dy: Tensor, steps: Steps, states: Tensor, x: Tensor, D: Tensor, starts: Tensor | None,
+    dx: Tensor,
+) -> tuple[ScanGradients, Tensor]:  # fmt: skip
+    """dy: of y before the gate, like `Saved.inner`. states: of `Saved`. x's gradient goes into dx,
+    as x lies, and those of q and k where these were.
 
     Returns the inner gradients and D's, (H,) in float32.
     """
     batch, seq, heads, _ = x.shape
     segments = Segments.of(seq, batch * heads)
     sums, throughs = _segment_states(steps, steps.q, dy, starts, segments, reverse=True)
-    dq, dk = torch.empty_like(steps.q), torch.empty_like(steps.k)
     both, dadt, dscale, dboth = (torch.empty_like(steps.adt) for _ in range(4))
     dD = D.new_empty((batch * segments.count, heads))
     shared, warps, stages = _shared(steps, x, starts, "backward", x, dx)
     kernels.scan_backward[(heads, segments.count, batch)](
-        steps.q, steps.k, x, dy, steps.adt, steps.scale, steps.gamma, D, starts, saved.states,
-        sums, throughs, dq, dk, dx, both, dadt, dscale, dboth, dD, seq, *segments,
+        steps.q, steps.k, x, dy, steps.adt, steps.scale, steps.gamma, D, starts, states,
+        sums, throughs, dx, both, dadt, dscale, dboth, dD, seq, *segments,
         *_strides(shared["ALIGN"], x, dx), STAGES=stages, num_warps=warps, **shared,
     )  # fmt: skip
-    return ScanGradients(dq, dk, both, dadt, dscale, dboth), dD.sum(0)
+    return ScanGradients(steps.q, steps.k, both, dadt, dscale, dboth), dD.sum(0)
 
 
 def _segment_states(

@@ -17,7 +17,7 @@ the state before the chunk and T behind it, d the gradient of y before the gate:
     dS   = e dT + sum_i e_i d_i q_i^T
     da_t = sum_{i>=t} (q_i dq_i - k_i dk_i) + <T, dT>
 
-Layouts: q, k, dq, dk (b, H, s, N), rotated, k scaled; adt, scale, gamma (b, H, s); x, z, y, dx in
+Layouts: q, k (b, H, s, N), rotated, k scaled; adt, scale, gamma (b, H, s); x, z, y, dx in
 any strides of token, sequence and head, given divided by ALIGN (see `triton_kernels.py`); what only
 kernels see (b, H, s, ...). WHOLE: CHUNK divides S.
 """
@@ -236,14 +236,15 @@ def scan_forward(
 @triton.jit(do_not_specialize=["CHUNKS", "SEGMENT", "SEGMENTS"])
 def scan_backward(
     q, k, x, dy, adt, scale, gamma, D, starts, states, sums, throughs,
-    dq, dk, dx, both, dadt, dscale, dboth, dD, S, CHUNKS, SEGMENT, SEGMENTS,
+    dx, both, dadt, dscale, dboth, dD, S, CHUNKS, SEGMENT, SEGMENTS,
     x_s, x_b, x_h, dx_s, dx_b, dx_h,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, P_BLOCK: tl.constexpr,
     N_BLOCK: tl.constexpr, CHUNK: tl.constexpr, ALIGN: tl.constexpr,
     PACKED: tl.constexpr, WHOLE: tl.constexpr, APPROXIMATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dy: of y before the gate, (b, H, s, P). dq, dk: of the rotated q and the unscaled k. (b, H,
-    s): both, of q k of one token; dadt; dscale; dboth, that plus gamma's. dD: (b, segments, H).
+    """dy: of y before the gate, (b, H, s, P). q, k: overwritten with the gradients of the rotated q
+    and the unscaled k; a tile is its program's alone, which has loaded it long before. (b, H, s):
+    both, of q k of one token; dadt; dscale; dboth, that plus gamma's. dD: (b, segments, H).
 
     The decay between two tokens is in q times its gradient of the later one and in k times its
     gradient of the earlier one: their difference, added up from the chunk's end, is that of A dt.
@@ -274,15 +275,12 @@ def scan_backward(
         value = _tile(at, inside, p, P, P_BLOCK, WHOLE)
         at = dy + to * P + i[:, None] * P + p[None, :]
         d = _tile(at, inside, p, P, P_BLOCK, WHOLE)
-        at = _state_at(h, b, chunk, p, n, H, P, N, CHUNKS)
-        state = tl.load(states + at, mask=within, other=0.0)
         factor = _vector(scale + to + i, inside, WHOLE)
         own = _vector(gamma + to + i, inside, WHOLE)
         inverse = tl.where(factor > 0.0, 1.0 / tl.where(factor > 0.0, factor, 1.0), 0.0)
         upto, before, behind, through, start = _decays(adt + to, starts, first, i, inside, S,
                                                        CHUNK, PACKED, WHOLE,
                                                        APPROXIMATE)  # fmt: skip
-        weighted = (qs * before[:, None]).to(value.dtype)
         upper = dstate.to(value.dtype)
         # Rows are the earlier tokens, columns the later ones.
         follows = i[None, :] > i[:, None]
@@ -312,11 +310,14 @@ def scan_backward(
         tl.store(dboth + to + i, mix * qk - turn * inverse, mask=inside)
         found = found * factor[:, None]
         at = to * N + i[:, None] * N + n[None, :]
-        _put(dk + at, found, inside, n, N, N_BLOCK, WHOLE)
+        _put(k + at, found, inside, n, N, N_BLOCK, WHOLE)
+        # Loaded no earlier, and qs weighted no earlier: at N 128 registers are what is scarce.
+        kept = states + _state_at(h, b, chunk, p, n, H, P, N, CHUNKS)
+        state = tl.load(kept, mask=within, other=0.0)
         found = tl.dot(d, state) * before[:, None]
         found = tl.dot(tl.trans(products), ks, found)
         turn += tl.sum(qs.to(tl.float32) * found, 1)
-        _put(dq + at, found, inside, n, N, N_BLOCK, WHOLE)
+        _put(q + at, found, inside, n, N, N_BLOCK, WHOLE)
         if PACKED:
             with_it = (i[None, :] >= i[:, None]) & (start[:, None] == start[None, :])
             turn = tl.sum(tl.where(with_it, turn[None, :], 0.0), 1)
@@ -325,6 +326,7 @@ def scan_backward(
         else:
             turn = tl.cumsum(turn, 0, reverse=True) + later
         tl.store(dadt + to + i, turn, mask=inside)
+        weighted = (qs * before[:, None]).to(value.dtype)
         dstate = tl.dot(tl.trans(d), weighted, dstate * through)
         later = tl.sum(tl.sum(state.to(tl.float32) * dstate, 1), 0)
     tl.store(dD + (b * SEGMENTS + segment) * H + h, skipped)

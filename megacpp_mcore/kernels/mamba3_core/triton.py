@@ -1,8 +1,9 @@
 """An M block between its projections, in kernels of our own.
 
 No part of the projection's output is copied, split off or concatenated: the scan reads x and z in
-it, and every gradient is written where it lies in that of the projection. Nothing is saved for the
-backward pass twice. Math: `reference.py`.
+it, and every gradient is written where it lies in that of the projection. The backward pass
+writes gradients in the place of what the forward pass has saved for it, so that it runs once:
+autograd refuses a second one. Math: `reference.py`.
 """
 
 import math
@@ -146,23 +147,23 @@ def _(
     return [y, *around.steps_like(projected, sizes), *scan.saved_like(_heads(y, sizes), state_dim)]
 
 
-@torch.library.custom_op("megacpp::mamba3_core_backward", mutates_args=())
+@torch.library.custom_op("megacpp::mamba3_core_backward", mutates_args=("q", "k", "inner"))
 def _backward(
     dy: Tensor, projected: Tensor, dt_bias: Tensor, B_weight: Tensor, C_weight: Tensor,
     B_bias: Tensor, C_bias: Tensor, D: Tensor, starts: Tensor | None, steps: list[Tensor],
-    saved: list[Tensor], heads: int, head_dim: int, groups: int, state_dim: int, angles: int,
-    decay: str, decay_floor: float, eps: float,
+    q: Tensor, k: Tensor, inner: Tensor, states: Tensor, heads: int, head_dim: int, groups: int,
+    state_dim: int, angles: int, decay: str, decay_floor: float, eps: float,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of the projection, dt_bias, both norms' weights, both biases, and D."""
+    """The gradients of the projection, dt_bias, both norms' weights, both biases, and D. steps:
+    `around.Steps` but for q and k, which are overwritten with inner."""
     sizes = around.Sizes(heads, head_dim, groups, state_dim, angles, decay, decay_floor, eps)
     parameters = tuple(x.contiguous() for x in (dt_bias, B_weight, C_weight, B_bias, C_bias))
-    projected, dy, inner = _readable(projected), _readable(dy), scan.Saved(*saved)
-    found = around.Steps(*steps)
+    projected, dy, found = _readable(projected), _readable(dy), around.Steps(*steps, q, k)
     dprojected = torch.empty(projected.shape, dtype=projected.dtype, device=projected.device)
     x, dx = _heads(projected, sizes, 1), _heads(dprojected, sizes, 1)
     with device_of(projected):
-        dy_inner = around.gate_backward(projected, dy, inner.inner, dprojected, sizes)
-        gradients, dD = scan.backward(dy_inner, found, inner, x, D.contiguous(), starts, dx)
+        around.gate_backward(projected, dy, inner, dprojected, sizes)
+        gradients, dD = scan.backward(inner, found, states, x, D.contiguous(), starts, dx)
         sums = around.steps_backward(
             projected, *parameters, starts, found, gradients, dprojected, sizes
         )
@@ -184,9 +185,10 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, dys):
-    kept, at = ctx.saved_tensors, 7 + len(around.Steps._fields)
+    kept = ctx.saved_tensors
+    tensors, steps, others = kept[:7], kept[7:-4], kept[-4:]
     dprojected, ddt_bias, weights, biases, dD = _backward(
-        dys[0], *kept[:7], ctx.starts, list(kept[7:at]), list(kept[at:]), *ctx.options
+        dys[0], *tensors, ctx.starts, list(steps), *others, *ctx.options
     )
     return dprojected, ddt_bias, *weights, *biases, dD, *(None,) * 10
 

@@ -245,11 +245,11 @@ def rotate(
 
 @triton.jit
 def gate_backward(
-    proj, dy, y, dproj, dy_inner, S, proj_s, proj_b, dy_s, dy_b, dproj_s, dproj_b,
+    proj, dy, y, dproj, S, proj_s, proj_b, dy_s, dy_b, dproj_s, dproj_b,
     H: tl.constexpr, P: tl.constexpr, P_BLOCK: tl.constexpr, TOKENS: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Of y * silu(z), for a head of a chunk: dz, and y's gradient (b, H, s, P)."""
+    """Of y * silu(z), for a head of a chunk: dz, and y's gradient where y is, (b, H, s, P)."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     h, b = tl.program_id(1), tl.program_id(2)
     p = tl.arange(0, P_BLOCK)
@@ -259,10 +259,10 @@ def gate_backward(
     z = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     at = _rows(dy, dy_s, dy_b, token, b, ALIGN)[:, None] + column
     d = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    inner = ((b * H + h).to(tl.int64) * S + token[:, None]) * P + p[None, :]
-    out = tl.load(y + inner, mask=mask, other=0.0).to(tl.float32)
+    inner = y + ((b * H + h).to(tl.int64) * S + token[:, None]) * P + p[None, :]
+    out = tl.load(inner, mask=mask, other=0.0).to(tl.float32)
     gate = sigmoid(z)
-    tl.store(dy_inner + inner, d * z * gate, mask=mask)
+    tl.store(inner, d * z * gate, mask=mask)
     at = _rows(dproj, dproj_s, dproj_b, token, b, ALIGN)[:, None] + column
     tl.store(at, d * out * gate * (1 + z * (1 - gate)), mask=mask)
 
