@@ -10,8 +10,6 @@ bridges.before_megatron()
 
 import interpreter  # noqa: E402
 import jsonschema  # noqa: E402, F401
-import matplotlib.backends.backend_agg  # noqa: E402
-import matplotlib.figure  # noqa: E402, F401
 import megacpp_mcore.specs.nam56r  # noqa: E402
 import megatron.core.models.mimo.optimizer  # noqa: E402
 import megatron.training.training  # noqa: E402

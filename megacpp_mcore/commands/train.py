@@ -46,7 +46,7 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, then print the result and draw its curves."""
+    """Train, then print the result and write its page."""
     resumes = args.resume or args.resume_from is not None
     _check_options(args, resumes)
     if args.verbose:
@@ -138,11 +138,11 @@ def _finished(recipe: Recipe, out: Path, steps: int | None) -> str | None:
 
 
 def _report(receipt: dict[str, Any], out: Path, verbose: bool) -> None:
-    from megacpp_mcore.receipts.plot import plot
+    from megacpp_mcore.receipts.html import PAGE, write_page
     from megacpp_mcore.receipts.run import FINAL_WINDOW
     from megacpp_mcore.receipts.show import beside, show
 
-    plot(receipt, out / "curves.png")
+    write_page([(str(out), receipt)], out / PAGE)
     print(show(receipt, str(out / "receipt.json"), verbose=verbose))
     result, steps = receipt["result"], len(receipt["series"]["step"])
     if "unigram_entropy" in result and (loss := result["final_loss"]) is not None:
@@ -152,4 +152,4 @@ def _report(receipt: dict[str, Any], out: Path, verbose: bool) -> None:
             f"{min(FINAL_WINDOW, steps)} steps: {beside(loss, entropy, 4)} the corpus's unigram "
             f"entropy {entropy:.4f} (bigram {result['bigram_entropy']:.4f})"
         )
-    print(f"curves  {out / 'curves.png'}")
+    print(f"page  {out / PAGE}")

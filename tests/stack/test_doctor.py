@@ -417,7 +417,7 @@ class TestImports:
         script = (
             "import sys\n"
             "names = ('torch', 'numpy', 'psutil', 'pyarrow', 'jsonschema', 'tomlkit', 'tqdm',\n"
-            "         'matplotlib', 'unidiff', 'packaging', 'megatron', 'triton', 'yaml')\n"
+            "         'unidiff', 'packaging', 'megatron', 'triton', 'yaml')\n"
             "sys.modules.update(dict.fromkeys(names))\n"
             "from megacpp_mcore.stack import imports\n"
             "imports.probe = lambda: ({'torch': 'ImportError: broken'}, None)\n"
