@@ -201,9 +201,11 @@ class _DispatchedMLA(upstream.MLASelfAttention):
         kv, _ = self.linear_kv_up_proj(kv_latent)
         q, kv = (x.unflatten(-1, (self.num_attention_heads_per_partition, -1)) for x in (q, kv))
         assert self._rope is not None
+        # What is recomputed is freed between the passes, and q's memory with it.
         return self._rope(
-            q, kv, k_pos, rotary, qk_head_dim=self.config.qk_head_dim, cu_seqlens=bounds
-        )
+            q, kv, k_pos, rotary, qk_head_dim=self.config.qk_head_dim, cu_seqlens=bounds,
+            in_place=self.training and not self.recompute_up_proj,
+        )  # fmt: skip
 
     def _rotary_table(self, tokens: int, device) -> RotaryTable:
         """The table of angles, cached; it grows to the longest row seen."""
