@@ -153,7 +153,7 @@ def _backward(
     B_bias: Tensor, C_bias: Tensor, D: Tensor, starts: Tensor | None, steps: list[Tensor],
     q: Tensor, k: Tensor, inner: Tensor, states: Tensor, heads: int, head_dim: int, groups: int,
     state_dim: int, angles: int, decay: str, decay_floor: float, eps: float,
-) -> list[Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of the projection, dt_bias, both norms' weights, both biases, and D. steps:
     `around.Steps` but for q and k, which are overwritten with inner."""
     sizes = around.Sizes(heads, head_dim, groups, state_dim, angles, decay, decay_floor, eps)
@@ -167,13 +167,13 @@ def _backward(
         sums = around.steps_backward(
             projected, *parameters, starts, found, gradients, dprojected, sizes
         )
-    return [dprojected, *sums, dD]
+    return dprojected, *sums, dD
 
 
 @_backward.register_fake
 def _(dy, projected, dt_bias, B_weight, C_weight, B_bias, C_bias, D, *others):
     shapes = (dt_bias.shape, (2, *B_weight.shape), (2, *B_bias.shape), D.shape)
-    return [projected.new_empty(projected.shape), *(D.new_empty(shape) for shape in shapes)]
+    return projected.new_empty(projected.shape), *(D.new_empty(shape) for shape in shapes)
 
 
 def _save(ctx, inputs, output) -> None:
