@@ -93,7 +93,7 @@ SURFACE = Surface(
     (
         Backend(
             "triton", f"{_KERNELS}.triton:mamba3_core", _triton,
-            ruled_out=whatever_the_machine(_options), role="chosen", keep="keep",
+            ruled_out=whatever_the_machine(_options), role="chosen",
             removes="every copy between in_proj and the scan, between the scan and out_proj, and "
             "of their gradients: x and z are read where they lie, and the projection's gradient is "
             "written in place; a program walks an eighth of a row of one head, where mamba-ssm's "
