@@ -257,7 +257,7 @@ SURFACE = Surface(
             "group gets every token once. As many bytes as all-to-all where the ranks are as many "
             "as a token's experts, fewer below",
             layout="tokens [ranks t, h] in their order, the router's map and weights",
-            fallback=REFERENCE,
+            fallback=ALLTOALL,
             exit_when="DeepEP is faster with two ranks",
         ),
         _backend(
