@@ -39,7 +39,7 @@ measure() {
 bench() { # SECONDS NAME WORDS...
   local seconds=$1 name=$2
   shift 2
-  measure "$seconds" "$name" megacpp bench "$@" --set schedule.micro_batch_size=4 --receipt "$work/$name.json"
+  measure "$seconds" "$name" megacpp bench "$@" --set "schedule.micro_batch_size=${rows:-4}" --receipt "$work/$name.json"
 }
 train() { # SECONDS NAME RECIPE STEPS WORDS...: a run and its receipt
   local seconds=$1 name=$2 recipe=$3 steps=$4
@@ -53,16 +53,10 @@ train() { # SECONDS NAME RECIPE STEPS WORDS...: a run and its receipt
 }
 packed=(--set data.dataloader_inter_document_masking=true)
 gqa=(--set attention.kind=gqa)
-quarter=(--recipe nam56r-quarter)
 
 if [ "$gpus" = 1 ]; then
   train 100 run-nam56r-1xh200-graph "$here/nam56r-1gpu.toml" 17
-  train 90 run-nam56r-quarter-1xh200 nam56r-quarter 30 --set schedule.micro_batch_size=4 \
-    --set schedule.global_batch_size=4 --set model.vocab_size=257
-  bench 60 model-nam56r-quarter-mtp2 model "${quarter[@]}" --against linear_cross_entropy=megatron \
-    --set mtp.mtp_num_layers=2
   bench 40 layer-mla layer A --against mla_rope=megatron
-  bench 40 layer-mla-core layer A --against core_attention=sdpa_cudnn
   bench 50 layer-moe layer E --against moe_experts=grouped_mm
   bench 50 layer-mamba3 layer M --against mamba3_core=reference
   bench 50 layer-m2rnn-core layer R --against m2rnn_core=reference
@@ -71,22 +65,15 @@ if [ "$gpus" = 1 ]; then
   bench 40 moe_experts moe_experts
   bench 30 norm norm
   bench 30 m2rnn-b4-h44 m2rnn --against cuda --set m2rnn.num_heads=44
+  rows=1 bench 30 m2rnn-b1-h44 m2rnn --against cuda --set m2rnn.num_heads=44
   bench 30 mamba3_scan mamba3_scan
   bench 45 core_attention core_attention
   bench 60 core_attention-thd core_attention "${packed[@]}"
   bench 30 mla_rope mla_rope
   bench 30 rope_qk rope_qk "${gqa[@]}"
   bench 40 layer-gqa layer '*' --against rope_qk=megatron
-  bench 40 layer-mla-core-thd layer A "${packed[@]}" --against core_attention=sdpa_flash
   bench 90 mamba3_scan-mimo mamba3_scan --set mamba3.variant=mimo --set mamba3.mimo_rank=4
-  bench 90 layer-mamba3-mimo layer M --set mamba3.variant=mimo --set mamba3.mimo_rank=4 \
-    --against mamba3_scan=reference
   bench 30 router_gating router_gating
-  bench 90 model-nam56r-quarter-precision model "${quarter[@]}" --against precision.fp8=null \
-    --set precision.fp8=hybrid --set precision.fp8_recipe=tensorwise
-  train 90 run-nam56r-quarter-fp8 nam56r-quarter 100 --set precision.fp8=hybrid \
-    --set precision.fp8_recipe=tensorwise --set schedule.micro_batch_size=4 \
-    --set schedule.global_batch_size=4 --set model.vocab_size=257
 else
   batch=(--set "schedule.global_batch_size=$((16 * gpus))") # four micro batches a GPU
   train 240 "run-nam56r-${gpus}xh200-dp${gpus}-graph" nam56r 60 "${batch[@]}"

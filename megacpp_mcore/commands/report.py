@@ -122,9 +122,9 @@ def _watch(args: argparse.Namespace) -> int:
 def _table(args: argparse.Namespace) -> int:
     from megacpp_mcore.files import write_atomically
     from megacpp_mcore.receipts.table import table
-    from megacpp_mcore.surfaces.figures import surfaces_by_receipt
+    from megacpp_mcore.surfaces.figures import claims_by_receipt
 
-    page = table(args.folder, surfaces_by_receipt())
+    page = table(args.folder, claims_by_receipt())
     write_atomically(args.folder / "README.md", page)
     print(args.folder / "README.md")
     return 0

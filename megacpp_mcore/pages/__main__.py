@@ -8,7 +8,7 @@ from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.files import write_atomically
 from megacpp_mcore.pages.blocks import pages
 from megacpp_mcore.receipts.table import table
-from megacpp_mcore.surfaces.figures import surfaces_by_receipt
+from megacpp_mcore.surfaces.figures import claims_by_receipt
 
 
 def main(root: Path) -> None:
@@ -19,7 +19,7 @@ def main(root: Path) -> None:
         if page.text != page.filled:
             write_atomically(page.path, page.filled)
     folder = root / "examples/receipts"
-    listed = table(folder, surfaces_by_receipt())
+    listed = table(folder, claims_by_receipt())
     if (folder / "README.md").read_text() != listed:
         write_atomically(folder / "README.md", listed)
         changed.append(folder / "README.md")

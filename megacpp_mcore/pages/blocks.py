@@ -14,7 +14,7 @@ GENERATORS: dict[str, Generator] = {
     "pair": measurements.pair,
     "benches": measurements.benches,
     "layouts": measurements.layouts,
-    "starts": measurements.starts,
+    "gpu-tests": measurements.gpu_tests,
     "keys": lambda words, receipts: key_tables.section(words),
     "backends": lambda words, receipts: catalog_tables.surfaces(),
 }

@@ -5,6 +5,7 @@ links to its receipt. A row whose receipt is from before receipts had the code's
 "history": what was measured then, with kernels that may since be others.
 """
 
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -130,22 +131,19 @@ def _common(a: Receipt, b: Receipt) -> Iterator[tuple[float, float]]:
             yield loss, known[step]
 
 
-def starts(words: str, folder: Path) -> str:
-    """How long the first step is in coming. words: lines `RECEIPT | what`."""
-    head = ["start", "command to end of step 1", "of which the launcher", "first step",
-            "Triton's cache at the start"]  # fmt: skip
+def gpu_tests(words: str, folder: Path) -> str:
+    """A row for each log that `tests/gpu/run.sh` has written. words: the folder of them, beside
+    `folder`."""
     rows = []
-    for line in _lines(words):
-        name, label = _words(line, 2)
-        run = read(folder / f"{name}.json")
-        result = run["result"]
-        cache = result["triton_cache_entries_at_start"]
+    place = folder.parent / words.strip()
+    for path in sorted(place.glob("*.log")):
+        lines = path.read_text().splitlines()
+        of = re.search(r"commit (\S+), tree (\S{12})", lines[0])
         rows.append([
-            f"[{label}]({_FOLDER}/{name}.json){_history(run)}",
-            f"{result['launch_s'] + result['cold_start_s']:.0f} s", f"{result['launch_s']:.1f} s",
-            f"{result['first_step_ms'] / 1000:.1f} s", "empty" if not cache else f"{cache} entries",
+            f"[{path.stem}](examples/receipts/{place.name}/{path.name})", lines[-1],
+            f"commit {of[1][:12]}, tree {of[2]}", lines[1].partition(",")[0],
         ])  # fmt: skip
-    return _table(head, rows)
+    return _table(["tests", "outcome", "code", "machine"], rows)
 
 
 def _lines(words: str) -> list[str]:

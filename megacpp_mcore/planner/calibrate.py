@@ -128,7 +128,7 @@ class Calibration:
     def layers(self) -> None:
         how = "what its products, attention and recurrence leave of the median, over the bytes kept"
         for letter, name, backend in (
-            ("A", "layer-mla-core.json", "core_attention=sdpa_cudnn"),
+            ("A", "layer-mla.json", "recipe"),
             ("E", "layer-moe.json", "recipe"),
             ("M", "layer-mamba3.json", "recipe"),
             ("M", "layer-mamba3.json", "mamba3_core=reference"),

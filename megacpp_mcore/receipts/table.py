@@ -21,16 +21,16 @@ kernels that may since be others, and says nothing of today's.
 """
 
 
-def table(folder: Path, catalog: dict[str, list[str]]) -> str:
+def table(folder: Path, others: dict[str, list[str]]) -> str:
     """The page for `folder`, a checkout's examples/receipts. Claims are links of README.md and of
-    docs/. catalog: receipt's file name -> the surfaces that take figures from it; docs/kernels.md
-    has those."""
+    docs/. others: receipt's file name -> what else takes figures from it; of the catalog,
+    docs/kernels.md has those."""
     pages = _pages(folder.resolve().parents[1])
     rows = []
     for path in sorted(folder.rglob("*.json")):
         receipt, place = read(path), path.relative_to(folder).as_posix()
         claims = [name for name, text in pages.items() if _is_linked(place, text)]
-        claims += [f"catalog: {surface}" for surface in catalog.get(path.name, [])]
+        claims += others.get(path.name, [])
         cells = [
             f"[{place.removesuffix('.json')}]({place})", _subject(receipt),
             ", ".join(claims) or "nothing", receipt["created"][:10], _code(receipt),

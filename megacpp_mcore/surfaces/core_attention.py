@@ -234,19 +234,15 @@ SURFACE = Surface(
         Backend(
             "flash_4", f"{_CLASSES}:Flash4CoreAttention", flash_4,
             keep="keep",
-            removes="what sdpa_cudnn does, and a seventh of its time; v unpadded in packed "
+            removes="what sdpa_cudnn does; v unpadded in packed "
             "documents, too. On Hopper it pads v for grouped queries and for dims that are no "
             "multiples of 64, and is refused where its gradients are wrong (4.0.0b36). Of "
             "flash-attn-4, not in the pinned stack, and used where it is installed",
             layout=_BOTH,
-            dtypes=_HALF_WORDS, fallback="sdpa_flash", receipt=_ROWS,
-            figures=(
-                Figure(_PACKED, "flash_4", "8 documents"),
-                Figure("layer-mla-core.json", "recipe", "an MLA layer"),
-                Figure("layer-mla-core.json", "core_attention=sdpa_cudnn", "with sdpa_cudnn"),
-                Figure("layer-mla-core-thd.json", "recipe", "an MLA layer, 8 documents"),
-                Figure("layer-mla-core-thd.json", "core_attention=sdpa_flash", "with sdpa_flash"),
-            ),
+            dtypes=_HALF_WORDS, fallback="sdpa_flash",
+            no_receipt="not in the pinned stack, of which the receipts are; it stands before "
+            "sdpa_cudnn because it was faster on an H200 that had it: `megacpp bench "
+            "core_attention` compares them where it is installed",
             exit_when="another backend is faster over a whole step, or its versions stop agreeing "
             "with the definition",
             skips={

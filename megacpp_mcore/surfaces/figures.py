@@ -8,21 +8,20 @@ from typing import Any
 
 FOLDER = "examples/receipts/h200"
 _CHECKOUT = Path(__file__).resolve().parents[2]
-_FORWARD_AND_BOTH = ("forward", "forward_backward")
+_PHASES = ("forward", "forward_backward")
 
 
 @dataclass(frozen=True)
 class Figure:
-    """The median times of one row of a bench receipt, and its peak memory.
+    """The median times of one row of a bench receipt, and its peak memory, forward and backward.
 
     receipt: file name in FOLDER. row: the row's `backend`. label: what was timed; "" for the
-    backend itself. phases: those shown, in order; the memory is the last one's.
+    backend itself.
     """
 
     receipt: str
     row: str
     label: str = ""
-    phases: tuple[str, ...] = _FORWARD_AND_BOTH
 
     def text(self) -> str | None:
         """ "label: forward 1.32 ms, with backward 5.92 ms, 1.10 GiB (receipt)"; None where the
@@ -33,22 +32,17 @@ class Figure:
         rows = _rows(self.receipt)
         if not rows:
             return None
-        found = [rows[self.row, phase] for phase in self.phases]
-        times = [f"{_digits(row['median_ms'])} ms" for row in found]
-        if self.phases == _FORWARD_AND_BOTH:
-            times = [f"forward {times[0]}", f"with backward {times[1]}"]
-        memory = _digits(found[-1]["peak_memory_bytes"] / 2**30)
-        label = self.label or self.row
-        return f"{label}: {', '.join(times)}, {memory} GiB ({self.receipt})"
+        forward, both = (rows[self.row, phase] for phase in _PHASES)
+        times = [f"{_digits(row['median_ms'])} ms" for row in (forward, both)]
+        memory = _digits(both["peak_memory_bytes"] / 2**30)
+        return (
+            f"{self.label or self.row}: forward {times[0]}, with backward {times[1]}, {memory} GiB "
+            f"({self.receipt})"
+        )
 
     def is_known(self) -> bool:
         """Whether the receipt is here and has the row."""
-        return all((self.row, phase) in _rows(self.receipt) for phase in self.phases)
-
-
-def step(receipt: str, row: str, label: str) -> Figure:
-    """A training step of a whole model."""
-    return Figure(receipt, row, label, ("step",))
+        return all((self.row, phase) in _rows(self.receipt) for phase in _PHASES)
 
 
 def _digits(value: float) -> str:
@@ -67,8 +61,10 @@ def _rows(receipt: str) -> dict[tuple[str, str], dict[str, Any]]:
     return rows_by_key(json.loads(path.read_text()))
 
 
-def surfaces_by_receipt() -> dict[str, list[str]]:
-    """A receipt's file name -> the surfaces whose catalog entries take figures from it."""
+def claims_by_receipt() -> dict[str, list[str]]:
+    """A receipt's file name -> what takes figures from it: entries of the catalog, "catalog: norm",
+    and the rates of the planner."""
+    from megacpp_mcore.planner.rates import h200
     from megacpp_mcore.surfaces.registry import REGISTRY
 
     found: dict[str, list[str]] = {}
@@ -77,5 +73,7 @@ def surfaces_by_receipt() -> dict[str, list[str]]:
         named = [figure.receipt for entry in entries for figure in entry.figures]
         named += [backend.receipt for backend in surface.backends if backend.receipt]
         for receipt in dict.fromkeys(named):
-            found.setdefault(receipt, []).append(surface.name)
+            found.setdefault(receipt, []).append(f"catalog: {surface.name}")
+    for receipt in dict.fromkeys(rate["receipt"] for rate in h200().measured.values()):
+        found.setdefault(receipt, []).append("planner")
     return found

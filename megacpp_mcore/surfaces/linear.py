@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from megacpp_mcore.surfaces.backend import Backend, Surface, reference
-from megacpp_mcore.surfaces.figures import step
 from megacpp_mcore.surfaces.support import (
     DISPATCH_TESTS,
     STACK_TESTS,
@@ -27,7 +26,6 @@ def of_recipe(recipe: "Recipe", device: str) -> Workload:
     return workload(device, config_of(recipe))
 
 
-_PRECISION = "model-nam56r-quarter-precision.json"
 _facts = {"layout": "[s, b, in] -> [s, b, out], weight [out, in]"}
 
 SURFACE = Surface(
@@ -40,11 +38,10 @@ SURFACE = Surface(
             "overlap it; in bf16 on one GPU nothing, both call cuBLAS. With precision.fp8 "
             "(tensorwise) M's in_proj stays in bf16, as its rows are no multiple of 16",
             dtypes="bf16, fp16, fp32; fp8 inside", fallback="reference",
-            tests=(*DISPATCH_TESTS, "tests/layers/test_precision.py"), receipt=_PRECISION,
-            figures=(
-                step(_PRECISION, "model", "a step of nam56r-quarter in FP8, micro batch 8"),
-                step(_PRECISION, "precision.fp8=null", "the same in bf16, in turns"),
-            ),
+            tests=(*DISPATCH_TESTS, "tests/layers/test_precision.py"),
+            no_receipt="a whole model in FP8 beside bf16 is wanted: `megacpp bench model --set "
+            "precision.fp8=hybrid --set precision.fp8_recipe=tensorwise --against "
+            "precision.fp8=null`; in bf16 there is nothing to compare",
             exit_when="torch's linears train NAM56R at the same tokens/s, FP8 included",
             **_facts,
         ),

@@ -6,7 +6,7 @@ Hidden [s, b, h], weight [V, h], labels [s, b] -> losses [s, b], or their weight
 from typing import TYPE_CHECKING
 
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, NotCarried, Surface, reference
-from megacpp_mcore.surfaces.figures import Figure, step
+from megacpp_mcore.surfaces.figures import Figure
 from megacpp_mcore.surfaces.support import KERNEL_TESTS, always, cuda_only, import_reason
 from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 
@@ -53,7 +53,7 @@ def _ligers_mean(workload: Workload) -> str | None:
 
 
 _KERNELS = "megacpp_mcore.kernels.linear_cross_entropy"
-_RECEIPT, _STEPS = "linear_cross_entropy-mean.json", "model-nam56r-quarter-mtp2.json"
+_RECEIPT = "linear_cross_entropy-mean.json"
 _LAYOUT = "hidden [s, b, h], weight [V, h], labels [s, b] -> losses [s, b]"
 _TESTS = (
     "tests/kernels/test_linear_cross_entropy.py", "tests/gpu/test_linear_cross_entropy_gpu.py",
@@ -91,11 +91,7 @@ SURFACE = Surface(
             "weighted sum; a vocabulary over tensor-parallel ranks",
             dtypes="bf16, fp32; softmax, losses and the sum of the weight's gradient in fp32",
             fallback="megatron", tests=_SPLIT_TESTS, receipt=_RECEIPT,
-            figures=(
-                step(_STEPS, "model", "a step of nam56r-quarter with two MTP depths"),
-                step(_STEPS, "linear_cross_entropy=megatron", "with Megatron's heads"),
-                Figure(_RECEIPT, LIGERS_MEAN.name, "Liger's mean"),
-            ),
+            figures=(Figure(_RECEIPT, LIGERS_MEAN.name, "Liger's mean"),),
             exit_when="a package on the pinned stack takes a weight a token and a split "
             "vocabulary, and is as fast",
         ),

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, NotCarried, Surface, reference
-from megacpp_mcore.surfaces.figures import step
 from megacpp_mcore.surfaces.support import SCAN_TESTS, always, cuda_only
 from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 
@@ -46,7 +45,6 @@ def _cuda(workload: Workload) -> str | None:
 
 BUILDS = "megacpp_mcore.kernels.m2rnn.launch:LIBRARY"
 _LAYOUT = "q, k (B, S, 1 or H, K), v (B, S, H, V) -> (B, S, H, V), state (B, H, K, V)"
-_STEPS = "model-nam56r-quarter-m2rnn.json"
 
 SURFACE = Surface(
     "m2rnn",
@@ -67,10 +65,6 @@ SURFACE = Surface(
             ),
             receipt="m2rnn-b4-h44.json",
             builds=BUILDS,
-            figures=(
-                step(_STEPS, "model", "a step of nam56r-quarter"),
-                step(_STEPS, "m2rnn=reference", "with the reference"),
-            ),
             exit_when="upstream's kernels, at true gradients, come within a tenth of it over a "
             "whole step",
         ),
@@ -81,8 +75,7 @@ SURFACE = Surface(
             layout=_LAYOUT,
             dtypes="bf16, fp16, fp32, fp64; computed in fp32 or wider",
             tests=("tests/kernels/test_m2rnn_kernel.py", *SCAN_TESTS),
-            no_receipt="not timed in turns with the kernels, which it would keep waiting; a step "
-            f"is, in {_STEPS}",
+            no_receipt="not timed in turns with the kernels, which it would keep waiting",
         ),
     ),
     of_recipe,

@@ -94,10 +94,8 @@ SURFACE = Surface(
             dtypes="bf16, fp16, fp32; rotated and summed over heads in fp32, rounded once",
             fallback=REFERENCE,
             figures=(
-                Figure("mla_rope-thd8.json", "triton", "8 documents a row"),
                 Figure(_LAYER, "recipe", "the layer"),
                 Figure(_LAYER, "mla_rope=megatron", "the unfused layer"),
-                Figure("layer-mla-thd8.json", "recipe", "the layer, 8 documents, varlen attention"),
             ),
             exit_when="an attention core takes the rotary part apart from the rest",
             **_facts,
@@ -133,10 +131,7 @@ SURFACE = Surface(
             "linears: FP8, sequence parallelism's gathers and fused gradient accumulation, each "
             "once more. The down projections in one product, Megatron's own option, save more "
             "easily",
-            figures=(
-                Figure(_LAYER, "recipe", "the layer"),
-                Figure("layer-mla-down-fused.json", "recipe", "down projections in one product"),
-            ),
+            figures=(Figure(_LAYER, "recipe", "the layer"),),
             exit_when="the attention core takes so little that 0.5 ms are a tenth of the layer",
         ),
     ),

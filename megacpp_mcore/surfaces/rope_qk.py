@@ -100,8 +100,6 @@ SURFACE = Surface(
                 Figure("rope_qk.json", "megatron", "Megatron's, with TE's kernels"),
                 Figure("layer-gqa.json", "recipe", "the layer"),
                 Figure("layer-gqa.json", "rope_qk=megatron", "Megatron's layer"),
-                Figure("layer-gqa-thd.json", "recipe", "the layer, 8 documents"),
-                Figure("layer-gqa-thd.json", "rope_qk=megatron", "Megatron's layer, 8 documents"),
             ),
             exit_when="an attention kernel rotates queries and keys as it loads them",
             **_facts,
