@@ -111,7 +111,7 @@ def _sdpa_cudnn(workload: Workload) -> str | None:
     """cuDNN's attention through torch, backward pass included.
 
     Packed documents: torch 2.11 can hand cuDNN 9.19 their offsets, but the gradients that come back
-    are wrong, and take some 90 ms (seen in a probe on an H200).
+    are wrong (seen in a probe on an H200).
     """
     dqk, dv = workload.size("dqk", 0), workload.size("dv", 0)
     if reason := _beyond(workload, "dropout") or _half_on_cuda("cuDNN's attention", workload):
@@ -255,7 +255,7 @@ SURFACE = Surface(
             role="chosen", keep="keep",
             removes="the [s, s] scores of every head; dqk 128 and dv 64, and grouped queries, as "
             "they are. Whole rows only: in a probe cuDNN 9.19's gradients for packed documents "
-            "were wrong, and took 90 ms",
+            "were wrong",
             layout=_WHOLE,
             dtypes=_HALF_WORDS, fallback="sdpa_flash", receipt=_ROWS,
             exit_when="another backend is faster over a whole step with the same dims",

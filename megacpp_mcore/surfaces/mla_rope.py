@@ -123,16 +123,12 @@ SURFACE = Surface(
         ),
         NotCarried(
             name="own_fused", surface="mla_projection", role="deferred",
-            removes="q and kv in memory between up projection and RoPE, and their gradients: of "
-            "the layer at most 0.5 ms, were its kernels as fast as a copy of what they must move",
-            why="measured in the layer: up projections 0.15 ms forward and 0.24 backward, RoPE "
-            "0.28 each; one kernel forward writes q, k and v, 0.14 at best, two backward read "
-            "their gradients, 0.28. For half of that, as such kernels go, it would replace TE's "
-            "linears: FP8, sequence parallelism's gathers and fused gradient accumulation, each "
-            "once more. The down projections in one product, Megatron's own option, save more "
-            "easily",
+            removes="q and kv in memory between up projection and RoPE, and their gradients",
+            why="it would replace TE's linears: FP8, sequence parallelism's gathers and fused "
+            "gradient accumulation, each once more, for one write and one read of q and kv each "
+            "way. The down projections in one product, Megatron's own option, save more easily",
             figures=(Figure(_LAYER, "recipe", "the layer"),),
-            exit_when="the attention core takes so little that 0.5 ms are a tenth of the layer",
+            exit_when="the attention core takes so little that such a copy is a tenth of the layer",
         ),
     ),
 )  # fmt: skip

@@ -121,9 +121,8 @@ SURFACE = Surface(
             removes="the queries' copy and one of two launches: TE's kernel on the whole "
             "projection, which Megatron's fused_single_qkv_rope calls",
             fallback="triton",
-            why="0.224 / 0.443 ms in a probe, against 0.277 / 0.498 of TE's two kernels; whole "
-            "rows only, and Megatron refuses its own flag where a norm or packed documents need "
-            "the other path",
+            why="whole rows only, and Megatron refuses its own flag where a norm or packed "
+            "documents need the other path; of two launches it saves one",
             exit_when="it is faster than the kernel in a bench",
         ),
     ),
