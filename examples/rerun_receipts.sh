@@ -59,6 +59,8 @@ if [ "$gpus" = 1 ]; then
   bench 40 layer-mla layer A --against mla_rope=megatron
   bench 50 layer-moe layer E --against moe_experts=grouped_mm
   bench 50 layer-mamba3 layer M --against mamba3_core=reference
+  bench 60 layer-mamba3-wide layer M --against mamba3_core=reference --set mamba3.mamba_num_heads=112 \
+    --set mamba3.mamba_state_dim=128
   bench 50 layer-m2rnn-core layer R --against m2rnn_core=reference
   bench 45 linear_cross_entropy linear_cross_entropy
   bench 45 linear_cross_entropy-mean linear_cross_entropy --variant mean

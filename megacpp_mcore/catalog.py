@@ -10,12 +10,12 @@ from typing import Any
 from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.surfaces.backend import Backend, NotCarried, Surface
+from megacpp_mcore.surfaces.backend import Backend, Surface
 from megacpp_mcore.surfaces.figures import FOLDER, Figure
 from megacpp_mcore.surfaces.registry import REGISTRY
 from megacpp_mcore.surfaces.workload import Workload
 
-_FACTS = ("role", "keep", "removes", "layout", "dtypes", "fallback", "tests", "no_receipt",
+_FACTS = ("role", "removes", "layout", "dtypes", "fallback", "tests", "no_receipt",
           "exit_when", "skips", "before")  # fmt: skip
 
 
@@ -24,16 +24,15 @@ class CatalogError(MegacppError):
 
 
 def rows() -> list[dict[str, Any]]:
-    """Every backend, and every one that is not carried, as facts ready for JSON.
+    """Every backend, as facts ready for JSON.
 
     Keys: surface, blocks, backend; what `Backend` says, `receipt` as a path in the repository;
-    figures (texts, none where the receipts are not at hand); not_carried (why, or None).
+    figures (texts, none where the receipts are not at hand).
     """
-    carried = [_carried(s, backend) for s in REGISTRY.values() for backend in s.backends]
-    return carried + [_not_carried(s, idea) for s in REGISTRY.values() for idea in s.not_carried]
+    return [_row(s, backend) for s in REGISTRY.values() for backend in s.backends]
 
 
-def _carried(surface: Surface, backend: Backend) -> dict[str, Any]:
+def _row(surface: Surface, backend: Backend) -> dict[str, Any]:
     figures = [*backend.figures]
     if backend.receipt and (own := Figure(backend.receipt, backend.name)).is_known():
         figures.insert(0, own)
@@ -41,27 +40,8 @@ def _carried(surface: Surface, backend: Backend) -> dict[str, Any]:
         "surface": surface.name, "blocks": surface.blocks, "backend": backend.name,
         **{fact: getattr(backend, fact) for fact in _FACTS},
         "receipt": backend.receipt and f"{FOLDER}/{backend.receipt}",
-        "figures": _texts(figures), "not_carried": None,
+        "figures": [text for figure in figures if (text := figure.text())],
     }  # fmt: skip
-
-
-def _not_carried(surface: Surface, idea: NotCarried) -> dict[str, Any]:
-    unset = {"layout": "", "dtypes": "", "tests": (), "no_receipt": None, "skips": {}, "before": {}}
-    return {
-        "surface": idea.surface or surface.name, "blocks": surface.blocks, "backend": idea.name,
-        **unset, "role": idea.role, "keep": "not carried", "removes": idea.removes,
-        "fallback": idea.fallback, "exit_when": idea.exit_when, "receipt": None,
-        "figures": _texts(idea.figures), "not_carried": idea.why,
-    }  # fmt: skip
-
-
-def _texts(figures: list[Figure] | tuple[Figure, ...]) -> list[str]:
-    return [text for figure in figures if (text := figure.text())]
-
-
-def surfaces() -> tuple[str, ...]:
-    """Every surface with a backend, or with one that is not carried."""
-    return tuple(dict.fromkeys([*REGISTRY, *(row["surface"] for row in rows())]))
 
 
 def here_and_now(recipe: Recipe, device: str, surface: str | None = None) -> list[dict[str, Any]]:
@@ -72,29 +52,23 @@ def here_and_now(recipe: Recipe, device: str, surface: str | None = None) -> lis
     recipe, problem (the workload's device, dtype, sizes; None as for usable). Raises CatalogError
     for an unknown surface, DispatchError for a MEGACPP_BACKENDS that cannot be read.
     """
-    known = surfaces()
-    if surface is not None and surface not in known:
-        raise CatalogError(f"unknown surface {surface!r}; the surfaces are {', '.join(known)}")
+    if surface is not None and surface not in REGISTRY:
+        raise CatalogError(f"unknown surface {surface!r}; the surfaces are {', '.join(REGISTRY)}")
     every, answers = rows(), []
-    for name in [surface] if surface else known:
-        requested, workload = dispatch.AUTO, None
-        if name in REGISTRY:
-            requested = dispatch.requested(name, recipe.backends)
-            workload = REGISTRY[name].workload(recipe, device)
+    for name in [surface] if surface else REGISTRY:
+        requested = dispatch.requested(name, recipe.backends)
+        workload = REGISTRY[name].workload(recipe, device)
         verdicts = dict(_verdicts(name, recipe, workload, requested))
         common = {"requested": requested, "recipe": recipe.name, "problem": _shown(workload)}
         for row in every:
             if row["surface"] == name:
-                verdict = verdicts.get(row["backend"]) or _verdict(False, False, row["not_carried"])
-                answers.append({**row, **verdict, **common})
+                answers.append({**row, **verdicts[row["backend"]], **common})
     return answers
 
 
 def _verdicts(
     surface: str, recipe: Recipe, workload: Workload | None, requested: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    if surface not in REGISTRY:
-        return
     if workload is None:
         for backend in REGISTRY[surface].backends:
             reason = f"recipe {recipe.name} has no layer with this surface"

@@ -5,6 +5,7 @@ import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
 import shutil
+import sys
 import tempfile
 import uuid
 from importlib.metadata import version
@@ -20,11 +21,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 # The suite keeps no answers of Megatron's for the user, and finds none of an earlier run. What is
-# long to make and depends on the machine alone stays: Megatron's extension in C++, and the fonts.
+# long to make and depends on the machine alone stays: Megatron's extension in C++.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "megacpp-tests")
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{cache}/torch-{version('torch')}")
-    os.environ.setdefault("MPLCONFIGDIR", f"{cache}/matplotlib")
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="megacpp-cache-")
 
 from left_behind import MARK, Marked
@@ -158,6 +158,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.nodeid.split("::")[0] in SLOW_FILES:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_runtest_setup(item):
+    if "megatron.training.argument_utils" in sys.modules:  # or a test that needs none would import
+        import megatron_parser
+
+        megatron_parser.parse_once()
 
 
 def pytest_collection_finish(session):

@@ -91,6 +91,7 @@ def _instruction(statement: str) -> str:
         "tanh.approx.f32": "{0} = cpu::approximate_tanh({1});",
         "min.NaN.f32 %0, %1, 0f41F00000": "{0} = cpu::least_or_nan({1}, 30.f);",
         "min.NaN.f32 %0, %1, 0f42700000": "{0} = cpu::least_or_nan({1}, 60.f);",
+        "min.NaN.f32 t, %1, %2": "{0} = {1} != {1} ? {1} : fminf(fmaxf({1}, {3}), {2});",
         "cvt.rna.tf32.f32": "{0} = cpu::rounded_tf32({1});",
         "bar.sync %0, %1": "cpu::barrier({0}, {1});",
         "bar.arrive %0, %1": "cpu::barrier({0}, {1}, false);",

@@ -115,4 +115,4 @@ def test_a_plain_install_trains_saves_and_resumes(plain, small_settings, tmp_pat
     receipt = json.loads(Path(tmp_path, "run", "receipt.json").read_text())
     assert receipt["series"]["step"] == [1, 2, 3]
     assert "resumed from the checkpoint of step 2" in receipt["notes"]
-    assert Path(tmp_path, "run", "curves.png").exists()
+    assert Path(tmp_path, "run", "report.html").exists()

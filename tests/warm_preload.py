@@ -1,5 +1,6 @@
 """What the server of `warm.python()` imports: what `megacpp train` and a rank of it import."""
 
+import argparse
 import os
 import queue
 
@@ -9,11 +10,10 @@ bridges.before_megatron()
 
 import interpreter  # noqa: E402
 import jsonschema  # noqa: E402, F401
-import matplotlib.backends.backend_agg  # noqa: E402
-import matplotlib.figure  # noqa: E402, F401
 import megacpp_mcore.specs.nam56r  # noqa: E402
 import megatron.core.models.mimo.optimizer  # noqa: E402
-import megatron.training.training  # noqa: E402, F401
+import megatron.training.training  # noqa: E402
+import megatron_parser  # noqa: E402
 import triton.language  # noqa: E402, F401
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 
@@ -26,6 +26,9 @@ import megacpp_mcore.training.gpu.model  # noqa: E402, F401
 # Megatron makes a process for this queue at a program's first save, which imports torch to take in
 # one message; all of a save that is not asynchronous happens in the program itself.
 filesystem_async._results_queue = queue.Queue()
+
+megatron_parser.parse_once()
+megatron.training.arguments.add_megatron_arguments(argparse.ArgumentParser())
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.search_once()

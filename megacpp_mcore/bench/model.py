@@ -166,6 +166,7 @@ class _Model(Contender):
 
     def _build(self, variant: Variant) -> None:
         self.trained, self.args = build(variant)
+        self.fused_update = variant.recipe.optimizer.fused_update
         self.batches = _batches(variant.recipe, self.args, self.clock.device)
         self.parameters = [p for p in self.trained.parameters() if p.requires_grad]
         self.model = in_half_precision(self.trained, self.args)
@@ -207,7 +208,10 @@ class _Model(Contender):
 
     def add_optimizer(self) -> None:
         """From here on the model is as Megatron trains it."""
-        build = training.on_gpu if self.clock.device == "cuda" else training.on_cpu
+        if self.clock.device == "cuda":
+            build = partial(training.on_gpu, fused=self.fused_update)
+        else:
+            build = training.on_cpu
         self.training = self.keeping(partial(build, self.trained, self.args))
         self.model = self.training.model
 

@@ -18,13 +18,18 @@ class Training:
     update: Callable[[], None]
 
 
-def on_gpu(bare: torch.nn.Module, args: Namespace) -> Training:
-    """Megatron's own distributed data parallel and optimizer."""
+def on_gpu(bare: torch.nn.Module, args: Namespace, fused: bool) -> Training:
+    """Megatron's own distributed data parallel and optimizer.
+
+    fused: the recipe's optimizer.fused_update.
+    """
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.models import dist_utils
     from megatron.training.training import get_megatron_ddp_config, get_megatron_optimizer_config
+
+    from megacpp_mcore.training.gpu import fused_update
 
     groups = ProcessGroupCollection.use_mpu_process_groups()
     [parallel] = dist_utils.prepare_existing_model_chunks_for_distributed_training(
@@ -32,6 +37,7 @@ def on_gpu(bare: torch.nn.Module, args: Namespace) -> Training:
     )
     config, overrides = get_megatron_optimizer_config(args)
     optimizer = get_megatron_optimizer(config, [parallel], config_overrides=overrides)
+    fused_update.install(optimizer, fused)
 
     def backward(loss: Tensor) -> None:
         optimizer.scale_loss(loss).backward()

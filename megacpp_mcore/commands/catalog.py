@@ -80,7 +80,7 @@ def _print_surface(surface: str, rows: list[dict[str, Any]], in_full: bool) -> N
 
 
 def _print_details(row: dict[str, Any]) -> None:
-    print(f"    {'keep level':<12} {row['keep']}; blocks {row['blocks'] or 'none: the head'}")
+    print(f"    {'blocks':<12} {row['blocks'] or 'none: the head'}")
     for key, title in _DETAILS:
         value = row[key]
         if isinstance(value, tuple | list):

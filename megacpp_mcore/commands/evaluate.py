@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.commands.generate import add_model_arguments, device_of
@@ -11,7 +10,7 @@ from megacpp_mcore.errors import MegacppError
 _EPILOG = """\
 examples:
   megacpp evaluate runs/nam56r-tiny --data runs/data/torch-include
-  megacpp evaluate runs/nam56r-tiny --data data/other --documents 0:200 --png other.png --json
+  megacpp evaluate runs/nam56r-tiny --data data/other --documents 0:200 --json
 
 Without --documents, of the run's own data what data.split held out for validation is judged, of
 other data everything. Bits per byte count every token, ends of documents included, over the bytes
@@ -41,17 +40,14 @@ def register(subparsers: Any) -> None:
     add("--order", type=int, metavar="N",
         help="of the n-gram baseline, 2 to 16 (default: 5, less for a large vocabulary; one that "
         "is named and does not fit the vocabulary is refused)")  # fmt: skip
-    add("--png", type=Path, metavar="FILE", help="draw loss by position and by kind")
     add("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Judge, print and draw."""
+    """Judge and print."""
     if args.tokens < 1 or not (args.order is None or 2 <= args.order <= 16):
         raise MegacppError("--tokens must be at least 1, --order from 2 to 16")
-    if args.png and args.png.suffix.lower() != ".png":
-        raise MegacppError(f"--png {args.png}: name a file that ends in .png")
     documents = _range(args.documents)
     from megacpp_mcore.inference import loading
     from megacpp_mcore.training.data.files import read_pair
@@ -65,13 +61,6 @@ def run(args: argparse.Namespace) -> int:
         "run": str(args.run_folder), "iteration": source.iteration, "recipe": source.name,
         "data": args.data, "device": device, **result,
     }  # fmt: skip
-    if args.png:
-        from megacpp_mcore.inference.evaluate import draw
-
-        try:
-            draw(result, f"{source.name}, iteration {source.iteration}", args.png)
-        except OSError as error:
-            raise MegacppError(f"cannot write {args.png}: {error}") from error
     print(json.dumps(result, indent=2) if args.json else _page(result))
     return 0
 

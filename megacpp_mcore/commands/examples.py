@@ -36,10 +36,6 @@ _EXAMPLES = {
         "report compare runs/a/receipt.json runs/b/receipt.json",
         "report compare before.json after.json --margin 0.02 --json",
     ),
-    "report plot": (
-        "report plot runs/a/receipt.json --out a.png",
-        "report plot bench.json --out bench.png",
-    ),
     "report html": ("report html runs/nam56r-tiny", "report html runs/a runs/b --out ab.html"),
     "report watch": ("report watch runs/first", "report watch runs/first --interval 10"),
     "checkpoint list": ("checkpoint list runs/a", "checkpoint list runs/a --json"),

@@ -4,12 +4,10 @@ import argparse
 import json
 from pathlib import Path
 
-from megacpp_mcore.terminal import printable
-
 
 def register(subparsers: argparse._SubParsersAction) -> None:
-    """Add `report show`, `report compare`, `report plot` and `report table`."""
-    parser = subparsers.add_parser("report", help="show, compare, plot and list receipts")
+    """Add `report show`, `compare`, `html`, `watch` and `table`."""
+    parser = subparsers.add_parser("report", help="show, compare and list receipts")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
     show = actions.add_parser("show", help="print a receipt as one page")
@@ -28,11 +26,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="compare although lane, recipe, topology or problem differ")  # fmt: skip
     compare.add_argument("--json", action="store_true", help="verdicts and intervals as JSON")
     compare.set_defaults(run=_compare)
-
-    plot = actions.add_parser("plot", help="draw a receipt as a PNG")
-    plot.add_argument("receipt", type=Path)
-    plot.add_argument("--out", type=Path, required=True, metavar="FILE.png")
-    plot.set_defaults(run=_plot)
 
     page = actions.add_parser("html", help="runs as one self-contained HTML page")
     page.add_argument("runs", type=Path, nargs="+", metavar="RUN",
@@ -81,29 +74,14 @@ def _compare(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plot(args: argparse.Namespace) -> int:
-    from megacpp_mcore import receipts
-    from megacpp_mcore.receipts.plot import plot
-
-    plot(receipts.read(args.receipt), args.out)
-    print(args.out)
-    return 0
-
-
 def _html(args: argparse.Namespace) -> int:
     from megacpp_mcore import receipts
-    from megacpp_mcore.files import write_atomically
-    from megacpp_mcore.receipts.html import page, receipt_of
+    from megacpp_mcore.receipts.html import PAGE, receipt_of, write_page
 
     paths = [receipt_of(run) for run in args.runs]
-    out = args.out or paths[0].parent / "report.html"
-    names = [str(run) for run in args.runs]
-    text = page([(n, receipts.read(path)) for n, path in zip(names, paths, strict=True)])
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(out, printable(text))
-    except OSError as error:
-        raise receipts.ReceiptError(f"cannot write {out}: {error.strerror}") from error
+    out = args.out or paths[0].parent / PAGE
+    runs = [(str(run), receipts.read(path)) for run, path in zip(args.runs, paths, strict=True)]
+    write_page(runs, out)
     print(out)
     return 0
 

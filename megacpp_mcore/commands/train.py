@@ -46,7 +46,7 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, then print the result and draw its curves."""
+    """Train, then print the result and write its page."""
     resumes = args.resume or args.resume_from is not None
     _check_options(args, resumes)
     if args.verbose:
@@ -138,11 +138,11 @@ def _finished(recipe: Recipe, out: Path, steps: int | None) -> str | None:
 
 
 def _report(receipt: dict[str, Any], out: Path, verbose: bool) -> None:
-    from megacpp_mcore.receipts.plot import plot
+    from megacpp_mcore.receipts.html import PAGE, write_page
     from megacpp_mcore.receipts.show import show, training_loss
 
-    plot(receipt, out / "curves.png")
+    write_page([(str(out), receipt)], out / PAGE)
     print(show(receipt, str(out / "receipt.json"), verbose=verbose))
     if line := training_loss(receipt):
         print(f"\n{line}")
-    print(f"curves  {out / 'curves.png'}")
+    print(f"page  {out / PAGE}")

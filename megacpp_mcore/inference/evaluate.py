@@ -213,26 +213,3 @@ def _baselines(
         figures = _figures(float(found[k - 1].sum()), found.shape[1], size)
         rows.append({"name": name, "counted_tokens": sum(map(len, counted)), **figures})
     return rows
-
-
-def draw(result: dict[str, Any], title: str, out: Any) -> None:
-    """The figures as a PNG: loss by position with the baselines, and bits per byte by kind."""
-    from matplotlib.figure import Figure  # no pyplot: no display, no global state
-
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    figure.suptitle(f"{title}: {result['bits_per_byte']:.3f} bits per byte")
-    left, right = figure.subplots(1, 2)
-    rows = result["positions"]
-    left.plot([row["to"] for row in rows], [row["loss"] for row in rows], "o-", color="#0072B2")
-    for row, style in zip(result["baselines"], ("--", "-.", ":"), strict=False):
-        left.axhline(row["loss"], color="#7f7f7f", linestyle=style, label=row["name"])
-    left.set_xscale("log", base=2)
-    left.set(xlabel="tokens of context", ylabel="nats per token", ylim=(0, None))
-    if result["baselines"]:
-        left.legend()
-    kinds = [row for row in result["kinds"] if row["bits_per_byte"] is not None][:12]
-    right.barh([row["kind"] for row in kinds], [row["bits_per_byte"] for row in kinds],
-               color="#0072B2")  # fmt: skip
-    right.invert_yaxis()
-    right.set(xlabel="bits per byte")
-    figure.savefig(out, format="png", dpi=120)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.hybrid.block_settings import Mamba3Settings
-from megacpp_mcore.kernels.mamba3 import mamba3_scan, mamba3_step
+from megacpp_mcore.kernels.mamba3 import mamba3_step
 from megacpp_mcore.kernels.mamba3_core.prep import mamba3_prep
 from megacpp_mcore.layers.documents import document_offsets
 from megacpp_mcore.layers.mamba3_layout import IN_PROJ_PARTS, Mamba3Layout, Mamba3MixerError
@@ -139,8 +139,7 @@ class Mamba3Mixer(RecurrentMixer):
             workload = mamba3_core_surface.workload(device, *sizes, requests)
             core = dispatch.decide("mamba3_core", workload, requests)
             if core.observed != REFERENCE:
-                # Inference alone needs a scan, and has the reference from whichever backend.
-                self.fused, self.scan = core.load(), mamba3_scan
+                self.fused = core.load()
                 return
         workload = mamba3_scan_surface.workload(device, *sizes)
         self.scan = dispatch.decide("mamba3_scan", workload, requests).load()
@@ -162,9 +161,7 @@ class Mamba3Mixer(RecurrentMixer):
         inference_context = deprecate_inference_params(inference_context, inference_params)
         if inference_context is not None:
             projected, _ = self.in_proj(hidden_states)
-            tokens, parameters = self._scan_arguments(projected.transpose(0, 1))
-            y = self._infer(tokens, parameters, inference_context, packed_seq_params)
-            return self.out_proj(y.transpose(0, 1).flatten(2))
+            return self.out_proj(self._infer(projected, inference_context, packed_seq_params))
         offsets = document_offsets(packed_seq_params)
         return self._maybe_recompute("mixer", self._mixer, hidden_states, offsets)
 
@@ -180,14 +177,14 @@ class Mamba3Mixer(RecurrentMixer):
         y = self.scan(**tokens, **parameters, chunk_size=self.chunk_size, cu_seqlens=offsets)
         return y.transpose(0, 1).flatten(2)
 
-    def _fused(self, projected: Tensor, offsets: Tensor | None) -> Tensor:
+    def _fused(self, projected: Tensor, offsets: Tensor | None, **state):
         layout, settings = self.layout, self.settings
         return self.fused(
             projected, self.dt_bias, self._norm_weight(self.B_norm), self._norm_weight(self.C_norm),
             self.B_bias, self.C_bias, self.D, heads=layout.local_heads, head_dim=layout.head_dim,
             groups=layout.scan_groups, state_dim=layout.state_dim, angles=layout.angles,
             decay=settings.decay, decay_floor=settings.decay_floor, eps=_NORM_EPS,
-            cu_seqlens=offsets,
+            cu_seqlens=offsets, **state,
         )  # fmt: skip
 
     def _scan_arguments(self, projected: Tensor) -> tuple[dict, dict]:
@@ -234,8 +231,8 @@ class Mamba3Mixer(RecurrentMixer):
         pieces = whole.unflatten(-1, (self.layout.tp, -1)).split(widths, dim=-1)
         return tuple(piece.flatten(-2) for piece in pieces)
 
-    def _infer(self, tokens: dict, parameters: dict, context, packed_seq_params) -> Tensor:
-        """The scan, from the state that the static inference context keeps for this layer."""
+    def _infer(self, projected: Tensor, context, packed_seq_params) -> Tensor:
+        """`_core`, from the state that the static inference context keeps for this layer."""
         if not context.is_static_batching():
             raise Mamba3MixerError(
                 "dynamic batching is not supported by the Mamba-3 mixer; use a "
@@ -252,20 +249,19 @@ class Mamba3Mixer(RecurrentMixer):
                 f"layer {self.layer_number} has no state at token {context.sequence_len_offset}: "
                 "run the prompt through the model with the same inference context first"
             )
-        if state is not None and tokens["v"].shape[1] == 1:
+        carried = {"initial_state": state, "return_final_state": True}
+        if self.fused is not None and (state is None or projected.shape[0] > 1):
+            y, states[self.layer_number] = self._fused(projected, None, **carried)
+            return y
+        tokens, parameters = self._scan_arguments(projected.transpose(0, 1))
+        if state is not None and projected.shape[0] == 1:
             token = {key: tensor.squeeze(1) for key, tensor in tokens.items()}
             y, state = mamba3_step(**token, **parameters, state=state)
             y = y.unsqueeze(1)
         else:
-            y, state = self.scan(
-                **tokens,
-                **parameters,
-                chunk_size=self.chunk_size,
-                initial_state=state,
-                return_final_state=True,
-            )
+            y, state = self.scan(**tokens, **parameters, chunk_size=self.chunk_size, **carried)
         states[self.layer_number] = state
-        return y
+        return y.transpose(0, 1).flatten(2)
 
     def mamba_state_shapes_per_request(self):
         """Refused. Megatron's dynamic engine calls this to allocate a conv and an SSM state."""

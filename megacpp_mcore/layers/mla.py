@@ -30,6 +30,7 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.mla_rope import RotaryTable
 from megacpp_mcore.kernels.mla_rope.reference import rotate
+from megacpp_mcore.layers import mla_down
 from megacpp_mcore.layers.documents import document_offsets
 from megacpp_mcore.layers.inference_state import Rows, attend, rotate_at
 from megacpp_mcore.layers.param_gather import wait_for_param_gather
@@ -200,9 +201,11 @@ class _DispatchedMLA(upstream.MLASelfAttention):
         kv, _ = self.linear_kv_up_proj(kv_latent)
         q, kv = (x.unflatten(-1, (self.num_attention_heads_per_partition, -1)) for x in (q, kv))
         assert self._rope is not None
+        # What is recomputed is freed between the passes, and q's memory with it.
         return self._rope(
-            q, kv, k_pos, rotary, qk_head_dim=self.config.qk_head_dim, cu_seqlens=bounds
-        )
+            q, kv, k_pos, rotary, qk_head_dim=self.config.qk_head_dim, cu_seqlens=bounds,
+            in_place=self.training and not self.recompute_up_proj,
+        )  # fmt: skip
 
     def _rotary_table(self, tokens: int, device) -> RotaryTable:
         """The table of angles, cached; it grows to the longest row seen."""
@@ -230,7 +233,17 @@ class _DispatchedMLA(upstream.MLASelfAttention):
 
 
 class MLASelfAttention(_DispatchedMLA):
-    """Megatron's MLASelfAttention with a dispatched `mla_rope`."""
+    """Megatron's MLASelfAttention with a dispatched `mla_rope`, and the down projections of q and
+    kv in one product where they are plain linears."""
+
+    def _qkv_down_projection(self, hidden_states):
+        config = self.config
+        if self._rope is not None and config.q_lora_rank is not None:
+            linears = self.linear_q_down_proj, self.linear_kv_down_proj
+            rows = config.q_lora_rank + config.kv_lora_rank + config.qk_pos_emb_head_dim
+            if mla_down.can_be_one(config, *linears, rows):
+                return mla_down.one_product(*linears, hidden_states)
+        return super()._qkv_down_projection(hidden_states)
 
 
 class FusedMLASelfAttention(_DispatchedMLA, upstream.FusedMLASelfAttention):

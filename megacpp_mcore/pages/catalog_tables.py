@@ -8,10 +8,9 @@ from megacpp_mcore.surfaces.registry import REGISTRY
 
 
 def surfaces() -> str:
-    """A heading and a table a surface, then what is not carried."""
+    """A heading and a table a surface."""
     rows = catalog.rows()
-    parts = [_surface(name, rows) for name in REGISTRY]
-    return "\n\n".join([*parts, _not_carried(rows)])
+    return "\n\n".join(_surface(name, rows) for name in REGISTRY)
 
 
 def _surface(name: str, rows: list[dict[str, Any]]) -> str:
@@ -23,7 +22,7 @@ def _surface(name: str, rows: list[dict[str, Any]]) -> str:
              "|---|---|---|---|---|---|---|"]  # fmt: skip
     opt_in = {backend.name for backend in REGISTRY[name].backends if backend.opt_in}
     for row in rows:
-        if row["surface"] == name and row["not_carried"] is None:
+        if row["surface"] == name:
             role = row["role"] + (", only where named" if row["backend"] in opt_in else "")
             measured = _link(row) or f"no receipt: {row['no_receipt']}"
             lines.append(_line(
@@ -39,18 +38,6 @@ def _link(row: dict[str, Any]) -> str:
         return ""
     link = f"[{row['receipt'].rpartition('/')[2].removesuffix('.json')}]({row['receipt']})"
     return "; ".join([link, *row["figures"]])
-
-
-def _not_carried(rows: list[dict[str, Any]]) -> str:
-    lines = ["### Not carried", "", "| surface | what | would remove | why not | taken up when |",
-             "|---|---|---|---|---|"]  # fmt: skip
-    for row in rows:
-        if row["not_carried"] is not None:
-            lines.append(_line(
-                row["surface"], f"`{row['backend']}`", row["removes"], row["not_carried"],
-                row["exit_when"],
-            ))  # fmt: skip
-    return "\n".join(lines)
 
 
 def _line(*cells: str) -> str:

@@ -1,5 +1,7 @@
 """Which backend the planner reckons with: the one that is named, or that an H200 would have."""
 
+from typing import ClassVar
+
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces import moe_dispatch
 from megacpp_mcore.surfaces.backend import REFERENCE
@@ -7,9 +9,25 @@ from megacpp_mcore.surfaces.moe_experts import FUSED, GROUPED_MM
 from megacpp_mcore.surfaces.registry import REGISTRY
 
 
+class _Last:
+    """Backends of the recipe that was asked for last: a layout's are asked for once for each of
+    its stages and layers."""
+
+    recipe: Recipe | None = None
+    served: ClassVar[dict[str, str]] = {}
+
+
 def serving(recipe: Recipe, surface: str) -> str:
     """The backend of `surface` that the recipe names; for `auto` the one that the catalog has as
     chosen on the pinned stack, or where the recipe rules that out the next in order."""
+    if _Last.recipe is not recipe:
+        _Last.recipe, _Last.served = recipe, {}
+    if surface not in _Last.served:
+        _Last.served[surface] = _serving(recipe, surface)
+    return _Last.served[surface]
+
+
+def _serving(recipe: Recipe, surface: str) -> str:
     named = recipe.backends.get(surface, "auto")
     if named != "auto":
         return named

@@ -6,12 +6,16 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from megacpp_mcore.files import write_atomically
 from megacpp_mcore.receipts.checks import ReceiptError
 from megacpp_mcore.receipts.compare import compare
 from megacpp_mcore.receipts.reader import Receipt, points
 from megacpp_mcore.receipts.show import show
 from megacpp_mcore.receipts.text import duration, gib, number, percent
+from megacpp_mcore.receipts.writer import ReceiptWriteError
+from megacpp_mcore.terminal import printable
 
+PAGE = "report.html"  # in a run's folder
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito's
 _PARTS = {"step": 2, "compile": 4, "data": 5, "checkpoint": 0, "evaluation": 3, "lost": 1}
 _MOST_POINTS = 400  # of a curve
@@ -32,6 +36,16 @@ pre { background: var(--soft); padding: .7rem; overflow-x: auto; font-size: 12px
 .bar { display: flex; height: 1.2rem; border-radius: .3rem; overflow: hidden; background: var(--soft); }
 .key { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin: 0 .3em 0 .8em; }
 """  # noqa: E501
+
+
+def write_page(runs: Sequence[tuple[str, Receipt]], out: Path) -> None:
+    """Write `page` to `out`. Raises as it does, and ReceiptWriteError."""
+    text = printable(page(runs))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(out, text)
+    except OSError as error:
+        raise ReceiptWriteError(f"cannot write {out}: {error.strerror}") from error
 
 
 def page(runs: Sequence[tuple[str, Receipt]]) -> str:
@@ -85,9 +99,21 @@ def _charts(runs: Sequence[tuple[str, Receipt]]) -> str:
     figures = []
     for caption, group, column, unit in asked:
         curves = [_points(run[group], column, unit) for _, run in runs]
+        levels = _entropies(runs) if (group, column) == ("series", "loss") else {}
         if any(steps for steps, _ in curves):
-            figures.append(f"<figure><figcaption>{caption}</figcaption>{_chart(curves)}</figure>")
+            chart = _chart(curves, levels)
+            figures.append(f"<figure><figcaption>{caption}</figcaption>{chart}</figure>")
     return f'<div class="charts">{"".join(figures)}</div>'
+
+
+def _entropies(runs: Sequence[tuple[str, Receipt]]) -> dict[str, float]:
+    """Of the corpus that the runs have in common: what counting its tokens would reach."""
+    names = ("unigram_entropy", "bigram_entropy")
+    found = {tuple(run["result"].get(name) for name in names) for _, run in runs}
+    if len(found) > 1:
+        return {}
+    named = zip(names, *found, strict=True)
+    return {name.replace("_", " "): value for name, value in named if value is not None}
 
 
 def _points(group: Mapping[str, list], column: str, unit: int) -> tuple[list[int], list[float]]:
@@ -95,10 +121,14 @@ def _points(group: Mapping[str, list], column: str, unit: int) -> tuple[list[int
     return steps, [value / unit for value in values]
 
 
-def _chart(curves: Sequence[tuple[list[int], list[float]]]) -> str:
-    """Lines over the steps, one a run, with the ends of both axes told."""
+def _chart(
+    curves: Sequence[tuple[list[int], list[float]]], levels: Mapping[str, float] | None = None
+) -> str:
+    """Lines over the steps, one a run, with the ends of both axes told. levels: dashed lines across
+    the chart, by name."""
+    levels = levels or {}
     steps = [step for xs, _ in curves for step in xs]
-    values = [value for _, ys in curves for value in ys]
+    values = [*(value for _, ys in curves for value in ys), *levels.values()]
     low, high, first, last = min(values), max(values), min(steps), max(steps)
     tall, wide = (high - low) or 1.0, (last - first) or 1
 
@@ -118,6 +148,12 @@ def _chart(curves: Sequence[tuple[list[int], list[float]]]) -> str:
         elif xs:
             lines.append(f'<polyline fill="none" stroke-width="1.5" stroke="{_colour(at)}" '
                          f'points="{dots}"/>')  # fmt: skip
+    for name, value in levels.items():
+        y = place(first, value).split(",")[1]
+        lines.append(f'<path d="M{_LEFT} {y}H{_WIDTH - 8}" fill="none" stroke="currentColor" '
+                     'stroke-dasharray="4 3" stroke-opacity=".6"/>'
+                     f'<text x="{_WIDTH - 8}" y="{float(y) - 3:.1f}" text-anchor="end">'
+                     f"{_text(name)} {number(value)}</text>")  # fmt: skip
     base = _HEIGHT - _BOTTOM
     words = [(_LEFT - 6, 14, "end", number(high)), (_LEFT - 6, base - 4, "end", number(low)),
              (_LEFT, _HEIGHT - 6, "start", f"step {first:,}"),

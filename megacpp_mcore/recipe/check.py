@@ -164,7 +164,7 @@ def _answer(questions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """In the process of its own: one fork a question, because Megatron parses once a process."""
     from megacpp_mcore.stack import bridges
 
-    bridges.before_megatron()
+    bridges.before_megatron(runs=False)
     import megatron.training.arguments  # noqa: F401  imported once, for every fork
 
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:

@@ -241,6 +241,9 @@ class Optimizer:
     exp_avg_dtype: _Dtype = to_flag("fp32")
     exp_avg_sq_dtype: _Dtype = to_flag("fp32")
     optimizer_cpu_offload: bool = to_flag(False)
+    # Clipping, Adam and the rounding of weights in one pass, where the rest of the section allows
+    # it: the receipt says.
+    fused_update: bool = to(Target.PLUGIN, True)
 
 
 @dataclass(frozen=True, kw_only=True)

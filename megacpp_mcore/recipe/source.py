@@ -1,6 +1,7 @@
 """Recipe files and `--set` overrides, read into typed values that remember where they came from."""
 
 import difflib
+import functools
 import importlib.resources
 import tomllib
 from collections.abc import Sequence
@@ -97,7 +98,7 @@ def _read_file(path: str, seen: tuple[str, ...]) -> Settings:
     if len(seen) >= _MAX_CHAIN:
         raise RecipeError(f"{path}: extends a chain of more than {_MAX_CHAIN} recipes")
     try:
-        tables = tomllib.loads(read_regular(path).decode())
+        tables = _tables(read_regular(path))
     except OSError as error:
         raise RecipeError(f"cannot read the recipe {path}: {error.strerror}") from error
     except _NOT_TOML as error:
@@ -115,6 +116,12 @@ def _read_file(path: str, seen: tuple[str, ...]) -> Settings:
         if section not in _TOP_LEVEL:
             _read_section(settings, section, table, path)
     return settings
+
+
+@functools.lru_cache(maxsize=32)
+def _tables(content: bytes) -> dict[str, Any]:
+    """A file's tables, which nobody changes: `recipe plan` loads a recipe a hundred times."""
+    return tomllib.loads(content.decode())
 
 
 def _top_level(tables: dict[str, Any], name: str, hint: Any, path: str) -> Any:

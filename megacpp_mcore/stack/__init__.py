@@ -101,7 +101,6 @@ PROBES = (
     Probe("jsonschema", "jsonschema", "pip install --force-reinstall 'jsonschema>=4.23'"),
     Probe("tomlkit", "tomlkit", _again("tomlkit>=0.13")),
     Probe("tqdm", "tqdm", _again("tqdm>=4.67")),
-    Probe("matplotlib.figure", "matplotlib", "pip install --force-reinstall 'matplotlib>=3.10'"),
     Probe("torch", "torch", _again("torch==2.11.0")),
     Probe("triton", "triton", _again("triton==3.6.0"), optional=True),
     Probe("megatron.core", "megatron-core", _again("megatron-core==0.19.2")),

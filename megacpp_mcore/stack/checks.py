@@ -43,9 +43,11 @@ def gpu(facts: Facts) -> Check:
     if facts.gpu is None:
         return Check("gpu", NOT_APPLICABLE, "no NVIDIA driver: the CPU lane")
     if facts.gpu.error:
+        remedy = "install torch from PyPI (its 2.11.0 is the CUDA 13.0 build) and a driver for "
+        remedy = _torchs_cudnn(facts) if "cuDNN" in facts.gpu.error else f"{remedy}CUDA 13"
         return Check(
             "gpu", FAIL, f"the driver is installed, but torch cannot use it: {facts.gpu.error}",
-            "install torch from PyPI (its 2.11.0 is the CUDA 13.0 build) and a driver for CUDA 13",
+            remedy,
         )  # fmt: skip
     return Check("gpu", OK, ", ".join(facts.gpu.devices))
 
@@ -138,11 +140,15 @@ def cudnn_order(facts: Facts) -> Check:
     if first.version and torchs and release(first.version)[:3] == release(torchs)[:3]:
         return Check(name, OK, f"{found}, the same version")
     older = first.version and torchs and release(first.version) < release(torchs)
+    return Check(name, FAIL if older else WARN, found, _torchs_cudnn(facts))
+
+
+def _torchs_cudnn(facts: Facts) -> str:
+    """A line for a shell that puts torch's cuDNN first. An empty entry of LD_LIBRARY_PATH would be
+    the current folder."""
     own = facts.cudnn_of_torch
-    return Check(
-        name, FAIL if older else WARN, found,
-        f"export CUDNN_PATH={own} LD_LIBRARY_PATH={own}/lib:$LD_LIBRARY_PATH",
-    )  # fmt: skip
+    library_path = f"{own}/lib${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"
+    return f"export CUDNN_PATH={own} LD_LIBRARY_PATH={library_path}"
 
 
 def nccl(facts: Facts) -> Check:

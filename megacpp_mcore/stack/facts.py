@@ -31,7 +31,9 @@ _ENVIRONMENT = ("MEGACPP_BACKENDS", "TRITON_INTERPRET")
 
 def gather() -> Facts:
     """The facts about this machine. Absent things are left out; nothing raises."""
-    own = Path(sysconfig.get_path("purelib")) / "nvidia" / "cudnn"
+    torch = _spec("torch")  # not always of this environment: a container's, seen from one in it
+    site = Path(torch.origin).parents[1] if torch else Path(sysconfig.get_path("purelib"))
+    own = site / "nvidia" / "cudnn"
     lane, lane_error = _lane()
     imported, gpu = imports.probe()
     return Facts(

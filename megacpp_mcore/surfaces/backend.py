@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
 
 REFERENCE = "reference"
-Role = Literal["chosen", "fallback", "vendor", "donor", "deferred", "experimental"]
-Keep = Literal["keep", "borderline", "not carried"]
+Role = Literal["chosen", "fallback", "vendor", "experimental"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ class Backend:
     stand_in: str | None = None
     ruled_out: Callable[["Recipe", Workload], str | None] | None = None
     role: Role = "vendor"
-    keep: Keep = "borderline"
     removes: str = ""
     layout: str = ""
     dtypes: str = ""
@@ -68,24 +66,6 @@ class Backend:
         return self.stand_in or self.implementation
 
 
-@dataclass(frozen=True, kw_only=True)
-class NotCarried:
-    """A backend that we deliberately do not have.
-
-    role: vendor, donor (a source of ideas) or deferred (not written, and when it would be). why: it
-    is not carried. surface: where it would be one of its own. Others: as of Backend.
-    """
-
-    name: str
-    role: Role
-    removes: str
-    why: str
-    exit_when: str
-    fallback: str | None = None
-    figures: tuple[Figure, ...] = ()
-    surface: str | None = None
-
-
 @dataclass(frozen=True)
 class Surface:
     """A place in the model where more than one implementation fits.
@@ -101,7 +81,6 @@ class Surface:
     workload: Callable[["Recipe", str], Workload | None]
     blocks: str = ""
     case: str | None = None
-    not_carried: tuple[NotCarried, ...] = ()
 
 
 def reference(
@@ -109,7 +88,7 @@ def reference(
 ) -> Backend:
     """The backend `reference`: the definition in plain torch, which every surface has."""
     exit_when = "never: it is the definition that the others are held to"
-    common = {"role": "fallback", "keep": "keep", "exit_when": exit_when}
+    common = {"role": "fallback", "exit_when": exit_when}
     return Backend(REFERENCE, implementation, supports, **common, **facts)
 
 

@@ -233,7 +233,6 @@ SURFACE = Surface(
         ),
         Backend(
             "flash_4", f"{_CLASSES}:Flash4CoreAttention", flash_4,
-            keep="keep",
             removes="what sdpa_cudnn does; v unpadded in packed "
             "documents, too. On Hopper it pads v for grouped queries and for dims that are no "
             "multiples of 64, and is refused where its gradients are wrong (4.0.0b36). Of "
@@ -252,7 +251,7 @@ SURFACE = Surface(
         ),
         Backend(
             "sdpa_cudnn", f"{_CLASSES}:CudnnCoreAttention", _sdpa_cudnn,
-            role="chosen", keep="keep",
+            role="chosen",
             removes="the [s, s] scores of every head; dqk 128 and dv 64, and grouped queries, as "
             "they are. Whole rows only: in a probe cuDNN 9.19's gradients for packed documents "
             "were wrong",
@@ -264,7 +263,6 @@ SURFACE = Surface(
         Backend(
             "sdpa_flash", f"{_CLASSES}:FlashCoreAttention", _sdpa_flash,
             before=_SDPA_IS_CUDNN,
-            keep="keep",
             removes="the [s, s] scores of every head where cuDNN cannot serve: packed documents "
             "above all, which torch's own choice takes one by one. In whole rows v is padded to "
             "dqk",
@@ -280,7 +278,6 @@ SURFACE = Surface(
         ),
         Backend(
             "sdpa", f"{_CLASSES}:SDPACoreAttention", _sdpa,
-            keep="keep",
             removes="the [s, s] scores of every head, on a CPU and in fp32 too",
             layout=_ONE_BY_ONE,
             dtypes="bf16, fp16, fp32, fp64", fallback=REFERENCE, receipt=_ROWS,

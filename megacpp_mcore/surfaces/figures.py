@@ -69,7 +69,7 @@ def claims_by_receipt() -> dict[str, list[str]]:
 
     found: dict[str, list[str]] = {}
     for surface in REGISTRY.values():
-        entries = (*surface.backends, *surface.not_carried)
+        entries = surface.backends
         named = [figure.receipt for entry in entries for figure in entry.figures]
         named += [backend.receipt for backend in surface.backends if backend.receipt]
         for receipt in dict.fromkeys(named):

@@ -33,7 +33,7 @@ SURFACE = Surface(
     (
         Backend(
             TE, "megacpp_mcore.layers.parts:te_linears", transformer_engine,
-            role="chosen", keep="keep",
+            role="chosen",
             removes="FP8 casts outside the GEMM, and tensor-parallel communication that does not "
             "overlap it; in bf16 on one GPU nothing, both call cuBLAS. With precision.fp8 "
             "(tensorwise) M's in_proj stays in bf16, as its rows are no multiple of 16",

@@ -5,7 +5,7 @@ Hidden [s, b, h], weight [V, h], labels [s, b] -> losses [s, b], or their weight
 
 from typing import TYPE_CHECKING
 
-from megacpp_mcore.surfaces.backend import REFERENCE, Backend, NotCarried, Surface, reference
+from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
 from megacpp_mcore.surfaces.figures import Figure
 from megacpp_mcore.surfaces.support import KERNEL_TESTS, always, cuda_only, import_reason
 from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
@@ -65,7 +65,6 @@ _SPLIT_TESTS = (*_TESTS, "tests/kernels/test_linear_cross_entropy_parallel.py")
 MEGATRON = Backend(
     "megatron", "megatron.core.models.hybrid.hybrid_model:HybridModel", _megatron,
     stand_in=f"{_KERNELS}.megatron:MEGATRON",
-    keep="keep",
     removes="nothing: Megatron's own heads, with logits and a float32 softmax of every token and "
     "MTP depth in memory. They serve where chunked cannot (fp16), and models of Megatron's own "
     "class have no others",
@@ -84,7 +83,7 @@ SURFACE = Surface(
     (
         Backend(
             "chunked", f"{_KERNELS}.chunked:CHUNKED", _chunked,
-            role="chosen", keep="keep",
+            role="chosen",
             removes="the logits, but for a buffer of 256 MiB; with weights known beforehand they "
             "are computed once, 6 T h V operations",
             layout="hidden [..., h], weight [V / tp, h], labels [...] -> losses [...], or their "
@@ -106,25 +105,4 @@ SURFACE = Surface(
     ),
     of_recipe,
     case="megacpp_mcore.kernels.linear_cross_entropy.case:LinearCrossEntropyCase",
-    not_carried=(
-        NotCarried(
-            name="own_mega_kernel", role="deferred",
-            removes="the logits",
-            fallback=REFERENCE,
-            why="it is made of 23 TFLOP of GEMM, and cuBLAS runs those; chunked logits with one "
-            "small kernel over each chunk save the same memory",
-            figures=(Figure(_RECEIPT, REFERENCE, "plain linear and cross entropy"),
-                     Figure(_RECEIPT, "chunked")),
-            exit_when="a chunked path cannot come within reach of the floor on an H200",
-        ),
-        NotCarried(
-            name="megatron_te", role="vendor",
-            removes="a pass over the logits",
-            fallback=REFERENCE,
-            why="refused by recipes and by the loss layer: Megatron's cross_entropy_fusion_impl "
-            "'te' is reported to give grad norm 0 or divergence (Megatron-LM #1627 and #1750, "
-            "TransformerEngine #3193)",
-            exit_when="both reports are closed by a fix and our gradient test passes on it",
-        ),
-    ),
 )  # fmt: skip

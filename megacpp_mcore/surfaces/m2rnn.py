@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from megacpp_mcore.surfaces.backend import REFERENCE, Backend, NotCarried, Surface, reference
+from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
 from megacpp_mcore.surfaces.support import SCAN_TESTS, always, cuda_only
 from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 
@@ -51,7 +51,7 @@ SURFACE = Surface(
     (
         Backend(
             "cuda", "megacpp_mcore.kernels.m2rnn.cuda:m2rnn", _cuda,
-            role="chosen", keep="keep",
+            role="chosen",
             removes="the launches of 4096 dependent steps: one forward, two backward, the state in "
             "registers, the backward pass's states and sums at the same time as its recurrence; at "
             "44 heads",
@@ -81,14 +81,4 @@ SURFACE = Surface(
     of_recipe,
     blocks="R",
     case="megacpp_mcore.kernels.m2rnn.case:M2RNNCase",
-    not_carried=(
-        NotCarried(
-            name="xma", role="donor",
-            removes="the launches of 4096 dependent steps",
-            fallback=REFERENCE,
-            why="far from what the chain of tokens needs at least; in fp32 it multiplies in tf32, "
-            "and it clamps the state's gradient by default",
-            exit_when="our own kernel is at the floor: then it is the figure to compare with",
-        ),
-    ),
 )  # fmt: skip

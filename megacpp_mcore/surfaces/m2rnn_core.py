@@ -79,7 +79,7 @@ SURFACE = Surface(
     (
         Backend(
             "triton", f"{_KERNELS}.triton:m2rnn_core", _triton,
-            ruled_out=whatever_the_machine(_options), role="chosen", keep="keep",
+            ruled_out=whatever_the_machine(_options), role="chosen",
             removes="unfused convolution, gates and norm, every copy around them and of their "
             "gradients: one kernel of our own before the recurrence and one behind it, each way",
             dtypes="bf16, fp16, fp32; convolution, gates and norm in fp32, rounded once; the "

@@ -81,7 +81,8 @@ def _triton(workload: Workload) -> str | None:
 
 _KERNELS = "megacpp_mcore.kernels.mamba3_core"
 _facts = {
-    "layout": "[s, b, in_proj's rows] -> [s, b, H P]; SISO, any length, packed documents",
+    "layout": "[s, b, in_proj's rows] -> [s, b, H P]; SISO, any length; packed "
+    "documents, or a state before and behind (without gradients)",
     "tests": (
         "tests/kernels/test_mamba3_core.py", "tests/gpu/test_cores_gpu.py", *KERNEL_TESTS,
     ),
@@ -92,7 +93,7 @@ SURFACE = Surface(
     (
         Backend(
             "triton", f"{_KERNELS}.triton:mamba3_core", _triton,
-            ruled_out=whatever_the_machine(_options), role="chosen", keep="keep",
+            ruled_out=whatever_the_machine(_options), role="chosen",
             removes="every copy between in_proj and the scan, between the scan and out_proj, and "
             "of their gradients: x and z are read where they lie, and the projection's gradient is "
             "written in place; a program walks an eighth of a row of one head, where mamba-ssm's "

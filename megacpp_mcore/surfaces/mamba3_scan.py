@@ -3,8 +3,7 @@
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from megacpp_mcore.surfaces.backend import REFERENCE, Backend, NotCarried, Surface, reference
-from megacpp_mcore.surfaces.figures import Figure
+from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
 from megacpp_mcore.surfaces.support import SCAN_TESTS, always, cuda_only, import_reason
 from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 
@@ -94,7 +93,7 @@ SURFACE = Surface(
     (
         Backend(
             "mamba_ssm", f"{_KERNELS}.mamba_ssm:mamba3_scan", _siso,
-            role="chosen", keep="keep",
+            role="chosen",
             removes="the float32 intermediates and launches of the plain scan, for 56 heads, N = P "
             "= 64",
             layout="q, k (B, S, G, N), v, z (B, S, H, P) -> (B, S, H, P); SISO, N and P 32, 64 or "
@@ -108,7 +107,6 @@ SURFACE = Surface(
         ),
         Backend(
             "mamba_ssm_mimo", f"{_KERNELS}.mamba_ssm_mimo:mamba3_scan", _mimo,
-            keep="keep",
             removes="scores and chunk states of MIMO's plain scan, at 56 heads. Upstream's own "
             "launchers trace each kernel anew in every call, 0.19 / 1.5 s of the host: we cache "
             "the traces",
@@ -139,15 +137,4 @@ SURFACE = Surface(
     of_recipe,
     blocks="M",
     case="megacpp_mcore.kernels.mamba3.case:Mamba3ScanCase",
-    not_carried=(
-        NotCarried(
-            name="own_scan", role="deferred",
-            removes="rotated Q, scaled K, expanded angles and chunk states in memory",
-            fallback=REFERENCE,
-            why="upstream's kernel is the one to beat, and no H200 receipt shows a scan of our own "
-            "that beats it over a whole step",
-            figures=(Figure(_SISO, "mamba_ssm", "upstream's SISO kernel"),),
-            exit_when="such a receipt exists",
-        ),
-    ),
 )  # fmt: skip

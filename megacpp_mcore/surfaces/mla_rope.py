@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from megacpp_mcore.patching import missing
-from megacpp_mcore.surfaces.backend import REFERENCE, Backend, NotCarried, Surface, reference
+from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
 from megacpp_mcore.surfaces.figures import Figure
 from megacpp_mcore.surfaces.support import KERNEL_TESTS, one_context_rank, triton
 from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
@@ -88,7 +88,7 @@ SURFACE = Surface(
     (
         Backend(
             "triton", f"{_KERNELS}.triton:mla_rope", _triton,
-            role="chosen", keep="keep",
+            role="chosen",
             removes="every copy around RoPE: q, kv and k_pos are read once and q, k and v written "
             "once, and the same with their gradients, at more than four fifths of a copy's rate",
             dtypes="bf16, fp16, fp32; rotated and summed over heads in fp32, rounded once",
@@ -111,24 +111,4 @@ SURFACE = Surface(
     of_recipe,
     blocks="A",
     case="megacpp_mcore.kernels.mla_rope.case:MLARopeCase",
-    not_carried=(
-        NotCarried(
-            name="megatron_fused", role="vendor",
-            removes="concatenations and copies around RoPE, as triton does",
-            fallback=REFERENCE,
-            why="megatron-core 0.19.2's kernel serves YaRN only, and its head mask forgets the "
-            "block offset: at 56 heads silently wrong or an illegal access, as the autotuner picks",
-            exit_when="a release passes parity at 56 heads and serves plain RoPE: then it is "
-            "benched",
-        ),
-        NotCarried(
-            name="own_fused", surface="mla_projection", role="deferred",
-            removes="q and kv in memory between up projection and RoPE, and their gradients",
-            why="it would replace TE's linears: FP8, sequence parallelism's gathers and fused "
-            "gradient accumulation, each once more, for one write and one read of q and kv each "
-            "way. The down projections in one product, Megatron's own option, save more easily",
-            figures=(Figure(_LAYER, "recipe", "the layer"),),
-            exit_when="the attention core takes so little that such a copy is a tenth of the layer",
-        ),
-    ),
 )  # fmt: skip

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from megacpp_mcore.surfaces import deep_ep, moe_experts
-from megacpp_mcore.surfaces.backend import REFERENCE, Backend, NotCarried, Surface, reference
+from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
 from megacpp_mcore.surfaces.support import always, cuda_only
 from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 
@@ -204,7 +204,7 @@ SURFACE = Surface(
     (
         _backend(
             UNMOVED, "megacpp_mcore.layers.moe_dispatchers:UnmovedTokenDispatcher", _unmoved,
-            role="chosen", keep="keep", ruled_out=_ruled_out(_every_expert_is_here),
+            role="chosen",  ruled_out=_ruled_out(_every_expert_is_here),
             removes="the permuted copies of the tokens, where every expert is on this rank and the "
             "experts gather their tokens themselves",
             layout="tokens [s, b, h] as they are, the router's map and weights", fallback=LOCAL,
@@ -212,7 +212,7 @@ SURFACE = Surface(
         ),
         _backend(
             LOCAL, "megacpp_mcore.layers.moe_dispatchers:LocalTokenDispatcher", _local,
-            keep="keep", ruled_out=_ruled_out(_every_expert_is_here),
+             ruled_out=_ruled_out(_every_expert_is_here),
             removes="the sort of chunks from other ranks and the host's wait for the counts, where "
             "every expert is on this rank",
             layout="tokens [t, h] sorted by expert, counts [experts] on the device",
@@ -231,7 +231,7 @@ SURFACE = Surface(
         ),
         _backend(
             ALLTOALL, f"{_MEGATRON}:MoEAlltoAllTokenDispatcher", _alltoall,
-            keep="keep", ruled_out=_ruled_out(_not_captured), tests=_GPU_TESTS,
+             ruled_out=_ruled_out(_not_captured), tests=_GPU_TESTS,
             removes="nothing: Megatron's, a permuted copy and NCCL's all-to-all in each direction",
             layout="tokens [t, h] sorted by expert, counts [experts] on the host",
             fallback=REFERENCE,
@@ -239,7 +239,7 @@ SURFACE = Surface(
         ),
         _backend(
             ALLGATHER, "megacpp_mcore.layers.moe_dispatchers:GatheredTokenDispatcher", always,
-            keep="keep", tests=_GPU_TESTS,
+             tests=_GPU_TESTS,
             removes="the permuted copies and the host's wait for the counts: every rank of the "
             "group gets every token once. As many bytes as all-to-all where the ranks are as many "
             "as a token's experts, fewer below",
@@ -265,13 +265,4 @@ SURFACE = Surface(
     ),
     of_recipe,
     blocks="E",
-    not_carried=(
-        NotCarried(
-            name="ncclep", role="vendor",
-            removes="DeepEP as a package: the same exchange inside NCCL",
-            fallback=ALLTOALL,
-            why="needs NCCL 2.30.4 at run time, torch 2.11 brings 2.28.9",
-            exit_when="the pinned torch brings that NCCL",
-        ),
-    ),
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megacpp_mcore.surfaces.backend import REFERENCE, Backend, NotCarried, Surface, reference
+from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
 from megacpp_mcore.surfaces.support import (
     KERNEL_TESTS,
     STACK_TESTS,
@@ -133,7 +133,7 @@ SURFACE = Surface(
     (
         _backend(
             FUSED, "megacpp_mcore.layers.parts:fused_experts", _fused,
-            role="chosen", keep="keep",
+            role="chosen",
             ruled_out=whatever_the_machine(_fused_kind),
             removes="where every expert is local: the permuted copies that are kept for the "
             "backward pass, the sums of the routed and the shared "
@@ -153,7 +153,6 @@ SURFACE = Surface(
         ),
         _backend(
             GROUPED_MM, "megacpp_mcore.layers.parts:grouped_mm_experts", _grouped_mm,
-            keep="keep",
             ruled_out=whatever_the_machine(_grouped),
             removes="one GEMM launch an expert, and the wait for the counts on the host. SwiGLU "
             "without bias, not in FP8, and not under Muon, which would leave its weights, one 3-d "
@@ -185,15 +184,4 @@ SURFACE = Surface(
     of_recipe,
     blocks="E",
     case="megacpp_mcore.kernels.moe_experts.case:MoeExpertsCase",
-    not_carried=(
-        NotCarried(
-            name="sonicmoe", role="donor",
-            removes="the stored expert output: router gradients come from dA' . A, so that only X "
-            "and the pre-activation are kept",
-            fallback="grouped_mm",
-            why="0.1.2.post1 needs torch <= 2.9.1 and cutlass-dsl 4.4.2; its algorithm carries "
-            "over, its package does not",
-            exit_when="a release serves the pinned torch: then it is benched as a vendor",
-        ),
-    ),
 )  # fmt: skip

@@ -82,7 +82,7 @@ SURFACE = Surface(
         _backend(
             "triton", "megacpp_mcore.layers.parts:triton_norm", _triton,
             ruled_out=_triton_ruled_out,
-            role="chosen", keep="keep",
+            role="chosen",
             removes="the addition of the residual's gradient, which the backward kernel reads with "
             "the norm's own, and a second reading of x and dy for the weight's gradient",
             dtypes="bf16, fp16, fp32; computed in fp32, rounded once", fallback=TE,

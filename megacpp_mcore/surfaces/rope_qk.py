@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from megacpp_mcore.surfaces.backend import REFERENCE, Backend, NotCarried, Surface, reference
+from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
 from megacpp_mcore.surfaces.figures import Figure
 from megacpp_mcore.surfaces.support import (
     KERNEL_TESTS,
@@ -76,7 +76,6 @@ _facts = {
 MEGATRON = Backend(
     "megatron", "megatron.core.transformer.attention:SelfAttention", always,
     stand_in=f"{_KERNELS}.megatron:ROPE_QK",
-    keep="keep",
     removes="nothing by itself; with Transformer Engine each rotation is one kernel. It alone has "
     "output gates and context parallelism",
     dtypes="bf16, fp16, fp32; sine and cosine rounded to it without Transformer Engine",
@@ -91,7 +90,7 @@ SURFACE = Surface(
     (
         Backend(
             "triton", f"{_KERNELS}.triton:ROPE_QK", _triton,
-            role="chosen", keep="keep",
+            role="chosen",
             removes="all but one read and one write of the projection each way: the queries' copy, "
             "two launches for RoPE, and the concatenation of three gradients",
             dtypes="bf16, fp16, fp32; angles, sine and rotations in fp32, rounded once",
@@ -115,15 +114,4 @@ SURFACE = Surface(
     of_recipe,
     blocks="A",
     case="megacpp_mcore.kernels.rope_qk.case:RopeQKCase",
-    not_carried=(
-        NotCarried(
-            name="te_fused_qkv", role="vendor",
-            removes="the queries' copy and one of two launches: TE's kernel on the whole "
-            "projection, which Megatron's fused_single_qkv_rope calls",
-            fallback="triton",
-            why="whole rows only, and Megatron refuses its own flag where a norm or packed "
-            "documents need the other path; of two launches it saves one",
-            exit_when="it is faster than the kernel in a bench",
-        ),
-    ),
 )  # fmt: skip

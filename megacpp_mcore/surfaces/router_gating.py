@@ -60,7 +60,7 @@ SURFACE = Surface(
     (
         Backend(
             "fp32_output", f"{_KERNELS}.fp32_output:router_gating", _fp32_output,
-            role="chosen", keep="keep",
+            role="chosen",
             removes="three copies of all tokens in fp32: bf16 products are summed and written in "
             "fp32, and the fp32 gradient of the logits is three bf16 parts",
             dtypes="bf16; logits fp32", fallback=REFERENCE,

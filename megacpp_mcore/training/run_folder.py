@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.receipts.html import PAGE
 from megacpp_mcore.training.checkpoints import folder
 
 _OWN_FILES = ("progress.json", "checksums.json", ".metadata", "metadata.json", "common.pt")
@@ -18,12 +19,12 @@ class RunFolderError(MegacppError):
 
 
 class RunFolder:
-    """OUT with receipt.json, curves.png, checkpoints/ and cache/, locked by one process."""
+    """OUT with receipt.json, report.html, checkpoints/ and cache/, locked by one process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.receipt = path / "receipt.json"
-        self.curves = path / "curves.png"
+        self.page = path / PAGE
         self.checkpoints = path / "checkpoints"
         self.cache = path / "cache"
         self._lock: IO[str] | None = None
@@ -100,12 +101,12 @@ class RunFolder:
         _say(f"{path} is not complete: resuming from the older {latest}" for path in partial)
 
     def clear(self) -> None:
-        """Delete the run that the folder holds: its receipt, curves and checkpoints, nothing else.
+        """Delete the run that the folder holds: its receipt, page and checkpoints, nothing else.
 
         Call it when the new run is ready to start.
         """
         self.receipt.unlink(missing_ok=True)
-        self.curves.unlink(missing_ok=True)
+        self.page.unlink(missing_ok=True)
         if self.checkpoints.is_dir():
             (self.checkpoints / folder.TRACKER).unlink(missing_ok=True)
             for path in folder.named(self.checkpoints):

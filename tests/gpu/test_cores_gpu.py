@@ -28,7 +28,7 @@ R = {
 
 def operators(letter):
     """The fused operator, the definition, and what the case gives to either."""
-    if letter == "M":
+    if letter.startswith("M"):
         triton = pytest.importorskip("megacpp_mcore.kernels.mamba3_core.triton")
         return triton.mamba3_core, mamba3_core.mamba3_core, M
     triton = pytest.importorskip("megacpp_mcore.kernels.m2rnn_core.triton")
@@ -54,7 +54,8 @@ def assert_within(case, found, expected):
 
 CASES = {
     "M": Mamba3CoreCase(1, 230, 8, 2, 64, 64, 16),
-    "R": M2RNNCoreCase(1, 230, 6, 64, 16, 32),
+    "M-wide": Mamba3CoreCase(1, 230, 112, 8, 64, 128, 32),
+    "R": M2RNNCoreCase(1, 230, 6, 64, 16, 32, grad_clamp=1.0),
 }
 
 
@@ -94,13 +95,45 @@ def test_a_captured_call_gives_the_bits_of_an_eager_one(letter):
         assert torch.equal(got, expected[name]), name
 
 
-def test_angles_after_65536_steps():
-    """Steps of up to a tenth, summed modulo 2 pi, within 1e-3 rad."""
-    from megacpp_mcore.kernels.mamba3_core import around
-
+def long_row():
+    """65,536 tokens of steps of up to a tenth: a state outlives hundreds of them."""
     case = Mamba3CoreCase(1, 65536, 8, 2, 64, 64, 16)
     tensors = parity.drawn(case, torch.bfloat16, "cuda", seed=8)
     tensors["dt_bias"] -= 3
+    return case, tensors
+
+
+def test_a_row_of_65536_tokens_is_four_that_carry_the_state():
+    """Against the definition in float64, which carries its state over 16 parts."""
+    fused, definition, names = operators("M")
+    case, tensors = long_row()
+    options = {key: getattr(case, n) for key, n in names.items()}
+
+    def in_parts(function, tensors, count):
+        state, found = None, []
+        for rows in tensors["projected"].chunk(count):
+            part = tensors | {"projected": rows}
+            y, state = function(**part, **options, initial_state=state, return_final_state=True)
+            found.append(y)
+        return torch.cat(found), state
+
+    expected, last = in_parts(definition, {n: t.double() for n, t in tensors.items()}, 16)
+    y, state = in_parts(fused, tensors, 4)
+    whole = fused(**tensors, **options)
+    assert_within(case, {"y": y}, {"y": expected})
+    assert_within(case, {"y": whole}, {"y": expected})
+    for name in ("ssm", "k", "v"):
+        got, want = getattr(state, name).double(), getattr(last, name)
+        assert (got - want).abs().max() <= case.tolerance("y", torch.bfloat16) * want.abs().max()
+    off = (state.angle.double() - last.angle) / (2 * math.pi)
+    assert 2 * math.pi * (off - off.round()).abs().max() < 1e-3
+
+
+def test_angles_after_65536_steps():
+    """Summed modulo 2 pi, within 1e-3 rad."""
+    from megacpp_mcore.kernels.mamba3_core import around
+
+    case, tensors = long_row()
     sizes = around.Sizes(8, 64, 2, 64, 16, "softplus", 1e-4, 1e-5)
     projected, *parameters, _ = tensors.values()
     found = around.steps(projected, *parameters, None, sizes).theta

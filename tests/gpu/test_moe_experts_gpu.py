@@ -1,6 +1,7 @@
 """The experts' products for Hopper, and the layer's operator in a CUDA graph."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -138,6 +139,19 @@ def test_the_activations_kernels(problem, activation):
     near(dh[:used], wide.grad)
     near(a[:used], expected)
     near(dprobs[:used], weights.grad, torch.float32)
+
+
+def test_a_thread_that_has_not_used_the_device(problem):
+    """As autograd's before its first launch: it has no context, which a tensor map needs."""
+    routing, _, rows, normal, h, f = problem
+    arguments = rows(f), normal(routing.ends.shape[0], h, f), routing.ends
+    expected, spare = (hopper_products.forward(*arguments) for _ in range(2))
+    torch.cuda.synchronize()
+    del spare  # the thread gets its memory, without a call to CUDA
+    with ThreadPoolExecutor(1) as threads:
+        found = threads.submit(hopper_products.forward, *arguments).result()
+    used = int(routing.ends[-1])
+    assert torch.equal(found[:used], expected[:used])
 
 
 def test_rows_after_the_last_experts_are_not_written(problem):

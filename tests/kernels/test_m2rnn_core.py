@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from admission_probes import poisoned_memory
+from admission_probes import poisoned_memory, strided
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.kernels import m2rnn_core as definition
@@ -125,7 +125,8 @@ class RecurrenceInTorch:
 @slow
 @pytest.mark.parametrize("bounds", [None, [0, 20, 20, 33, 40]], ids=["whole", "documents"])
 def test_the_whole_operator_on_a_recurrence_in_torch(monkeypatch, bounds):
-    """The parts lie where they should, and every gradient arrives where it belongs."""
+    """The parts lie where they should, and every gradient arrives where it belongs; so do they of
+    tensors in other strides, among NaN."""
     case = M2RNNCoreCase(1 if bounds else 2, 40, 2, 32, 16, 16)
     tensors = parity.drawn(case, torch.float32, "cpu", seed=3)
     stand_in = RecurrenceInTorch()
@@ -136,7 +137,7 @@ def test_the_whole_operator_on_a_recurrence_in_torch(monkeypatch, bounds):
         "grad_clamp": 10.0, "tanh": "exact",
         "cu_seqlens": None if bounds is None else torch.tensor(bounds, dtype=torch.int32),
     }  # fmt: skip
-    leaves = [tensors[n].requires_grad_() for n in case.inputs]
+    leaves = [(strided(t) if bounds else t).requires_grad_() for t in tensors.values()]
     wide = [t.detach().double().requires_grad_() for t in leaves]
     with poisoned_memory("cpu"):
         out = triton.m2rnn_core(*leaves, **options)

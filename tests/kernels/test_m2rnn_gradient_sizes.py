@@ -32,9 +32,9 @@ def gradients(inputs, dy, d_final, *, bounds=None, chunk=32, clamp=None):
     return dict(zip(NAMES, found, strict=True))
 
 
-def truth(inputs, dy, d_final, bounds=None):
+def truth(inputs, dy, d_final, bounds=None, clamp=None):
     leaves = [x.double().requires_grad_() for x in inputs]
-    outputs = reference(*leaves[:5], initial_state=leaves[5], cu_seqlens=bounds)
+    outputs = reference(*leaves[:5], initial_state=leaves[5], cu_seqlens=bounds, grad_clamp=clamp)
     along = [dy.double(), d_final.double()]
     return dict(zip(NAMES, torch.autograd.grad(outputs, leaves, along), strict=True))
 
@@ -302,6 +302,27 @@ def test_what_is_not_finite_shows(bad, where):
     assert torch.equal(got["initial"][0, 1], plain["initial"][0, 1])
 
 
+def test_what_the_clamp_cannot_reach_is_as_without_it():
+    inputs = draw(1, 75, 2, dtype=BF16)
+    dy, d_final = (scaled(x, -12) for x in along(inputs))
+    plain, clamped = (gradients(inputs, dy, d_final, clamp=clamp) for clamp in (None, 1.0))
+    assert all(torch.equal(plain[name], clamped[name]) for name in NAMES)
+
+
+@pytest.mark.parametrize("power", [-2, 0, 2])
+def test_a_clamp_that_some_units_reach(power):
+    """Units of 8 steps leave the clamp out where a bound of the gradient's size is below it."""
+    inputs = draw(1, 150, 2, dtype=BF16)
+    inputs[4] = 0.8 * inputs[4]  # a gradient is gone after a unit
+    dy, d_final = along(inputs)
+    sizes = torch.tensor([0, -12, -3, -6, -1, -9]).repeat_interleave(25)
+    dy = dy * 2.0 ** (sizes + power).view(1, 150, 1, 1).to(BF16)
+    got, want = (f(inputs, dy, scaled(d_final, power), clamp=0.5) for f in (gradients, truth))
+    assert_each_step(got, want)
+    free = truth(inputs, dy, scaled(d_final, power))
+    assert off(free["k"], want["k"], kept=(1,)).max() > 0.1  # something is clamped
+
+
 @pytest.mark.parametrize("gate", [5.0, -8.0])
 def test_with_a_clamp_of_one_large_gates_keep_finite_gradients(gate):
     """f + (1 - f) W of at least 5, around a state of zero, where tanh does not limit it: a gradient
@@ -315,12 +336,10 @@ def test_with_a_clamp_of_one_large_gates_keep_finite_gradients(gate):
     assert not all(x.isfinite().all() for x in grown.values())
     held = gradients(inputs, dy, d_final, clamp=1.0)
     assert all(x.isfinite().all() for x in held.values())
-    leaves = [x.double().requires_grad_() for x in inputs]
-    outputs = reference(*leaves[:5], initial_state=leaves[5], grad_clamp=1.0)
-    want = torch.autograd.grad(outputs, leaves, [dy.double(), d_final.double()])
+    want = truth(inputs, dy, d_final, clamp=1.0)
     # Nearly every element stands at the limit, which both have exactly. A state of zero gives q, v,
     # W and f none.
-    for name, expected in zip(NAMES, want, strict=True):
+    for name, expected in want.items():
         if name in ("k", "initial"):
             assert off(held[name], expected) <= 8 * ROUNDED, name
         else:

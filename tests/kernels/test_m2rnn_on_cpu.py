@@ -48,7 +48,8 @@ def kernels(tmp_path_factory):
 def on_cpu(kernels, monkeypatch, request):
     """`run` reaches the kernels through cuda.py, whose tensors are on the CPU now.
 
-    On one multiprocessor chains take turns, and backward has them in segments.
+    On one multiprocessor chains take turns, and backward has them in segments. A test that chooses
+    that by itself has ONE_DEVICE.
     """
     monkeypatch.setattr(launch, "kernels", lambda device: kernels)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
@@ -63,6 +64,9 @@ def on_cpu(kernels, monkeypatch, request):
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
     return kernels
+
+
+ONE_DEVICE = pytest.mark.parametrize("on_cpu", [132], indirect=True)
 
 
 def draw(batch, seq, heads, k_dim=64, q_heads=1, k_heads=1, dtype=torch.bfloat16, states=None):
@@ -131,6 +135,7 @@ def test_matches_float64(on_cpu, dtype, seq):
     assert_close(run(inputs), expected(inputs), dtype)
 
 
+@ONE_DEVICE
 @pytest.mark.parametrize("tanh", TANH)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_forward_stays_within_its_derived_bound(on_cpu, dtype, tanh):
@@ -182,6 +187,7 @@ def test_documents_and_the_clamp(on_cpu, dtype, chunk_size):
     assert_close(actual, expected(inputs, bounds, grad_clamp=0.05), dtype)
 
 
+@ONE_DEVICE
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_y_of_any_q(on_cpu, dtype):
     """fp16 has neither bfloat16's largest numbers nor its smallest: each step's q has its scale."""
@@ -205,6 +211,7 @@ def forward(inputs, bounds=None, chunk_size=32):
     return cuda.forward._init_fn(*tensors, initial, bounds, chunk_size, None, False)
 
 
+@ONE_DEVICE
 @pytest.mark.parametrize("chunk_size", cuda.CHUNK_SIZES["bfloat16"])
 def test_same_bits_however_chains_are_cut_and_bundled(on_cpu, monkeypatch, chunk_size):
     inputs = draw(1, 200, 5, k_dim=32 if chunk_size == 16 else 64)
@@ -216,6 +223,7 @@ def test_same_bits_however_chains_are_cut_and_bundled(on_cpu, monkeypatch, chunk
         assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
 
 
+@ONE_DEVICE
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("k_dim", [32, 128])
 def test_bundles_that_are_not_full(on_cpu, monkeypatch, heads, k_dim):
@@ -244,6 +252,7 @@ def test_so_many_chains_at_a_time_fill_the_multiprocessors_evenly():
     assert at_once(1, 3, k_dim=1024, processors=1) == (1, 3)
 
 
+@ONE_DEVICE
 @pytest.mark.parametrize("seq", [16, 33, 100])
 @pytest.mark.parametrize("segments", [2, 5])
 def test_backward_in_segments(on_cpu, monkeypatch, segments, seq):
@@ -271,6 +280,7 @@ def test_same_bits_whichever_warp_is_faster(on_cpu, dtype, chunk_size):
         assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
 
 
+@ONE_DEVICE
 def test_same_bits_whichever_block_starts_first(on_cpu, monkeypatch):
     """A block waits for another only if that has started: nothing promises an order of the indices.
     Chains are cut, and backward has segments."""
@@ -286,6 +296,7 @@ def test_same_bits_whichever_block_starts_first(on_cpu, monkeypatch):
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
+@ONE_DEVICE
 def test_a_launch_that_fails_says_why(on_cpu, monkeypatch):
     inputs = draw(1, 9, 1)
     inputs[2] = torch.zeros(9 * V + 1, dtype=torch.bfloat16)[1:].view(1, 9, 1, V)  # not 4-aligned

@@ -10,7 +10,7 @@ from admission_probes import poisoned_memory
 from megacpp_mcore import dispatch
 from megacpp_mcore.kernels import mamba3_core as definition
 from megacpp_mcore.kernels import parity
-from megacpp_mcore.kernels.mamba3 import Mamba3InputError, mamba3_scan, mamba3_step
+from megacpp_mcore.kernels.mamba3 import Mamba3InputError
 from megacpp_mcore.kernels.mamba3_core import around, scan, triton
 from megacpp_mcore.kernels.mamba3_core.case import Mamba3CoreCase
 from megacpp_mcore.kernels.mamba3_core.prep import mamba3_prep
@@ -83,11 +83,13 @@ def assert_near(name, found, expected, bound):
 
 @slow
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernels_around_the_scan_against_autograd(name):
+def test_the_kernels_around_the_scan_against_autograd(monkeypatch, name):
     """A value of n terms is off by n epsilons of its largest partial sum, an angle by so many of
     all it has turned, and what turns with it. A result is rounded once, as are q, k, the gradients
     that the scan hands back, and those of the normed B and C."""
     case, bounds, dtype = CASES[name]
+    if name == "wide":
+        monkeypatch.setattr(around, "_TILES", 32)  # one token at a time, as with many heads
     sizes, tensors = sizes_of(case), parity.drawn(case, dtype, "cpu", seed=len(name))
     starts = None
     if bounds is not None:
@@ -172,7 +174,9 @@ def test_the_whole_operator_against_autograd(monkeypatch, name):
     with poisoned_memory("cpu"):
         y = triton.mamba3_core(*leaves, **options)
         direction = torch.randn(y.shape)
-        found = torch.autograd.grad(y, leaves, direction)
+        found = torch.autograd.grad(y, leaves, direction, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y, leaves, direction)
     expected = definition.mamba3_core(*wide, **options)
     wanted = torch.autograd.grad(expected, wide, direction.double())
     bound = 4 * case.seq * torch.finfo(torch.float32).eps * math.pi
@@ -184,38 +188,53 @@ def test_the_whole_operator_against_autograd(monkeypatch, name):
 
 
 @slow
-def test_a_row_is_its_parts_one_after_another(monkeypatch):
-    """By the definition, over four parts that carry the state, the last of them token by token."""
-    case = Mamba3CoreCase(1, 300, 2, 1, 8, 16, 4)
+@pytest.mark.parametrize("programs", [1, 1024])
+def test_a_row_is_its_parts_one_after_another(monkeypatch, programs):
+    """Three parts that carry the state, and the last tokens one by one as they are decoded; against
+    the definition of the whole row in float64."""
+    case = Mamba3CoreCase(2, 300, 4, 2, 8, 16, 4)
     tensors = parity.drawn(case, torch.float32, "cpu", seed=9)
+    tensors["dt_bias"] -= 3  # so slow that a state outlives the parts
     monkeypatch.setattr(triton, "_check", lambda projected: None)
+    monkeypatch.setattr(scan, "_PROGRAMS", programs)
     options = {n: getattr(case, n) for n in ("heads", "head_dim", "groups", "state_dim", "angles",
                                              "decay", "decay_floor", "eps")}  # fmt: skip
-    whole = triton.mamba3_core(**tensors, **options)
-    wide = {n: t.double() for n, t in tensors.items()}
-    parts = wide["projected"].transpose(0, 1).split(
-        [*case.parts, tensors["projected"].shape[-1] - sum(case.parts)], -1
-    )  # fmt: skip
-    z, x, B, C, dt, A, trap, angle, _ = parts
-    found = mamba3_prep(
-        B, C, dt, A, wide["dt_bias"], wide["B_weight"], wide["C_weight"], variant="siso", rank=1,
-        decay=case.decay, decay_floor=case.decay_floor, eps=case.eps,
-    )  # fmt: skip
-    x, z = (t.unflatten(-1, (case.heads, case.head_dim)) for t in (x, z))
-    rows = (found.q, found.k, x, found.adt, found.dt, trap, angle.unsqueeze(2))
-    shared = (wide["C_bias"], wide["B_bias"], wide["D"])
-    state, outputs = None, []
-    for begin, end in ((0, 77), (77, 128), (128, 257)):
-        part = (t[:, begin:end] for t in rows)
-        y, state = mamba3_scan(
-            *part, *shared, z[:, begin:end], initial_state=state, return_final_state=True
-        )
-        outputs.append(y)
-    for t in range(257, case.seq):
-        y, state = mamba3_step(*(row[:, t] for row in rows), *shared, z[:, t], state=state)
-        outputs.append(y.unsqueeze(1))
-    expected = torch.cat(outputs, 1).transpose(0, 1).flatten(2)
-    assert_near("y", whole, expected, 4 * case.seq * torch.finfo(torch.float32).eps * math.pi)
+    expected, last = definition.mamba3_core(
+        **{n: t.double() for n, t in tensors.items()}, **options, return_final_state=True
+    )
+    state, outputs, projected = None, [], tensors["projected"]
+    with poisoned_memory("cpu"):
+        for begin, end in ((0, 77), (77, 128), (128, 297)):
+            part = tensors | {"projected": projected[begin:end]}
+            y, state = triton.mamba3_core(
+                **part, **options, initial_state=state, return_final_state=True
+            )
+            outputs.append(y)
+        for t in range(297, case.seq):
+            part = tensors | {"projected": projected[t : t + 1]}
+            y, state = definition.mamba3_core(
+                **part, **options, initial_state=state, return_final_state=True
+            )
+            outputs.append(y)
+    bound = 4 * case.seq * torch.finfo(torch.float32).eps * math.pi
+    assert_near("y", torch.cat(outputs), expected, bound)
+    for name in ("ssm", "k", "v"):
+        assert_near(name, getattr(state, name), getattr(last, name), bound)
+    off = (state.angle.double() - last.angle) / (2 * math.pi)
+    assert (off - off.round()).abs().max() <= bound
+
+
+def test_a_state_is_carried_without_gradients_and_documents():
+    case = Mamba3CoreCase(1, 16, 2, 1, 8, 8, 2)
+    tensors = parity.drawn(case, torch.bfloat16, "cpu", seed=1)
+    options = {n: getattr(case, n) for n in ("heads", "head_dim", "groups", "state_dim", "angles",
+                                             "decay", "decay_floor", "eps")}  # fmt: skip
+    bounds = torch.tensor([0, 16], dtype=torch.int32)
+    with pytest.raises(Mamba3InputError, match="without gradients"):
+        triton.mamba3_core(**tensors, **options, cu_seqlens=bounds, return_final_state=True)
+    tensors["D"].requires_grad_()
+    with pytest.raises(Mamba3InputError, match="without gradients"):
+        triton.mamba3_core(**tensors, **options, return_final_state=True)
 
 
 @pytest.mark.parametrize(

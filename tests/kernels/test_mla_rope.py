@@ -167,3 +167,23 @@ def test_the_kernel_takes_no_float64():
     q, kv, k_pos, table = draw(5, 2, dtype=torch.float64)
     with pytest.raises(MegacppError, match="float64; the kernel"):
         triton.mla_rope(q, kv, k_pos, table, qk_head_dim=4)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("rotary", [6, 4])
+def test_in_place_has_the_same_bits(interleaved, rotary):
+    """q's rotary half and its gradient's are turned in their own memory; the rest is untouched."""
+    *inputs, table = draw(3, 2, heads=5, rotary=rotary)
+    options = {"qk_head_dim": 4, "interleaved": interleaved}
+    found = []
+    for in_place in (False, True):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        own = leaves[0] * 1  # as a projection's output: nobody reads it after the rotation
+        outputs = triton.mla_rope(own, *leaves[1:], table, in_place=in_place, **options)
+        assert (outputs[0].data_ptr() == own.data_ptr()) == in_place
+        directions = [torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
+                      for x in outputs]  # fmt: skip
+        torch.autograd.backward(outputs, directions)
+        found.append([*(x.detach() for x in outputs), *(x.grad for x in leaves)])
+    for plain, same in zip(*found, strict=True):
+        assert torch.equal(plain, same)

@@ -1,6 +1,7 @@
 """`megacpp report html` and `report watch`: a page that needs nothing else, and a run followed."""
 
 import json
+import math
 import re
 import threading
 from html.parser import HTMLParser
@@ -88,6 +89,35 @@ def test_a_curve_goes_through_its_values(two):
     span, tall = max(losses) - min(losses), max(heights) - min(heights)
     for loss, height in zip(losses, heights, strict=True):
         assert height - min(heights) == pytest.approx((max(losses) - loss) / span * tall, abs=0.11)
+
+
+def test_the_corpuss_entropies_are_levels_of_the_training_loss(two):
+    run = read(two[0] / "receipt.json")
+    losses = run["series"]["loss"]
+    run["result"] |= {"unigram_entropy": max(losses) + 1.0, "bigram_entropy": min(losses)}
+    text = page([("a", run)])
+    said = "".join(parsed(text).texts)
+    assert f"unigram entropy {max(losses) + 1:.4g}"[:20] in said and "bigram entropy" in said
+    upper, lower = (float(y) for y in re.findall(r'd="M60 ([\d.]+)H392"[^>]*dasharray', text))
+    heights = [float(p.split(",")[1]) for p in re.search(r'points="([^"]+)"', text)[1].split()]
+    assert upper < min(heights) and lower == max(heights)
+    other = json.loads(json.dumps(run))
+    other["result"]["unigram_entropy"] = None
+    unlike = page([("a", run), ("b", other)]).split("<h2>")[0]
+    assert "dasharray" not in unlike
+
+
+def test_a_page_of_a_run_without_a_loss_or_a_step(tmp_path, capsys):
+    receipt, out = tmp_path / "r.json", tmp_path / "a.html"
+    run = samples.start(receipt)
+    run.write()
+    assert main(["report", "html", str(receipt), "--out", str(out)]) == 0
+    run.step(1, tokens=8, ms=1.0, loss=math.nan)
+    run.write()
+    assert main(["report", "html", str(receipt), "--out", str(out)]) == 0
+    parsed(out.read_text())
+    assert main(["report", "html", str(receipt), "--out", str(out / "b.html")]) == 1
+    assert "cannot write" in capsys.readouterr().err
 
 
 def test_names_are_text(two):

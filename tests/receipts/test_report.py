@@ -7,7 +7,6 @@ import re
 
 import pytest
 import receipt_samples as samples
-from PIL import Image
 
 from megacpp_mcore.cli import main
 from megacpp_mcore.receipts import bench_row, read, recipe_entry, write
@@ -408,50 +407,13 @@ def test_five_samples_a_side_are_enough_for_an_interval(fewer, known):
     assert (ratio.value, ratio.low is not None) == (2.0, known)
 
 
-def test_plot_draws_the_curves(cli, base, tmp_path):
-    status, out, _ = cli("report", "plot", base, "--out", tmp_path / "a.png")
-    assert (status, out.strip()) == (0, str(tmp_path / "a.png"))
-    image = Image.open(tmp_path / "a.png").convert("RGB")
-    assert image.size == (1440, 900)
-    colors = {color for _, color in image.getcolors(1 << 24)}
-    # loss, held-out and memory, tokens/s and steps, evaluation, checkpoint: each left its ink
-    for ink in ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"):
-        assert tuple(bytes.fromhex(ink[1:])) in colors, ink
-
-
-def test_plot_draws_what_is_there(cli, tmp_path):
-    """No evaluation, no memory, no entropy, one step, a null loss: nothing of it is an error."""
-    run = samples.start(tmp_path / "r.json")
-    run.step(1, tokens=8, ms=1.0, loss=math.nan)
-    run.write()
-    assert cli("report", "plot", tmp_path / "r.json", "--out", tmp_path / "r.png")[0] == 0
-    assert Image.open(tmp_path / "r.png").size == (1440, 900)
-
-
-def test_plot_of_a_bench(cli, tmp_path):
-    write(tmp_path / "b.json", samples.bench(te=0.7))
-    assert cli("report", "plot", tmp_path / "b.json", "--out", tmp_path / "b.png")[0] == 0
-    assert Image.open(tmp_path / "b.png").size[0] == 1200
-
-
-def test_plot_refuses_what_it_cannot_draw_or_write(cli, base, tmp_path):
-    status, _, err = cli("report", "plot", base, "--out", tmp_path / "a.pdf")
-    assert status == 2 and "name a file that ends in .png" in err
-    status, _, err = cli("report", "plot", base, "--out", tmp_path / "none" / "a.png")
-    assert status == 1 and "cannot write the plot" in err
-    samples.start(tmp_path / "r.json").write()
-    status, _, err = cli("report", "plot", tmp_path / "r.json", "--out", tmp_path / "a.png")
-    assert status == 2 and "no step yet" in err
-    assert not list(tmp_path.glob("*.png"))
-
-
-@pytest.mark.parametrize("action", ["show", "compare", "plot"])
+@pytest.mark.parametrize("action", ["show", "compare", "html"])
 def test_a_broken_receipt_is_refused_on_stderr_with_exit_2(cli, base, tmp_path, action):
     bad = tmp_path / "bad.json"
     document = json.loads(base.read_text())
     document["series"]["loss"][7] = "nan"
     bad.write_text(json.dumps(document))
-    more = {"show": [], "compare": [base], "plot": ["--out", tmp_path / "a.png"]}[action]
+    more = {"show": [], "compare": [base], "html": ["--out", tmp_path / "a.html"]}[action]
     status, _, err = cli("report", action, bad, *more)
     assert status == 2
     assert err.startswith("megacpp: ") and 'series.loss[7]: "nan" is string' in err
@@ -460,9 +422,7 @@ def test_a_broken_receipt_is_refused_on_stderr_with_exit_2(cli, base, tmp_path, 
     assert status == 2 and "is truncated" in err
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["draw"], ["show"], ["plot", "a.json"], ["compare", "a"]]
-)
+@pytest.mark.parametrize("arguments", [[], ["draw"], ["show"], ["compare", "a"]])
 def test_wrong_usage_exits_2(arguments):
     with pytest.raises(SystemExit) as exit:
         main(["report", *arguments])

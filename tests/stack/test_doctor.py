@@ -158,6 +158,13 @@ class TestPins:
         assert found.status == FAIL and "0.16.1" in found.found
 
 
+def exported(line, **before):
+    """CUDNN_PATH and LD_LIBRARY_PATH after `line` in a shell that refuses unset variables."""
+    script = f'set -u; {line}; printf "%s\\n" "$CUDNN_PATH" "$LD_LIBRARY_PATH"'
+    bash = ["/bin/bash", "-c", script]
+    return subprocess.run(bash, env=before, capture_output=True, text=True).stdout.split()
+
+
 class TestTransformerEngine:
     def test_without_a_driver(self):
         te = having(CPU, transformer_engine="2.17.1")
@@ -226,9 +233,20 @@ class TestTransformerEngine:
         found = check(replace(H200, cudnn=(system, TORCHS)), "cudnn-order")
         assert found.status == status
         if status != OK:
-            assert "CUDNN_PATH=/site/nvidia/cudnn " in found.remedy
-            assert "LD_LIBRARY_PATH=/site/nvidia/cudnn/lib:" in found.remedy
+            assert exported(found.remedy) == exported(found.remedy, LD_LIBRARY_PATH="")
+            assert exported(found.remedy) == ["/site/nvidia/cudnn", "/site/nvidia/cudnn/lib"]
+            assert exported(found.remedy, LD_LIBRARY_PATH="/a:/b")[1].endswith("/lib:/a:/b")
         assert check(replace(H200, cudnn=(TORCHS, system)), "cudnn-order").status == OK
+
+    def test_a_cudnn_that_torch_refuses(self):
+        """As seen where the system's 9.14 was found first, and Transformer Engine imported."""
+        said = (
+            "RuntimeError: cuDNN version incompatibility: PyTorch was compiled against (9, 19, 0)"
+        )
+        found = check(replace(H200, gpu=Gpu(error=said)), "gpu")
+        assert found.status == FAIL and exported(found.remedy)[0] == "/site/nvidia/cudnn"
+        found = check(replace(H200, gpu=Gpu(error="no usable GPU")), "gpu")
+        assert "install torch" in found.remedy
 
     def test_no_cudnn_at_all(self):
         assert check(replace(H200, cudnn=()), "cudnn-order").status == FAIL
@@ -417,7 +435,7 @@ class TestImports:
         script = (
             "import sys\n"
             "names = ('torch', 'numpy', 'psutil', 'pyarrow', 'jsonschema', 'tomlkit', 'tqdm',\n"
-            "         'matplotlib', 'unidiff', 'packaging', 'megatron', 'triton', 'yaml')\n"
+            "         'unidiff', 'packaging', 'megatron', 'triton', 'yaml')\n"
             "sys.modules.update(dict.fromkeys(names))\n"
             "from megacpp_mcore.stack import imports\n"
             "imports.probe = lambda: ({'torch': 'ImportError: broken'}, None)\n"

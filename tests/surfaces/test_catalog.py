@@ -16,8 +16,6 @@ from megacpp_mcore.surfaces import figures
 from megacpp_mcore.surfaces.backend import (
     REFERENCE,
     Backend,
-    Keep,
-    NotCarried,
     Role,
     Surface,
     reference,
@@ -28,8 +26,6 @@ from megacpp_mcore.surfaces.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [SimpleNamespace(**row) for row in catalog.rows()]
-CARRIED = [row for row in ROWS if row.not_carried is None]
-NOT_CARRIED = [row for row in ROWS if row.not_carried is not None]
 
 
 def name(row):
@@ -45,18 +41,17 @@ def no_environment(monkeypatch):
 class TestRows:
     def test_every_registered_backend_has_one_row_and_no_row_is_left_over(self):
         registered = [(s.name, backend.name) for s in REGISTRY.values() for backend in s.backends]
-        assert sorted(registered) == sorted((row.surface, row.backend) for row in CARRIED)
+        assert sorted(registered) == sorted((row.surface, row.backend) for row in ROWS)
         assert len({(row.surface, row.backend) for row in ROWS}) == len(ROWS)
 
     @pytest.mark.parametrize("row", ROWS, ids=name)
     def test_a_row_says_what_it_is_for(self, row):
-        assert row.role in get_args(Role) and row.keep in get_args(Keep)
+        assert row.role in get_args(Role)
         assert set(row.blocks) <= set("AEMR") and len(set(row.blocks)) == len(row.blocks)
         assert row.removes.strip() and row.exit_when.strip()
-        assert (row.keep == "not carried") == (row.not_carried is not None)
 
-    @pytest.mark.parametrize("row", CARRIED, ids=name)
-    def test_a_carried_row_has_its_contract_tests_and_receipt(self, row):
+    @pytest.mark.parametrize("row", ROWS, ids=name)
+    def test_a_row_has_its_contract_tests_and_receipt(self, row):
         assert row.layout.strip() and row.dtypes.strip() and row.tests
         for path in row.tests:
             assert (ROOT / path).is_file(), path
@@ -69,10 +64,10 @@ class TestRows:
 
     @pytest.mark.parametrize("row", ROWS, ids=name)
     def test_fallbacks_exist_and_end_at_the_reference(self, row):
-        if row.surface not in REGISTRY or row.backend == REFERENCE:
+        if row.backend == REFERENCE:
             assert row.fallback is None
             return
-        fallbacks = {r.backend: r.fallback for r in CARRIED if r.surface == row.surface}
+        fallbacks = {r.backend: r.fallback for r in ROWS if r.surface == row.surface}
         step, seen = row.fallback, []
         while step is not None:
             assert step in fallbacks and step not in seen
@@ -83,14 +78,6 @@ class TestRows:
     @pytest.mark.parametrize("surface", REGISTRY)
     def test_at_most_one_backend_of_a_surface_is_the_chosen_one(self, surface):
         assert [r.role for r in ROWS if r.surface == surface].count("chosen") <= 1
-
-    @pytest.mark.parametrize(
-        "surface",
-        ["linear_cross_entropy", "mla_projection", "mamba3_scan"],
-    )
-    def test_what_is_not_carried_is_listed_with_its_reason(self, surface):
-        (row,) = [r for r in NOT_CARRIED if r.surface == surface and r.role == "deferred"]
-        assert row.backend.startswith("own_") and len(row.not_carried) > 40
 
 
 class TestHereAndNow:
@@ -104,11 +91,6 @@ class TestHereAndNow:
                 reference("json:load", always),
             ),
             lambda recipe, device: Workload.of(device, "float32", hidden=recipe.model.hidden_size),
-            not_carried=(
-                NotCarried(
-                    name="idea", role="deferred", removes="x", why="too dear", exit_when="y"
-                ),
-            ),
         )
         monkeypatch.setitem(REGISTRY, "toy", surface)
 
@@ -118,12 +100,11 @@ class TestHereAndNow:
 
     def test_in_order_with_a_reason_each(self, toy):
         found = self.ask()
-        assert list(found) == ["vendor", "good", REFERENCE, "idea"]
+        assert list(found) == ["vendor", "good", REFERENCE]
         assert found == {
             "vendor": (False, False, "not on cpu"),
             "good": (True, True, "vendor: not on cpu"),
             REFERENCE: (False, True, "can serve; good comes first"),
-            "idea": (False, False, "too dear"),
         }
 
     def test_a_name_in_the_recipe_and_in_the_environment(self, toy, monkeypatch):
@@ -148,7 +129,7 @@ class TestHereAndNow:
     def test_it_answers_what_the_layers_would_get(self, recipe):
         loaded = load_recipe(recipe)
         rows = catalog.here_and_now(loaded, "cpu")
-        assert {row["surface"] for row in rows} == set(catalog.surfaces())
+        assert {row["surface"] for row in rows} == set(REGISTRY)
         serving = {row["surface"]: row["backend"] for row in rows if row["serves"]}
         expected = {}
         for surface in REGISTRY.values():
@@ -181,7 +162,7 @@ class TestCommand:
         assert cli.main(["catalog", "--problem", "nam56r-tiny"]) == 0
         out = capsys.readouterr().out
         assert out.startswith("nam56r-tiny on cpu\n")
-        for surface in catalog.surfaces():
+        for surface in REGISTRY:
             assert f"\n{surface}\n" in out
         recipe = load_recipe("nam56r-tiny")
         in_recipe = [surface for surface in REGISTRY.values() if surface.workload(recipe, "cpu")]

@@ -23,6 +23,7 @@ from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.stack import bridges
 from megacpp_mcore.training.cpu.megatron_setup import megatron_args, quiet
 from megacpp_mcore.training.cpu.step import forward_step
+from megacpp_mcore.training.gpu import fused_update
 from megacpp_mcore.training.gpu.gather_check import GatherCheck
 
 _TYPE = torch.Tensor.type
@@ -32,7 +33,7 @@ _TYPE = torch.Tensor.type
 class Run:
     """overrides: of nam56r-tiny, which trains in fp32. load: a checkpoint's folder, taken with
     `weights_alone` or with the optimizer. save: a folder, and after which step. sharding: the form
-    of the optimizer's checkpoints."""
+    of the optimizer's checkpoints. fused: the optimizer's step in one pass."""
 
     name: str
     ranks: int
@@ -43,6 +44,7 @@ class Run:
     weights_alone: bool = True
     save: tuple[str, int] | None = None
     bf16: bool = False
+    fused: bool = False
     sharding: str = "fully_reshardable"
 
 
@@ -171,6 +173,8 @@ class _Training:
             )
             optimizer_config, overrides = get_megatron_optimizer_config(args)
             self.optimizer = get_megatron_optimizer(optimizer_config, self.chunks, overrides)
+        fused_update.install(self.optimizer, run.fused)
+        assert isinstance(self.optimizer.step, fused_update.FusedUpdate) == run.fused
         config = self.chunks[0].config
         config.grad_scale_func = self.optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads

@@ -29,6 +29,7 @@ class M2RNNCase(Case):
     v_head_dim: int
     chunk_size: int
     tanh: str = "approximate"
+    grad_clamp: float | None = None
 
     surface = "m2rnn"
     inputs = ("q", "k", "v", "W", "f")
@@ -42,7 +43,7 @@ class M2RNNCase(Case):
         names = ("heads", "k_head_dim", "v_head_dim", "chunk_size")
         batch, seq = recipe.schedule.micro_batch_size, recipe.model.seq_length
         sizes = (workload.size(name) for name in names)
-        return cls(batch, seq, *sizes, recipe.m2rnn.tanh)
+        return cls(batch, seq, *sizes, recipe.m2rnn.tanh, recipe.m2rnn.grad_clamp)
 
     @classmethod
     def samples(cls) -> dict[str, Self]:
@@ -75,11 +76,14 @@ class M2RNNCase(Case):
 
     def reference(self, **tensors: Tensor) -> Tensors:
         function = m2rnn_sequential if self.seq <= _SEQUENTIAL else m2rnn_chunked
-        return dict(zip(("y", "state"), function(**tensors), strict=True))
+        found = function(**tensors, grad_clamp=self.grad_clamp)
+        return dict(zip(("y", "state"), found, strict=True))
 
     def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
         def call(**tensors: Tensor) -> Tensors:
-            y, state = implementation(**tensors, chunk_size=self.chunk_size, tanh=self.tanh)
+            y, state = implementation(
+                **tensors, chunk_size=self.chunk_size, grad_clamp=self.grad_clamp, tanh=self.tanh
+            )
             return {"y": y, "state": state}
 
         return BoundBackend(call)

@@ -49,7 +49,9 @@ def m2rnn(
     _public.check_inputs(q, k, v, W, f, initial_state, cu_seqlens, chunk_size, grad_clamp, tanh)
     _check_served(q, k, v, chunk_size)
     initial_state = None if initial_state is None else initial_state.float()
-    bounds = None if cu_seqlens is None else cu_seqlens.to(device=v.device, dtype=torch.int32)
+    bounds = None
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.to(device=v.device, dtype=torch.int32).contiguous()
     y, final_state, _ = forward(
         q, k, v, W.float(), f.float(), initial_state, bounds, chunk_size, grad_clamp,
         tanh == "exact",

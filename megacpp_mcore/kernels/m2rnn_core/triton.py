@@ -45,7 +45,7 @@ def m2rnn_core(
         raise M2RNNInputError(f"the CUDA kernel of M2RNN does not serve this: {reason}")
     bounds = starts = None
     if cu_seqlens is not None:
-        bounds = cu_seqlens.to(device=projected.device, dtype=torch.int32)
+        bounds = cu_seqlens.to(device=projected.device, dtype=torch.int32).contiguous()
         starts = document_starts(bounds, projected.shape[0])
     return _forward(
         projected, conv_weight, conv_bias, A_log, dt_bias, W, D, norm_weight, bounds, starts, heads,
@@ -64,6 +64,8 @@ def _forward(
     H), y (b, s, H, V) and the state before each chunk."""
     sizes = around.Sizes(heads, k_dim, v_dim, eps)
     projected = _readable(projected)
+    parameters = (x.contiguous() for x in (conv_weight, conv_bias, A_log, dt_bias, D, norm_weight))
+    conv_weight, conv_bias, A_log, dt_bias, D, norm_weight = parameters
     with device_of(projected):
         mixed, f = around.before(projected, conv_weight, conv_bias, A_log, dt_bias, starts, sizes)
         q, k, v = heads_of(mixed, k_dim, v_dim)
@@ -99,6 +101,8 @@ def _backward(
     """The gradients of projected and W, of D and norm_weight in one, and of the rest in one."""
     sizes = around.Sizes(heads, k_dim, v_dim, eps)
     projected, dout = _readable(projected), _readable(dout)
+    parameters = (x.contiguous() for x in (conv_weight, conv_bias, A_log, dt_bias, D, norm_weight))
+    conv_weight, conv_bias, A_log, dt_bias, D, norm_weight = parameters
     dprojected = torch.empty(projected.shape, dtype=projected.dtype, device=projected.device)
     with device_of(projected):
         dy, behind = around.behind_backward(

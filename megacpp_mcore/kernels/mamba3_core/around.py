@@ -13,12 +13,14 @@ from torch import Tensor
 
 from megacpp_mcore.kernels.mamba3_core import triton_kernels as kernels
 
-# The fastest of seven configurations of tokens, warps and stages on an H200 at 4 x 4096 tokens, 56
-# heads, N 64. A matrix product in a kernel needs 16 tokens.
+# The fastest configurations of tokens, warps and stages on an H200 at 4 x 4096 tokens: of seven at
+# 56 heads, N 64; at 112 heads, N 128 of 15 for `rotation_backward` and 5 for `rotate`. A product of
+# matrices in a kernel needs 16 tokens.
 TOKENS = 16  # of a program
-_WARPS = 2  # of `rotate`
-_SPAN, _STEP, _STAGES = 64, 2, 2  # tokens of a program of `rotation_backward`, of its loop; stages
-_TILE = 512  # (token, head, pair)s of a warp of it
+_WARPS = {128: 1}  # of `rotate`, by N; others 2
+_SPAN, _STAGES = 64, 2  # tokens of a program of `rotation_backward`, stages of its loop
+_STEP = 2  # tokens of the loop at once, at most
+_TILES, _TILE = 1024, 512  # (token, head, pair)s of the loop at once, at most, and of a warp
 _GATE_TOKENS = 64
 
 
@@ -70,8 +72,8 @@ class Steps(NamedTuple):
 
 class ScanGradients(NamedTuple):
     """Of the scan's inner values: dq, dk (b, s, H, N) of the rotated q and k, (b, H, s, N) in
-    memory. (b, H, s) in float32: both, of q k of one token; dadt; dscale; dboth, the sum of
-    dscale and gamma's gradient."""
+    memory, where q and k were. (b, H, s) in float32: both, of q k of one token; dadt; dscale;
+    dboth, the sum of dscale and gamma's gradient."""
 
     dq: Tensor
     dk: Tensor
@@ -102,10 +104,10 @@ def steps_like(projected: Tensor, sizes: Sizes) -> Steps:
 
 def steps(
     projected: Tensor, dt_bias: Tensor, B_weight: Tensor, C_weight: Tensor, B_bias: Tensor,
-    C_bias: Tensor, starts: Tensor | None, sizes: Sizes,
+    C_bias: Tensor, starts: Tensor | None, sizes: Sizes, angle: Tensor | None = None,
 ) -> Steps:  # fmt: skip
     """projected: (s, b, rows), rows contiguous. starts: (s,) int32, each token's document's first
-    token (b = 1), or None."""
+    token (b = 1), or None. angle: (b, H, A) before the row, in float32, or None for zero."""
     seq, batch, _ = projected.shape
     heads, groups, dim, angles = sizes.heads, sizes.groups, sizes.state_dim, sizes.angles
     chunks = triton.cdiv(seq, TOKENS)
@@ -121,33 +123,31 @@ def steps(
         A_BLOCK=_block(angles), H_BLOCK=h_block, SOFTPLUS=sizes.decay == "softplus", num_warps=8,
         **shared,
     )  # fmt: skip
-    _add_up(sums, resets, before, reverse=False)
+    _add_up(sums, resets, before, reverse=False, initial=angle)
     kernels.rotate[(chunks, groups, batch)](
         projected, B_weight, C_weight, B_bias, C_bias, starts, found.dt, found.scale, before,
         *found[4:], seq, chunks, *proj, sizes.eps, B_AT=at["B_AT"], C_AT=at["C_AT"],
         ANGLE_AT=at["ANGLE_AT"], G=groups, N=dim, PAIRS=triton.next_power_of_2(dim) // 2,
-        APPROXIMATE=projected.is_cuda, num_warps=_WARPS, **shared,
+        APPROXIMATE=projected.is_cuda, num_warps=_WARPS.get(dim, 2), **shared,
     )  # fmt: skip
     return found
 
 
 def gate_backward(
     projected: Tensor, dy: Tensor, y: Tensor, dprojected: Tensor, sizes: Sizes
-) -> Tensor:
-    """z's gradient into `dprojected`; returns that of y, the scan before its gate, like y.
+) -> None:
+    """z's gradient into `dprojected`, and that of y, the scan before its gate, in the place of y.
 
     dy: (s, b, H * P). y: (b, s, H, P), the tokens of a head together in memory.
     """
     seq, batch, _ = projected.shape
-    dy_inner = torch.empty_like(y)
     by = align(projected, dy, dprojected)
     kernels.gate_backward[(triton.cdiv(seq, _GATE_TOKENS), sizes.heads, batch)](
-        projected, dy, y, dprojected, dy_inner, seq,
+        projected, dy, y, dprojected, seq,
         *_strides(projected, by), *_strides(dy, by), *_strides(dprojected, by),
         H=sizes.heads, P=sizes.head_dim, P_BLOCK=triton.next_power_of_2(sizes.head_dim),
         TOKENS=_GATE_TOKENS, ALIGN=by, num_warps=8,
     )  # fmt: skip
-    return dy_inner
 
 
 def steps_backward(
@@ -173,13 +173,14 @@ def steps_backward(
     at, shared = sizes.offsets, _shared(sizes, starts, projected, dprojected)
     strides = (*_strides(projected, shared["ALIGN"]), *_strides(dprojected, shared["ALIGN"]))
     pairs, block = triton.next_power_of_2(dim) // 2, triton.next_power_of_2(heads // groups)
+    step = max(1, min(_STEP, _TILES // (block * pairs)))
     kernels.rotation_backward[(spans, groups, batch)](
         projected, found.B, found.C, B_bias, C_bias, starts, found.dt,
         found.theta.view(torch.int16), gradients.dq, gradients.dk, gradients.both, dprojected, ddt,
         dspeed, sums, resets, bias_sums, seq, spans, *strides,
         B_AT=at["B_AT"], C_AT=at["C_AT"], ANGLE_AT=at["ANGLE_AT"], G=groups, N=dim, PAIRS=pairs,
         HEADS=block, SPAN=_SPAN, APPROXIMATE=projected.is_cuda, STAGES=_STAGES,
-        num_warps=min(8, max(1, _STEP * block * pairs // _TILE)), **shared | {"TOKENS": _STEP},
+        num_warps=min(8, max(1, step * block * pairs // _TILE)), **shared | {"TOKENS": step},
     )  # fmt: skip
     kernels.norms_backward[(spans, groups, batch)](
         projected, B_weight, C_weight, dprojected, weight_sums, seq, spans, *strides, sizes.eps,
@@ -205,12 +206,15 @@ def _shared(sizes: Sizes, starts: Tensor | None, *rows: Tensor) -> dict[str, int
     }  # fmt: skip
 
 
-def _add_up(sums: Tensor, resets: Tensor | None, before: Tensor, reverse: bool) -> None:
+def _add_up(
+    sums: Tensor, resets: Tensor | None, before: Tensor, reverse: bool,
+    initial: Tensor | None = None,
+) -> None:  # fmt: skip
     batch, chunks, heads, angles = sums.shape
     width, block = heads * angles, 64
     kernels.add_up_chunks[(triton.cdiv(width, block), batch)](
-        sums, resets, before, chunks, width, BLOCK=32, WIDTH_BLOCK=block, REVERSE=reverse,
-        WRAP=not reverse, PACKED=resets is not None,
+        sums, resets, initial, before, chunks, width, BLOCK=32, WIDTH_BLOCK=block, REVERSE=reverse,
+        WRAP=not reverse, PACKED=resets is not None, CARRIED=initial is not None,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megacpp_mcore.kernels.documents import bounds_to_end
 from megacpp_mcore.kernels.mamba3 import mamba3_scan
-from megacpp_mcore.kernels.mamba3.inputs import Mamba3InputError
+from megacpp_mcore.kernels.mamba3.inputs import Mamba3InputError, Mamba3State
 from megacpp_mcore.kernels.mamba3_core.prep import mamba3_prep
 
 
@@ -29,7 +29,9 @@ def mamba3_core(
     decay_floor: float,
     eps: float,
     cu_seqlens: Tensor | None = None,
-) -> Tensor:
+    initial_state: Mamba3State | None = None,
+    return_final_state: bool = False,
+) -> Tensor | tuple[Tensor, Mamba3State]:
     """The output of a SISO Mamba-3 block from what its input projection gives; differentiable.
 
     S tokens of a batch of b, H heads of head_dim P, G groups of state_dim N, A angles.
@@ -38,6 +40,7 @@ def mamba3_core(
     angle (A)]; more are padding, whose gradient is zero. dt_bias, D: (H,). B_weight, C_weight:
     (N,), of the norms of B and C. B_bias, C_bias: (H, N). decay, decay_floor: of `Mamba3Settings`.
     eps: of the norms. cu_seqlens: (documents + 1,) integers, as in `mamba3_scan`, b = 1.
+    initial_state, return_final_state: as of `mamba3_scan`, without documents.
 
     Returns (S, b, H P) in projected's dtype, computed in float32 or wider. Raises Mamba3InputError
     for tensors that do not fit together.
@@ -55,8 +58,10 @@ def mamba3_core(
     x, z = (t.unflatten(-1, (heads, head_dim)) for t in (x, z))
     y = mamba3_scan(
         found.q, found.k, x, found.adt, found.dt, trap, angle.unsqueeze(2), C_bias, B_bias, D, z,
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=cu_seqlens, initial_state=initial_state, return_final_state=return_final_state,
     )  # fmt: skip
+    if return_final_state:
+        return y[0].transpose(0, 1).flatten(2), y[1]
     return y.transpose(0, 1).flatten(2)
 
 

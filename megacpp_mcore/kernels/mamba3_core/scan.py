@@ -53,44 +53,53 @@ def saved_like(x: Tensor, state_dim: int) -> Saved:
     )
 
 
+def state_shape(x: Tensor, state_dim: int) -> tuple[int, ...]:
+    """Of a row's state. x: (b, s, H, P)."""
+    return x.shape[0], x.shape[2], x.shape[3], state_dim
+
+
 def forward(
-    steps: Steps, x: Tensor, z: Tensor, D: Tensor, starts: Tensor | None, y: Tensor, save: bool
-) -> Saved:
+    steps: Steps, x: Tensor, z: Tensor, D: Tensor, starts: Tensor | None, y: Tensor, save: bool,
+    initial: Tensor | None = None, final: Tensor | None = None,
+) -> Saved:  # fmt: skip
     """x, z, y, the output: (b, s, H, P), rows of P contiguous. starts: (s,) int32, each token's
-    document's first token (b = 1), or None. save: False leaves `Saved` empty."""
+    document's first token (b = 1), or None. save: False leaves `Saved` empty. initial, final: the
+    states (b, H, P, N) before and behind the row, in float32, or None for zero and for none."""
     batch, _, heads, _ = x.shape
     segments = Segments.of(x.shape[1], batch * heads)
     saved = saved_like(x if save else x[:, :0], steps.q.shape[-1])
     sums, throughs = _segment_states(steps, steps.k, x, starts, segments, reverse=False)
     shared, warps, stages = _shared(steps, x, starts, "forward", x, z, y)
     kernels.scan_forward[(heads, segments.count, batch)](
-        steps.q, steps.k, x, z, steps.adt, steps.scale, steps.gamma, D, starts, sums, throughs, y,
-        *saved, x.shape[1], *segments,
-        *_strides(shared["ALIGN"], x, z, y), SAVE=save, STAGES=stages, num_warps=warps, **shared,
+        steps.q, steps.k, x, z, steps.adt, steps.scale, steps.gamma, D, starts, sums, throughs,
+        initial, y, *saved, final, x.shape[1], *segments, *_strides(shared["ALIGN"], x, z, y),
+        SAVE=save, CARRIED=initial is not None, FINAL=final is not None, STAGES=stages,
+        num_warps=warps, **shared,
     )  # fmt: skip
     return saved
 
 
 def backward(
-    dy: Tensor, steps: Steps, saved: Saved, x: Tensor, D: Tensor, starts: Tensor | None, dx: Tensor
-) -> tuple[ScanGradients, Tensor]:
-    """dy: of y before the gate, like `saved.inner`. x's gradient goes into dx, as x lies.
+    dy: Tensor, steps: Steps, states: Tensor, x: Tensor, D: Tensor, starts: Tensor | None,
+    dx: Tensor,
+) -> tuple[ScanGradients, Tensor]:  # fmt: skip
+    """dy: of y before the gate, like `Saved.inner`. states: of `Saved`. x's gradient goes into dx,
+    as x lies, and those of q and k where these were.
 
     Returns the inner gradients and D's, (H,) in float32.
     """
     batch, seq, heads, _ = x.shape
     segments = Segments.of(seq, batch * heads)
     sums, throughs = _segment_states(steps, steps.q, dy, starts, segments, reverse=True)
-    dq, dk = torch.empty_like(steps.q), torch.empty_like(steps.k)
     both, dadt, dscale, dboth = (torch.empty_like(steps.adt) for _ in range(4))
     dD = D.new_empty((batch * segments.count, heads))
     shared, warps, stages = _shared(steps, x, starts, "backward", x, dx)
     kernels.scan_backward[(heads, segments.count, batch)](
-        steps.q, steps.k, x, dy, steps.adt, steps.scale, steps.gamma, D, starts, saved.states,
-        sums, throughs, dq, dk, dx, both, dadt, dscale, dboth, dD, seq, *segments,
+        steps.q, steps.k, x, dy, steps.adt, steps.scale, steps.gamma, D, starts, states,
+        sums, throughs, dx, both, dadt, dscale, dboth, dD, seq, *segments,
         *_strides(shared["ALIGN"], x, dx), STAGES=stages, num_warps=warps, **shared,
     )  # fmt: skip
-    return ScanGradients(dq, dk, both, dadt, dscale, dboth), dD.sum(0)
+    return ScanGradients(steps.q, steps.k, both, dadt, dscale, dboth), dD.sum(0)
 
 
 def _segment_states(

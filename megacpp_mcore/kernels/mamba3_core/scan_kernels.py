@@ -17,7 +17,7 @@ the state before the chunk and T behind it, d the gradient of y before the gate:
     dS   = e dT + sum_i e_i d_i q_i^T
     da_t = sum_{i>=t} (q_i dq_i - k_i dk_i) + <T, dT>
 
-Layouts: q, k, dq, dk (b, H, s, N), rotated, k scaled; adt, scale, gamma (b, H, s); x, z, y, dx in
+Layouts: q, k (b, H, s, N), rotated, k scaled; adt, scale, gamma (b, H, s); x, z, y, dx in
 any strides of token, sequence and head, given divided by ALIGN (see `triton_kernels.py`); what only
 kernels see (b, H, s, ...). WHOLE: CHUNK divides S.
 """
@@ -152,11 +152,14 @@ def segment_states(
 
 
 @triton.jit
-def _beyond(sums, throughs, h, b, segment, within, p, n, SEGMENTS, H: tl.constexpr,
+def _beyond(sums, throughs, initial, h, b, segment, within, p, n, SEGMENTS, H: tl.constexpr,
             P: tl.constexpr, N: tl.constexpr, P_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr,
-            REVERSE: tl.constexpr):  # fmt: skip
-    """The state that a segment begins with, from the sums of those before it (REVERSE: behind)."""
+            REVERSE: tl.constexpr, CARRIED: tl.constexpr):  # fmt: skip
+    """The state that a segment begins with, from the sums of those before it (REVERSE: behind), and
+    from `initial` (b, H, P, N), the row's (CARRIED)."""
     state = tl.zeros((P_BLOCK, N_BLOCK), tl.float32)
+    if CARRIED:
+        state = tl.load(initial + _state_at(h, b, 0, p, n, H, P, N, 1), mask=within, other=0.0)
     for step in range(SEGMENTS - 1 - segment if REVERSE else segment):
         j = SEGMENTS - 1 - step if REVERSE else step
         at = _state_at(h, b, j, p, n, H, P, N, SEGMENTS)
@@ -167,14 +170,16 @@ def _beyond(sums, throughs, h, b, segment, within, p, n, SEGMENTS, H: tl.constex
 
 @triton.jit(do_not_specialize=["CHUNKS", "SEGMENT", "SEGMENTS"])
 def scan_forward(
-    q, k, x, z, adt, scale, gamma, D, starts, sums, throughs,
-    y, inner, states, S, CHUNKS, SEGMENT, SEGMENTS, x_s, x_b, x_h, z_s, z_b, z_h, y_s, y_b, y_h,
+    q, k, x, z, adt, scale, gamma, D, starts, sums, throughs, initial,
+    y, inner, states, final, S, CHUNKS, SEGMENT, SEGMENTS,
+    x_s, x_b, x_h, z_s, z_b, z_h, y_s, y_b, y_h,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, P_BLOCK: tl.constexpr,
     N_BLOCK: tl.constexpr, CHUNK: tl.constexpr, ALIGN: tl.constexpr,
-    PACKED: tl.constexpr, WHOLE: tl.constexpr, SAVE: tl.constexpr, APPROXIMATE: tl.constexpr,
-    STAGES: tl.constexpr,
+    PACKED: tl.constexpr, WHOLE: tl.constexpr, SAVE: tl.constexpr, CARRIED: tl.constexpr,
+    FINAL: tl.constexpr, APPROXIMATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y, gated; SAVE: inner, y before the gate, and states (b, H, chunks, P, N) before each chunk.
+    CARRIED: from `initial`, (b, H, P, N). FINAL: to `final`, the state behind the row.
 
     gamma q k + D of a token's own value stands on the diagonal of the chunk's products of q and k.
     """
@@ -183,8 +188,8 @@ def scan_forward(
     skip = tl.load(D + h)
     head = (b * H + h).to(tl.int64) * S
     within = (p < P)[:, None] & (n < N)[None, :]
-    state = _beyond(sums, throughs, h, b, segment, within, p, n, SEGMENTS, H, P, N, P_BLOCK,
-                    N_BLOCK, False)  # fmt: skip
+    state = _beyond(sums, throughs, initial, h, b, segment, within, p, n, SEGMENTS, H, P, N,
+                    P_BLOCK, N_BLOCK, False, CARRIED)  # fmt: skip
     begin = segment * SEGMENT
     for chunk in tl.range(begin, min(begin + SEGMENT, CHUNKS), num_stages=STAGES):
         first = chunk * CHUNK
@@ -224,19 +229,22 @@ def scan_forward(
         out = out * _silu(gate, APPROXIMATE)
         at = _head(y, y_s, y_b, y_h, first, i, b, h, p, ALIGN)
         _put(at, out, inside, p, P, P_BLOCK, WHOLE)
+    if FINAL and segment == SEGMENTS - 1:
+        tl.store(final + _state_at(h, b, 0, p, n, H, P, N, 1), state, mask=within)
 
 
 @triton.jit(do_not_specialize=["CHUNKS", "SEGMENT", "SEGMENTS"])
 def scan_backward(
     q, k, x, dy, adt, scale, gamma, D, starts, states, sums, throughs,
-    dq, dk, dx, both, dadt, dscale, dboth, dD, S, CHUNKS, SEGMENT, SEGMENTS,
+    dx, both, dadt, dscale, dboth, dD, S, CHUNKS, SEGMENT, SEGMENTS,
     x_s, x_b, x_h, dx_s, dx_b, dx_h,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, P_BLOCK: tl.constexpr,
     N_BLOCK: tl.constexpr, CHUNK: tl.constexpr, ALIGN: tl.constexpr,
     PACKED: tl.constexpr, WHOLE: tl.constexpr, APPROXIMATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dy: of y before the gate, (b, H, s, P). dq, dk: of the rotated q and the unscaled k. (b, H,
-    s): both, of q k of one token; dadt; dscale; dboth, that plus gamma's. dD: (b, segments, H).
+    """dy: of y before the gate, (b, H, s, P). q, k: overwritten with the gradients of the rotated q
+    and the unscaled k; a tile is its program's alone, which has loaded it long before. (b, H, s):
+    both, of q k of one token; dadt; dscale; dboth, that plus gamma's. dD: (b, segments, H).
 
     The decay between two tokens is in q times its gradient of the later one and in k times its
     gradient of the earlier one: their difference, added up from the chunk's end, is that of A dt.
@@ -247,8 +255,8 @@ def scan_backward(
     skip = tl.load(D + h)
     head = (b * H + h).to(tl.int64) * S
     within = (p < P)[:, None] & (n < N)[None, :]
-    dstate = _beyond(sums, throughs, h, b, segment, within, p, n, SEGMENTS, H, P, N, P_BLOCK,
-                     N_BLOCK, True)  # fmt: skip
+    dstate = _beyond(sums, throughs, sums, h, b, segment, within, p, n, SEGMENTS, H, P, N, P_BLOCK,
+                     N_BLOCK, True, False)  # fmt: skip
     begin = segment * SEGMENT
     count = min(SEGMENT, CHUNKS - begin)
     end = _state_at(h, b, begin + count, p, n, H, P, N, CHUNKS)
@@ -267,15 +275,12 @@ def scan_backward(
         value = _tile(at, inside, p, P, P_BLOCK, WHOLE)
         at = dy + to * P + i[:, None] * P + p[None, :]
         d = _tile(at, inside, p, P, P_BLOCK, WHOLE)
-        at = _state_at(h, b, chunk, p, n, H, P, N, CHUNKS)
-        state = tl.load(states + at, mask=within, other=0.0)
         factor = _vector(scale + to + i, inside, WHOLE)
         own = _vector(gamma + to + i, inside, WHOLE)
         inverse = tl.where(factor > 0.0, 1.0 / tl.where(factor > 0.0, factor, 1.0), 0.0)
         upto, before, behind, through, start = _decays(adt + to, starts, first, i, inside, S,
                                                        CHUNK, PACKED, WHOLE,
                                                        APPROXIMATE)  # fmt: skip
-        weighted = (qs * before[:, None]).to(value.dtype)
         upper = dstate.to(value.dtype)
         # Rows are the earlier tokens, columns the later ones.
         follows = i[None, :] > i[:, None]
@@ -305,11 +310,14 @@ def scan_backward(
         tl.store(dboth + to + i, mix * qk - turn * inverse, mask=inside)
         found = found * factor[:, None]
         at = to * N + i[:, None] * N + n[None, :]
-        _put(dk + at, found, inside, n, N, N_BLOCK, WHOLE)
+        _put(k + at, found, inside, n, N, N_BLOCK, WHOLE)
+        # Loaded no earlier, and qs weighted no earlier: at N 128 registers are what is scarce.
+        kept = states + _state_at(h, b, chunk, p, n, H, P, N, CHUNKS)
+        state = tl.load(kept, mask=within, other=0.0)
         found = tl.dot(d, state) * before[:, None]
         found = tl.dot(tl.trans(products), ks, found)
         turn += tl.sum(qs.to(tl.float32) * found, 1)
-        _put(dq + at, found, inside, n, N, N_BLOCK, WHOLE)
+        _put(q + at, found, inside, n, N, N_BLOCK, WHOLE)
         if PACKED:
             with_it = (i[None, :] >= i[:, None]) & (start[:, None] == start[None, :])
             turn = tl.sum(tl.where(with_it, turn[None, :], 0.0), 1)
@@ -318,6 +326,7 @@ def scan_backward(
         else:
             turn = tl.cumsum(turn, 0, reverse=True) + later
         tl.store(dadt + to + i, turn, mask=inside)
+        weighted = (qs * before[:, None]).to(value.dtype)
         dstate = tl.dot(tl.trans(d), weighted, dstate * through)
         later = tl.sum(tl.sum(state.to(tl.float32) * dstate, 1), 0)
     tl.store(dD + (b * SEGMENTS + segment) * H + h, skipped)

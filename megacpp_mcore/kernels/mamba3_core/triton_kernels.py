@@ -121,17 +121,20 @@ def before_scan(
 
 @triton.jit
 def add_up_chunks(
-    sums, resets, before, CHUNKS, WIDTH,
+    sums, resets, initial, before, CHUNKS, WIDTH,
     BLOCK: tl.constexpr, WIDTH_BLOCK: tl.constexpr, REVERSE: tl.constexpr, WRAP: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, CARRIED: tl.constexpr,
 ):  # fmt: skip
-    """(b, chunks, width) sums of each chunk -> of all chunks before (REVERSE: behind) each one.
+    """(b, chunks, width) sums of each chunk -> of all chunks before (REVERSE: behind) each one, and
+    `initial` (b, width) before the first (CARRIED).
 
     resets: (chunks,), nonzero where a chunk's own sum starts anew. WRAP: modulo 2 pi.
     """
     column = tl.program_id(0) * WIDTH_BLOCK + tl.arange(0, WIDTH_BLOCK)
     row = tl.program_id(1).to(tl.int64) * CHUNKS * WIDTH
     carry = tl.zeros((WIDTH_BLOCK,), tl.float32)
+    if CARRIED:
+        carry = tl.load(initial + tl.program_id(1) * WIDTH + column, mask=column < WIDTH, other=0.0)
     step = -WIDTH if REVERSE else WIDTH
     for first in range(0, CHUNKS, BLOCK):
         i = first + tl.arange(0, BLOCK)
@@ -242,11 +245,11 @@ def rotate(
 
 @triton.jit
 def gate_backward(
-    proj, dy, y, dproj, dy_inner, S, proj_s, proj_b, dy_s, dy_b, dproj_s, dproj_b,
+    proj, dy, y, dproj, S, proj_s, proj_b, dy_s, dy_b, dproj_s, dproj_b,
     H: tl.constexpr, P: tl.constexpr, P_BLOCK: tl.constexpr, TOKENS: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Of y * silu(z), for a head of a chunk: dz, and y's gradient (b, H, s, P)."""
+    """Of y * silu(z), for a head of a chunk: dz, and y's gradient where y is, (b, H, s, P)."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     h, b = tl.program_id(1), tl.program_id(2)
     p = tl.arange(0, P_BLOCK)
@@ -256,10 +259,10 @@ def gate_backward(
     z = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     at = _rows(dy, dy_s, dy_b, token, b, ALIGN)[:, None] + column
     d = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    inner = ((b * H + h).to(tl.int64) * S + token[:, None]) * P + p[None, :]
-    out = tl.load(y + inner, mask=mask, other=0.0).to(tl.float32)
+    inner = y + ((b * H + h).to(tl.int64) * S + token[:, None]) * P + p[None, :]
+    out = tl.load(inner, mask=mask, other=0.0).to(tl.float32)
     gate = sigmoid(z)
-    tl.store(dy_inner + inner, d * z * gate, mask=mask)
+    tl.store(inner, d * z * gate, mask=mask)
     at = _rows(dproj, dproj_s, dproj_b, token, b, ALIGN)[:, None] + column
     tl.store(at, d * out * gate * (1 + z * (1 - gate)), mask=mask)
 

@@ -27,6 +27,7 @@ def mla_rope(
     qk_head_dim: int,
     cu_seqlens: Tensor | None = None,
     interleaved: bool = True,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries, and keys and values of every head; differentiable in q, kv and k_pos.
 
@@ -35,7 +36,8 @@ def mla_rope(
     floating dtype. rotary: rotates the first rotary_dim of the pos_dim; at least s (t) positions.
     cu_seqlens: (documents + 1,) non-decreasing integers from 0 to t, required for packed documents
     and refused otherwise. interleaved: pairs are neighbours in q and k_pos, else half of the
-    rotated dims apart.
+    rotated dims apart. in_place: nobody else reads q, nor in the backward pass its gradient: a
+    backend may overwrite both, and return q's memory as the queries.
 
     Returns q (s, b, heads, qk_head_dim + pos_dim), k of that shape, v (s, b, heads, v_head_dim).
     Computed in float32, or float64 for float64, and rounded once. Raises MLARopeInputError (a

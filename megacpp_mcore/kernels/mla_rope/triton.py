@@ -3,6 +3,9 @@
 The forward pass reads q, kv and k_pos once, in any strides, and writes q, k and v once, contiguous.
 The backward pass reads their gradients once, in any strides, and writes those of q, kv and k_pos
 once. Only the table is saved for it. Rotations and the sum over heads are computed in float32.
+
+With `in_place` both passes turn the rotary half of q, and of its gradient, where it is, and neither
+read nor write the other half.
 """
 
 import torch
@@ -29,6 +32,7 @@ def mla_rope(
     qk_head_dim: int,
     cu_seqlens: Tensor | None = None,
     interleaved: bool = True,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `megacpp_mcore.kernels.mla_rope.mla_rope`, for the dtypes of DTYPES."""
     check_inputs(q, kv, k_pos, rotary, qk_head_dim, cu_seqlens)
@@ -39,7 +43,10 @@ def mla_rope(
         q, kv, k_pos = q.unsqueeze(1), kv.unsqueeze(1), k_pos.unsqueeze(1)
     cos, sin = (table.float().contiguous() for table in rotary)
     bounds = None if cu_seqlens is None else cu_seqlens.to(q.device).contiguous()
-    outputs = _forward(q, kv, k_pos, cos, sin, bounds, qk_head_dim, interleaved)
+    rope = _forward
+    if in_place and q.is_contiguous() and not torch.compiler.is_compiling():
+        rope = _InPlace.apply
+    outputs = rope(q, kv, k_pos, cos, sin, bounds, qk_head_dim, interleaved)
     q, k, v = (x.squeeze(1) for x in outputs) if packed else outputs
     return q, k, v
 
@@ -65,9 +72,11 @@ def _forward(
     return q_out, k, v
 
 
-def _outputs(q: Tensor, kv: Tensor, qk_head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    v_dim = kv.shape[-1] - qk_head_dim
-    return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(*q.shape[:-1], v_dim)
+def _outputs(
+    q: Tensor, kv: Tensor, qk_head_dim: int, with_q: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    v = q.new_empty(*q.shape[:-1], kv.shape[-1] - qk_head_dim)
+    return q.new_empty(q.shape if with_q else 0), q.new_empty(q.shape), v
 
 
 @_forward.register_fake
@@ -96,10 +105,12 @@ def _backward(
     return gradients
 
 
-def _gradient_outputs(dq: Tensor, dv: Tensor, qk_head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def _gradient_outputs(
+    dq: Tensor, dv: Tensor, qk_head_dim: int, with_q: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
     *rows, heads, dim = dq.shape
-    kv = (*rows, heads, qk_head_dim + dv.shape[-1])
-    return dq.new_empty(dq.shape), dq.new_empty(kv), dq.new_empty(*rows, dim - qk_head_dim)
+    kv, k_pos = (*rows, heads, qk_head_dim + dv.shape[-1]), (*rows, dim - qk_head_dim)
+    return dq.new_empty(dq.shape if with_q else 0), dq.new_empty(kv), dq.new_empty(k_pos)
 
 
 @_backward.register_fake
@@ -120,6 +131,39 @@ def _gradients(ctx, dq, dk, dv):
 _forward.register_autograd(_gradients, setup_context=_save)
 
 
+class _InPlace(torch.autograd.Function):
+    """The operator above on q's memory, and in the backward pass on that of its gradient.
+
+    An operator cannot return its input, and autograd's own in-place rules would copy gradients.
+    """
+
+    @staticmethod
+    def forward(ctx, q, kv, k_pos, cos, sin, cu_seqlens, qk_head_dim, interleaved):
+        ctx.save_for_backward(cos, sin, cu_seqlens)
+        ctx.options = qk_head_dim, interleaved
+        kv, k_pos = _readable(kv), _readable(k_pos)
+        _, k, v = _outputs(q, kv, qk_head_dim, with_q=False)
+        _launch(
+            triton_kernels.forward, (q, kv, k_pos), (q, k, v),
+            (cos, sin, cu_seqlens), q.shape, qk_head_dim, v.shape[-1], interleaved,
+        )  # fmt: skip
+        return q.view_as(q), k, v
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        options = *ctx.saved_tensors, *ctx.options
+        if not dq.is_contiguous():  # its reader wants rows as q's were
+            return *_backward(dq, dk, dv, *options), None, None, None, None, None
+        qk_head_dim, interleaved = ctx.options
+        dk, dv = _readable(dk), _readable(dv)
+        _, dkv, dk_pos = _gradient_outputs(dq, dv, qk_head_dim, with_q=False)
+        _launch(
+            triton_kernels.backward, (dq, dk, dv), (dq, dkv, dk_pos),
+            ctx.saved_tensors, dq.shape, qk_head_dim, dv.shape[-1], interleaved,
+        )  # fmt: skip
+        return dq, dkv, dk_pos, None, None, None, None, None
+
+
 def _readable(x: Tensor) -> Tensor:
     """x itself when a head's dims are contiguous, else a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
@@ -135,7 +179,7 @@ def _launch(
     v_dim: int,
     interleaved: bool,
 ) -> None:
-    """One program a token. shape: of q."""
+    """One program a token. shape: of q. q or its gradient may be its own target."""
     tokens, batch, heads, dim = shape
     if not tokens * batch * heads:
         for target in targets:
@@ -154,5 +198,6 @@ def _launch(
             PLAIN=qk_head_dim, PAIRS=pairs, REST=rest, V_DIM=v_dim,
             PLAIN_BLOCK=up(qk_head_dim), PAIR_BLOCK=up(pairs), REST_BLOCK=up(max(rest, 1)),
             V_BLOCK=up(v_dim), HEAD_BLOCK=min(head_block, up(heads)), INTERLEAVED=interleaved,
-            PACKED=cu_seqlens is not None, BOUNDS_BLOCK=_BOUNDS_BLOCK, num_warps=warps,
+            IN_PLACE=sources[0] is targets[0], PACKED=cu_seqlens is not None,
+            BOUNDS_BLOCK=_BOUNDS_BLOCK, num_warps=warps,
         )  # fmt: skip

@@ -34,9 +34,9 @@ def forward(
     PLAIN: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, V_DIM: tl.constexpr,
     PLAIN_BLOCK: tl.constexpr, PAIR_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
-    PACKED: tl.constexpr, BOUNDS_BLOCK: tl.constexpr,
+    IN_PLACE: tl.constexpr, PACKED: tl.constexpr, BOUNDS_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """q, k and v of one token from q, kv and k_pos."""
+    """q, k and v of one token from q, kv and k_pos. IN_PLACE: q_out is q."""
     s, b = (tl.program_id(0) // batch).to(tl.int64), tl.program_id(0) % batch
     c, d = _angle(cos, sin, s, bounds, count, PAIRS, PAIR_BLOCK, PACKED, BOUNDS_BLOCK)
     q += s * q_s + b * q_b
@@ -57,16 +57,20 @@ def forward(
         h = first + tl.arange(0, HEAD_BLOCK)[:, None]
         heads = h < HEADS
         from_q, to_q, to_k = q + h * q_h, q_out + h * qo_h, k_out + h * ko_h
-        copy_dims(from_q, to_q, heads, PLAIN, PLAIN_BLOCK)
+        if not IN_PLACE:
+            copy_dims(from_q, to_q, heads, PLAIN, PLAIN_BLOCK)
         copy_dims(kv + h * kv_h, to_k, heads, PLAIN, PLAIN_BLOCK)
         copy_dims(kv + h * kv_h + PLAIN, v_out + h * vo_h, heads, V_DIM, V_BLOCK)
         x, y = load_pairs(from_q + PLAIN, heads, PAIRS, PAIR_BLOCK, INTERLEAVED)
+        if IN_PLACE:
+            tl.debug_barrier()  # a pair's place is another pair's target
         store_pairs(to_q + PLAIN, x * c - y * d, y * c + x * d, heads, PAIRS, PAIR_BLOCK, False)
         all_a, all_b = tl.broadcast_to(k_a, x.shape), tl.broadcast_to(k_b, x.shape)
         store_pairs(to_k + PLAIN, all_a, all_b, heads, PAIRS, PAIR_BLOCK, False)
         if REST > 0:
             after = PLAIN + 2 * PAIRS
-            copy_dims(from_q + after, to_q + after, heads, REST, REST_BLOCK)
+            if not IN_PLACE:
+                copy_dims(from_q + after, to_q + after, heads, REST, REST_BLOCK)
             tl.store(to_k + after + rest, tl.broadcast_to(k_rest, (HEAD_BLOCK, REST_BLOCK)),
                      mask=heads & (rest < REST))  # fmt: skip
 
@@ -79,9 +83,10 @@ def backward(
     PLAIN: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, V_DIM: tl.constexpr,
     PLAIN_BLOCK: tl.constexpr, PAIR_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
-    PACKED: tl.constexpr, BOUNDS_BLOCK: tl.constexpr,
+    IN_PLACE: tl.constexpr, PACKED: tl.constexpr, BOUNDS_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one token's q, kv and k_pos: inverse rotations, k_pos's summed over heads."""
+    """Gradients of one token's q, kv and k_pos: inverse rotations, k_pos's summed over heads.
+    IN_PLACE: dq_in is dq."""
     s, b = (tl.program_id(0) // batch).to(tl.int64), tl.program_id(0) % batch
     c, d = _angle(cos, sin, s, bounds, count, PAIRS, PAIR_BLOCK, PACKED, BOUNDS_BLOCK)
     dq += s * q_s + b * q_b
@@ -101,10 +106,13 @@ def backward(
         h = first + tl.arange(0, HEAD_BLOCK)[:, None]
         heads = h < HEADS
         from_q, from_k, to_q = dq + h * q_h, dk + h * k_h, dq_in + h * qi_h
-        copy_dims(from_q, to_q, heads, PLAIN, PLAIN_BLOCK)
+        if not IN_PLACE:
+            copy_dims(from_q, to_q, heads, PLAIN, PLAIN_BLOCK)
         copy_dims(from_k, dkv + h * kv_h, heads, PLAIN, PLAIN_BLOCK)
         copy_dims(dv + h * v_h, dkv + h * kv_h + PLAIN, heads, V_DIM, V_BLOCK)
         x, y = load_pairs(from_q + PLAIN, heads, PAIRS, PAIR_BLOCK, False)
+        if IN_PLACE:
+            tl.debug_barrier()
         store_pairs(
             to_q + PLAIN, x * c + y * d, y * c - x * d, heads, PAIRS, PAIR_BLOCK, INTERLEAVED
         )
@@ -113,7 +121,8 @@ def backward(
         k_y += y
         if REST > 0:
             after = PLAIN + 2 * PAIRS
-            copy_dims(from_q + after, to_q + after, heads, REST, REST_BLOCK)
+            if not IN_PLACE:
+                copy_dims(from_q + after, to_q + after, heads, REST, REST_BLOCK)
             mask = heads & (rest < REST)
             k_rest += tl.load(from_k + after + rest, mask=mask, other=0.0).to(tl.float32)
 

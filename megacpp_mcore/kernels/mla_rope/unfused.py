@@ -19,6 +19,7 @@ def mla_rope(
     qk_head_dim: int,
     cu_seqlens: Tensor | None = None,
     interleaved: bool = True,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `megacpp_mcore.kernels.mla_rope.mla_rope`, in the arithmetic of q's dtype."""
     check_inputs(q, kv, k_pos, rotary, qk_head_dim, cu_seqlens)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megacpp_mcore.kernels.main_grad import handed_on, takes_gradients
 from megacpp_mcore.kernels.moe_experts import torch_products
 from megacpp_mcore.kernels.moe_experts.activation import SWIGLU, activate, activate_backward
 from megacpp_mcore.kernels.moe_experts.readers import Readers
@@ -165,19 +166,7 @@ def _weight_gradient(
         return None
     experts = ctx.weights
     weight = experts.w1 if place == 3 else experts.w2
-    if not experts.into_main_grad or getattr(weight, "main_grad", None) is None:
+    if not experts.into_main_grad or not takes_gradients(weight):
         return experts.products.weight_gradient(dy, x, ends)
     experts.products.add_weight_gradient(weight.main_grad, dy, x, ends)
     return handed_on(weight)
-
-
-def handed_on(weight: Tensor) -> Tensor:
-    """What autograd gets for a weight whose gradient is in main_grad: as Megatron's linears.
-
-    zero_out_wgrad: somebody adds it up all the same, as with weights that two layers share.
-    """
-    if hasattr(weight, "grad_added_to_main_grad"):
-        weight.grad_added_to_main_grad = True
-    if getattr(weight, "zero_out_wgrad", False):
-        return torch.zeros_like(weight)
-    return torch.empty_like(weight)

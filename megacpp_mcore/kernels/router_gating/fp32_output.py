@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.kernels.main_grad import fp32_product
 
 _PARTS = 3  # of 8 bits: a float32 has 24
 
@@ -36,7 +37,7 @@ class _RouterGating(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         rows = x.reshape(-1, x.shape[-1])
-        return _fp32_product(rows, weight.t()).view(*x.shape[:-1], weight.shape[0])
+        return fp32_product(rows, weight.t()).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx, dlogits: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,7 +45,7 @@ class _RouterGating(torch.autograd.Function):
         experts, hidden = weight.shape
         parts = _bf16_parts(dlogits.reshape(-1, experts))
         dx = parts @ weight.repeat(_PARTS, 1)
-        dweight = _fp32_product(parts.t(), x.reshape(-1, hidden))
+        dweight = fp32_product(parts.t(), x.reshape(-1, hidden))
         return dx.view(x.shape), dweight.view(_PARTS, experts, hidden).sum(0).to(weight.dtype)
 
 
@@ -55,10 +56,3 @@ def _bf16_parts(x: Tensor) -> Tensor:
         parts.append(x.bfloat16())
         x = x - parts[-1].float()
     return torch.cat(parts, dim=1)
-
-
-def _fp32_product(a: Tensor, b: Tensor) -> Tensor:
-    """bf16 matrices -> their product in float32."""
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()

@@ -73,6 +73,8 @@ def _ranges(r: Rules) -> None:
     """Numbers outside the bounds that stand with their key in the schema."""
     for dotted, key in KEYS.items():
         value = r[dotted]
+        if value is None or isinstance(value, bool | str):
+            continue
         numbers = [
             number
             for number in (value if isinstance(value, tuple) else (value,))
@@ -89,6 +91,8 @@ def _words(r: Rules) -> None:
         if key.flag is None:
             continue
         value = r[dotted]
+        if not isinstance(value, str | tuple):
+            continue
         r.refuse(value == (), dotted, "must have an entry, or be left out")
         texts = value if isinstance(value, tuple) else (value,)
         r.refuse(

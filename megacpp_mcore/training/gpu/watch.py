@@ -27,7 +27,7 @@ from megacpp_mcore.layers.loss import keep_log_group
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.receipts.run import RunReceipt, Work
-from megacpp_mcore.training.gpu import decisions, memory
+from megacpp_mcore.training.gpu import decisions, fused_update, memory
 from megacpp_mcore.training.gpu.compilations import anywhere, captured_bytes, compilations
 from megacpp_mcore.training.gpu.gather_check import GatherCheck
 from megacpp_mcore.training.gpu.process_start import start_times
@@ -72,6 +72,7 @@ class Watch:
         """Wrap Megatron's functions inside the block. Raises WatchError when one is missing."""
         wrappers: dict[str, tuple[Callable, tuple[str, ...]]] = {
             "setup_model_and_optimizer": (self._setup, ()),
+            "get_megatron_optimizer": (self._optimizer, ()),
             "build_train_valid_test_data_iterators": (self._data, ()),
             "train_step": (self._step, ("optimizer", "iteration")),
             "save_checkpoint_and_time": (self._save, ("iteration",)),
@@ -116,6 +117,12 @@ class Watch:
             parameters = sum(p.numel() for chunk in built[0] for p in chunk.parameters())
             self._results["rank_parameters"] = parameters
             self._results["triton_cache_entries_at_start"] = self.launch.triton_cache_entries
+        return built
+
+    def _optimizer(self, call: Callable, given: dict[str, Any]) -> Any:
+        built = call()
+        if not self.launch.yardstick:
+            fused_update.install(built, self.launch.recipe.optimizer.fused_update)
         return built
 
     def _new_receipt(self, backends: list[dict[str, Any]]) -> RunReceipt:

@@ -108,13 +108,19 @@ __device__ void gradient_chain(BackwardShared& shared, const Params& p, const Pl
     for (int u = 0; u < units; ++u) {
       gradient.enter(p, at);
       if (u + 1 == units) headroom = own.headroom;  // of the chunk to come
+      const auto steps = [&](auto clamps) {
 #pragma unroll
-      for (int i = kUnit - 1; i >= 0; --i) {
-        if (i == 1) gradient.prepare(own.decay[(u + 1) % 2u] + lane_g(), headroom);
-        gradient.step(i, slot, own.decay[u % 2u]);
-        slot += cursor.step;
-        if (i % kStride == 0) end_stride<true>(tile, units, u, 1 - i / kStride);
-      }
+        for (int i = kUnit - 1; i >= 0; --i) {
+          if (i == 1) gradient.prepare(own.decay[(u + 1) % 2u] + lane_g(), headroom);
+          gradient.template step<clamps.value>(i, slot, own.decay[u % 2u]);
+          slot += cursor.step;
+          if (i % kStride == 0) end_stride<true>(tile, units, u, 1 - i / kStride);
+        }
+      };
+      if (kClamp && gradient.clamps)
+        steps(std::bool_constant<kClamp>{});
+      else
+        steps(std::false_type{});
       const float scale = gradient.end_unit();
       out.store(at, t, gradient.dk, gradient.dv, gradient.df, scale);
       t -= kUnit;

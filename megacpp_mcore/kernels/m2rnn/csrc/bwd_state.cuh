@@ -3,7 +3,8 @@
 //
 // dh is carried in float32 as dh * 2^shift and rounded to fp16 for products. shift is chosen for
 // each unit as large as keeps dh below 2^14 throughout the unit ("The scale of dh" in
-// docs/m2rnn-kernels.md).
+// docs/m2rnn-kernels.md). The same bound tells whether anything in the unit can reach the clamp; if
+// not, which is so in training, the unit's steps leave the clamp out.
 #pragma once
 
 #include "bwd_recompute.cuh"
@@ -31,6 +32,7 @@ struct StateGradient {
   uint32_t w[2][2];  // W^T as the right operand of a W^T
   const StepMasks masks;
   const float clamp, max_row;  // max_row: r
+  bool clamps;                 // in this unit
   const int dither;  // added to the bits of 1 - f, before it is rounded to fp16
   // Of the previous unit: growth of dh in the lane's step in 1/16 bits, and log2 of what dy adds.
   int last_growth, last_added;
@@ -48,6 +50,7 @@ struct StateGradient {
     uint2 q, dy;
     float ratio;  // 2^(shift - shift of the unit before)
     int shift;
+    bool clamps;
   } prepared;
   uint2 q, dy, k, v;  // q dy has the factor 2^shift, too
   int shift;
@@ -117,8 +120,10 @@ struct StateGradient {
     last_growth = growth;
     // |dh| < 2^magnitude, and the sum of |q dy| over the eight steps is < 2^added.
     const int added = q_exponent + dy_exponent + 5;
-    const int largest = max(max(magnitude, last_added), added) + 2 +
-                        min((all + 63) >> 6, kMaxGrowth) + headroom;
+    const int first = max(max(magnitude, last_added), added) + 2, grown = (all + 63) >> 6;
+    const int largest = first + min(grown, kMaxGrowth) + headroom;
+    // |dh| < 2^(first + grown) throughout the unit.
+    prepared.clamps = kClamp && first + grown > exponent(clamp);
     last_added = added;
     prepared.shift = min(max(14 - largest, -126), min(112, shift + 127));
     prepared.ratio = exp2i(max(prepared.shift - shift, -126));
@@ -137,14 +142,14 @@ struct StateGradient {
     *own_decay = make_float2(f, __uint_as_float(pack<__half>(dithered, dithered)));
     __syncwarp();
   }
-  // Enters the prepared unit, and adds its last step's dy to dh.
+  // Enters the prepared unit, and adds its last step's dy to dh, except with a clamp.
   __device__ void enter(const Params& p, const Place& at) {
-    q = prepared.q, dy = prepared.dy, shift = prepared.shift;
+    q = prepared.q, dy = prepared.dy, shift = prepared.shift, clamps = prepared.clamps;
     k_scale = scale_of<T>(next.k), v_scale = scale_of<T>(next.v);
     k = scaled<T>(next.k, inverse(k_scale)), v = scaled<T>(next.v, inverse(v_scale));
     load(p, at);
     Tile from_dy = {};
-    if constexpr (!kClamp) add_dy(from_dy, kUnit - 1);
+    if (!kClamp || !clamps) add_dy(from_dy, kUnit - 1);
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -173,18 +178,20 @@ struct StateGradient {
     mma8<T>(to[0], q.x, q.y, dy.x & mask);
     mma8<T>(to[1], q.x, q.y, dy.y & mask);
   }
-  // NaN stays NaN: it compares false with either limit.
-  __device__ void clamp_dh() {
+  // dh, clamped, plus q dy^T of step i.
+  __device__ void clamp_dh(int i) {
     const float limit = clamp * exp2i(shift);
+    Tile from_dy = {};
+    add_dy(from_dy, i);
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        dh[n][e] = dh[n][e] > limit ? limit : dh[n][e] < -limit ? -limit : dh[n][e];
+      for (int e = 0; e < 4; ++e) dh[n][e] = within(dh[n][e], limit) + from_dy[n][e];
   }
   // Step i of the unit, backwards. own: shared-memory address of the lane's part of its slot.
   // On entry dh is the gradient of the state after the step, with this step's q dy^T already added,
   // except with a clamp, which comes before that addition.
+  template <bool kClamps>
   __device__ void step(int i, uint32_t own, const float2* decay) {
     const float f = decay[i].x;
     const uint32_t rest = __float_as_uint(decay[i].y);
@@ -193,9 +200,8 @@ struct StateGradient {
     load_matrices(h, own);
     load_transposed(before, own);
     Tile from_dy = {};
-    if constexpr (kClamp) {
-      clamp_dh();
-      add_dy(dh, i);
+    if constexpr (kClamps) {
+      clamp_dh(i);
     } else if (i > 0) {
       add_dy(from_dy, i - 1);
     }

@@ -204,6 +204,14 @@ __device__ inline float at_most_30(float x) {
   asm("min.NaN.f32 %0, %1, 0f41F00000;" : "=f"(y) : "f"(x));
   return y;
 }
+// x limited to [-limit, limit]. NaN stays NaN.
+__device__ inline float within(float x, float limit) {
+  float y;
+  asm("{ .reg .f32 t; min.NaN.f32 t, %1, %2; max.NaN.f32 %0, t, %3; }"
+      : "=f"(y)
+      : "f"(x), "f"(limit), "f"(-limit));
+  return y;
+}
 // x <- tanh(x): the GPU's instruction (PTX: relative error 2^-11), or, if exact, 1 - 2 / (1 + e^2x)
 // with one reciprocal for all four (error 2^-20).
 template <bool kExact>

@@ -39,6 +39,13 @@ bool describe(CUtensorMap* map, const void* data, bool wide, int rank, const uin
 template <int kKind, int kTileN, int kMore = kNothing>
 cudaError_t run(const void* a, const void* b, void* c, void* kept, const Problem& p,
                 cudaStream_t stream) {
+  const auto kernel = product<kKind, kTileN, kMore>;
+  constexpr size_t kBytes = sizeof(Shared) + 1024;
+  // First of all: it gives a thread that has not used the device, as autograd's may not have, the
+  // context that encode() needs.
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
   constexpr uint32_t kColumns = kAdded<kKind> || kTileN % 64 ? 32 : 64;
   const uint64_t r = p.rows, e = p.experts, m = p.m, n = p.n, k = p.k;
   CUtensorMap of_a{}, of_b, of_c, of_rows{};
@@ -62,11 +69,6 @@ cudaError_t run(const void* a, const void* b, void* c, void* kept, const Problem
     }
   }
   if (!ok) return cudaErrorInvalidValue;
-  const auto kernel = product<kKind, kTileN, kMore>;
-  constexpr size_t kBytes = sizeof(Shared) + 1024;
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (error != cudaSuccess) return error;
   int device, processors;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
