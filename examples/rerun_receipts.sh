@@ -81,7 +81,7 @@ else
   train 240 "run-nam56r-${gpus}xh200-dp${gpus}-graph" nam56r 60 "${batch[@]}"
   train 380 "run-nam56r-${gpus}xh200-yardstick" nam56r 60 "${batch[@]}" --yardstick
 fi
-[ "${DRY:-}" ] || megacpp report table "$here/receipts"
+[ "${DRY:-}" ] || python -m megacpp_mcore.pages "$here/.."
 for name in "${failed[@]+"${failed[@]}"}"; do echo "failed: $name" >&2; done
 for name in "${left_out[@]+"${left_out[@]}"}"; do echo "left out, no time: $name" >&2; done
 ((${#failed[@]} == 0))

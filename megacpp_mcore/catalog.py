@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces.backend import Backend, Surface
 from megacpp_mcore.surfaces.figures import FOLDER, Figure
@@ -17,10 +16,6 @@ from megacpp_mcore.surfaces.workload import Workload
 
 _FACTS = ("role", "removes", "layout", "dtypes", "fallback", "tests", "no_receipt",
           "exit_when", "skips", "before")  # fmt: skip
-
-
-class CatalogError(MegacppError):
-    """A surface that neither dispatch nor the catalog knows."""
 
 
 def rows() -> list[dict[str, Any]]:
@@ -49,20 +44,17 @@ def here_and_now(recipe: Recipe, device: str, surface: str | None = None) -> lis
 
     Keys are those of `rows`, and: serves (it is the one that would), usable (it could; None when
     the recipe's model does not have the surface), requested, reason (why it serves, or why not),
-    recipe, problem (the workload's device, dtype, sizes; None as for usable). Raises CatalogError
-    for an unknown surface, DispatchError for a MEGACPP_BACKENDS that cannot be read.
+    recipe, problem (the workload's device, dtype, sizes; None as for usable). Raises
+    DispatchError for an unknown surface, and for a MEGACPP_BACKENDS that cannot be read.
     """
-    if surface is not None and surface not in REGISTRY:
-        raise CatalogError(f"unknown surface {surface!r}; the surfaces are {', '.join(REGISTRY)}")
-    every, answers = rows(), []
+    answers = []
     for name in [surface] if surface else REGISTRY:
         requested = dispatch.requested(name, recipe.backends)
         workload = REGISTRY[name].workload(recipe, device)
         verdicts = dict(_verdicts(name, recipe, workload, requested))
         common = {"requested": requested, "recipe": recipe.name, "problem": _shown(workload)}
-        for row in every:
-            if row["surface"] == name:
-                answers.append({**row, **verdicts[row["backend"]], **common})
+        for backend in REGISTRY[name].backends:
+            answers.append({**_row(REGISTRY[name], backend), **verdicts[backend.name], **common})
     return answers
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import importlib
 import os
 import signal
@@ -53,13 +54,19 @@ def main(argv: list[str] | None = None) -> int:
     except MegacppError as error:
         print(f"megacpp: {printable(str(error))}", file=sys.stderr)
         return error.exit_status
-    except KeyboardInterrupt:
-        print("megacpp: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
     except BrokenPipeError:
         # The reader (head, less) has closed the pipe: keep Python from flushing stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise
+        # Only an argument or a setting has such a name; every command reads some.
+        print(f"megacpp: {printable(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("megacpp: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -33,17 +33,19 @@ class RankError(Exception):
 def start(function: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> None:
     """Call function(rank, *arguments), a function of a module, in `ranks` processes at once.
 
-    The variables that a launcher sets are there. Raises RankError with what the first rank that
-    failed wrote to its standard error; by then the others are killed.
+    The variables that a launcher sets are there, and RENDEZVOUS, where the ranks of this call alone
+    meet: a file of ranks that were killed would let the next ones wait for them. Raises RankError
+    with what the first rank that failed wrote to its standard error; by then the others are killed.
     """
     path = os.pathsep.join(filter(None, sys.path))  # the test's own modules are found there
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(tempfile.NamedTemporaryFile())
         file.write(pickle.dumps((function, arguments)))
         file.flush()
+        meeting = f"file://{stack.enter_context(tempfile.TemporaryDirectory())}/store"
         processes, logs = [], []
         for rank in range(ranks):
-            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "RENDEZVOUS": meeting}
             logs.append(stack.enter_context(tempfile.TemporaryFile("w+")))
             process = subprocess.Popen(
                 [warm.python(), "-c", _RANK, file.name, str(rank)], stderr=logs[rank],
@@ -76,12 +78,18 @@ def run_ranks(check: Callable[[int, str], None], folder: Path, ranks: int = 2) -
 def _rank(rank: int, check: Callable[[int, str], None], ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     bridges.install()
+    meet(rank, ranks)
+    check(rank, folder)
+    dist.destroy_process_group()
+
+
+def meet(rank: int, ranks: int) -> None:
+    """Initialise this process's group over gloo, as one of the ranks of `start`. A rank that waits
+    two minutes for another one fails."""
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/rendezvous",
+        init_method=os.environ["RENDEZVOUS"],
         rank=rank,
         world_size=ranks,
         timeout=datetime.timedelta(seconds=120),
     )
-    check(rank, folder)
-    dist.destroy_process_group()

@@ -36,7 +36,7 @@ def refused(capsys):
     "{a = " * 900 + "1" + "}" * 900,
 ])  # fmt: skip
 @pytest.mark.parametrize("key", [
-    "attention.rotary_base", "m2rnn.grad_clamp", "optimizer.min_lr", "model.hidden_size",
+    "model.rotary_base", "m2rnn.grad_clamp", "optimizer.min_lr", "model.hidden_size",
     "model.depth", "schedule.train_iters", "schedule.seed", "data.split",
 ])  # fmt: skip
 def test_a_number_that_is_none_or_too_large(refused, key, value, tmp_path):
@@ -83,6 +83,20 @@ def test_a_name_that_no_file_can_have(refused, name, tmp_path):
     refused("recipe", "new", name)
     refused("recipe", "diff", "nam56r", name)
     refused("data", "tokenizer", tmp_path, "--out", name)
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a/" * 3000 + "b"], ids=["name", "path"])
+@pytest.mark.parametrize("words", [
+    "data build {folder} --out", "data build --out {folder}/corpus",
+    "data build {folder} --out {folder}/corpus --tokenizer", "patch status --lane",
+    "patch status --site", "patch port --to 0.20.0 --site", "generate", "evaluate --data x",
+    "export --out {folder}/exported", "import {folder} --out {folder}/imported --recipe",
+    "import --recipe nam56r-tiny --out {folder}/imported", "recipe plan --gpus 8",
+    "catalog --problem", "report table", "cuda wheels --out",
+], ids=lambda words: " ".join(words.split()[:2]))  # fmt: skip
+def test_a_name_that_is_too_long(refused, words, name, tmp_path):
+    (tmp_path / "a.c").write_text("int x;\n" * 100)
+    assert name[:50] in refused(*words.format(folder=tmp_path).split(), name)
 
 
 @pytest.mark.parametrize("entry", ['A = "a\\u0000b"', '"A\\u0000" = "b"'])

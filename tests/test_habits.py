@@ -52,7 +52,7 @@ def test_version_and_exit_status_are_told(capsys):
 
 # Commands that print no table: what they write, or a command line, or text that is streamed.
 NO_TABLE = {"train", "recipe new", "recipe args", "data build", "data tokenizer",
-            "report table", "patch new", "cuda wheels", "patch export", "bench",
+            "patch new", "cuda wheels", "patch export", "bench",
             "completion", "export", "import"}  # fmt: skip
 
 

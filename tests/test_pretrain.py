@@ -757,11 +757,11 @@ def test_a_run_that_dies_says_what_happened_and_how_to_go_on(
         loop.run()  # the receipt stays at "running", as a rank leaves it that is killed
     saved = tmp_path / "saved"
     where = [*overrides, f"checkpoint.load={saved}"]
-    ends.append(RanksOutcome(137, "rank 1 of 2 was killed by SIGKILL"))
+    ends.append(RanksOutcome(137, "rank 1 of 2 was killed by SIGKILL."))
     assert launcher.launch_ranks(str(small_recipe), where, 2, str(tmp_path / "out")) == 137
     assert "SIGKILL. There is no complete checkpoint to resume from" in capsys.readouterr().err
     result = receipts.read(tmp_path / "out" / "receipt.json")["result"]
-    assert (result["status"], result["reason"]) == ("failed", "rank 1 of 2 was killed by SIGKILL")
+    assert (result["status"], result["reason"]) == ("failed", "rank 1 of 2 was killed by SIGKILL.")
     (saved / "iter_0000003").mkdir(parents=True)
     for name in (".metadata", "metadata.json"):
         (saved / "iter_0000003" / name).touch()

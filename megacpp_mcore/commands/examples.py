@@ -44,7 +44,6 @@ _EXAMPLES = {
         "checkpoint prune runs/a --keep 2",
         "checkpoint prune runs/a --keep 1 --dry-run",
     ),
-    "report table": ("report table examples/receipts", "report table ./examples/receipts"),
     "catalog": ("catalog --problem nam56r", "catalog --surface core_attention --json"),
     "doctor": ("doctor", "doctor --recipe nam56r --json"),
     "cuda": ("cuda install", "cuda wheels --out wheels --archs 90"),

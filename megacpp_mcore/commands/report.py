@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
-    """Add `report show`, `compare`, `html`, `watch` and `table`."""
-    parser = subparsers.add_parser("report", help="show, compare and list receipts")
+    """Add `report show`, `compare`, `html` and `watch`."""
+    parser = subparsers.add_parser("report", help="show and compare receipts, follow runs")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
     show = actions.add_parser("show", help="print a receipt as one page")
@@ -39,10 +39,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     watch.add_argument("--interval", type=float, default=2.0, metavar="SECONDS",
         help="how often to look (default: 2)")  # fmt: skip
     watch.set_defaults(run=_watch)
-
-    table = actions.add_parser("table", help="write README.md of a checkout's folder of receipts")
-    table.add_argument("folder", type=Path)
-    table.set_defaults(run=_table)
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -94,15 +90,4 @@ def _watch(args: argparse.Namespace) -> int:
         raise ReceiptError(f"--interval {args.interval}: more than 0 s is needed")
     for line in follow(args.run_folder, args.interval):
         print(line, flush=True)
-    return 0
-
-
-def _table(args: argparse.Namespace) -> int:
-    from megacpp_mcore.files import write_atomically
-    from megacpp_mcore.receipts.table import table
-    from megacpp_mcore.surfaces.figures import claims_by_receipt
-
-    page = table(args.folder, claims_by_receipt())
-    write_atomically(args.folder / "README.md", page)
-    print(args.folder / "README.md")
     return 0

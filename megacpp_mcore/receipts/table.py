@@ -8,7 +8,7 @@ from megacpp_mcore.receipts.reader import Receipt, observed, read
 _HEAD = """\
 # Receipts
 
-`megacpp report table examples/receipts` writes this page from the receipts (`make docs` also does);
+`make docs` writes this page from the receipts;
 `examples/rerun_receipts.sh GPUS DATA_PREFIX` measures them again.
 
 A receipt is evidence of the code that it names: `tree` is git's id of `megacpp_mcore/`, `commit`

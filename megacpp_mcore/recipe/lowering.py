@@ -39,6 +39,9 @@ def lower(recipe: Recipe) -> Lowered:
     """The command line and environment of one run."""
     argv = _plan_words(recipe) + _recompute_words(recipe)
     expected = [*_plan_expectations(recipe), *_recompute_expectations(recipe)]
+    if recipe.checkpoint.async_save:  # Megatron's default needs nvidia-resiliency-ext
+        argv += ["--async-strategy", "mcore"]
+        expected.append(Expectation("checkpoint.async_save", "async_strategy", "mcore"))
     for dotted, key in KEYS.items():
         value = recipe.get(dotted)
         if isinstance(key.lowers_to, Flag) and value is not None:

@@ -157,9 +157,7 @@ def test_captured_steps_of_52_layers_are_captured_and_even():
 def test_the_table_of_receipts_is_that_of_the_receipts():
     folder = FOLDER.parent
     page = table(folder, claims_by_receipt())
-    assert (folder / "README.md").read_text() == page, (
-        "run `megacpp report table examples/receipts`"
-    )
+    assert (folder / "README.md").read_text() == page, "run `make docs`"
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.json")), ids=lambda path: path.stem)

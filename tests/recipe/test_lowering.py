@@ -197,6 +197,14 @@ def test_integers_stay_integers():
     assert after(argv(), "--rotary-base") == ["500000"]
 
 
+def test_asynchronous_saves_are_by_megatrons_own_worker():
+    """Its default strategy needs nvidia-resiliency-ext, which is no dependency of ours."""
+    asked = ["checkpoint.async_save=true", "checkpoint.use_persistent_ckpt_worker=true",
+             "checkpoint.save=saved", "checkpoint.save_interval=5"]  # fmt: skip
+    assert after(argv("nam56r", *asked), "--async-strategy") == ["mcore"]
+    assert "--async-strategy" not in argv()
+
+
 def test_what_is_left_out_is_left_to_megatron():
     words = argv()
     for flag in ("--lion-beta1", "--fp8-recipe", "--dsa-indexer-topk-freq", "--kv-channels"):

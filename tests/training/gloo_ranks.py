@@ -61,10 +61,7 @@ def _rank(rank: int, run: Run, folder: str) -> None:
     bridges.install()
     _without_cuda()
     _use_an_adam_as_on_cuda()
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/{run.name}.rendezvous", rank=rank,
-        world_size=run.ranks,
-    )  # fmt: skip
+    ranks.meet(rank, run.ranks)
     training = _Training(run)
     losses, norms = training.steps()
     if rank == 0:

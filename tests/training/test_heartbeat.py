@@ -17,7 +17,7 @@ import torch
 from left_behind import Marked, wait_until
 
 from megacpp_mcore.training.checkpoints import folder
-from megacpp_mcore.training.heartbeat import Heartbeat
+from megacpp_mcore.training.heartbeat import EXIT_STATUS, Heartbeat
 
 KILLS = int(os.environ.get("MEGACPP_KILLS", 1))
 STEPS = 200
@@ -164,6 +164,7 @@ def test_kills_and_hangs_end_at_the_losses_of_an_unbroken_run(tmp_path):
             left.unlink()
         said = run.err.read_text()
         if way in ("hang", "stop") and status != 0:
+            assert status == EXIT_STATUS  # also where the launcher kills the rank that is stopped
             assert "has made no progress for" in said and "stacks of rank" in said
         assert run.marked.left() == []
     print(f"{hurt} of {KILLS} times hurt")

@@ -22,12 +22,13 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
 from megacpp_mcore.files import sync
-from megacpp_mcore.training.checkpoints import checksums
+from megacpp_mcore.training.checkpoints import checksums, staging
 from megacpp_mcore.training.processes import end_with_parent
 
 _SIDECAR = ".sum-"
 _save_config = serialization.save_config
 _async_loop = PersistentAsyncCaller.async_loop
+_schedule = PersistentAsyncCaller.schedule_async_call
 
 
 class _SummedFile:
@@ -68,6 +69,7 @@ def install() -> None:
     filesystem_async.open = _SummedFile
     serialization.save_config = _gather_and_save_config
     PersistentAsyncCaller.async_loop = staticmethod(_async_loop_of_a_worker)
+    PersistentAsyncCaller.schedule_async_call = _schedule_from_the_host
 
 
 def keep_no_process(asynchronous: bool) -> None:
@@ -83,9 +85,21 @@ def keep_no_process(asynchronous: bool) -> None:
         filesystem_async._results_queue = manager.Queue()
 
 
+def _schedule_from_the_host(self: PersistentAsyncCaller, request: Any) -> None:
+    """As Megatron's, which returns when the worker has the tensors, but with tensors on the CPU."""
+    if request.preload_fn is None:  # nothing to write on this rank
+        _schedule(self, request)
+        return
+    rank, buckets, results = request.async_fn_args
+    with staging.on_the_host(buckets) as staged:
+        _schedule(self, request._replace(async_fn_args=[rank, None, results], preload_fn=staged))
+
+
 def _async_loop_of_a_worker(*arguments: Any) -> None:
     end_with_parent(multiprocessing.parent_process().pid)
     install()
+    # Megatron's loop chooses a GPU, and would make a CUDA context there. It needs none.
+    torch.cuda.device_count, torch.cuda.set_device = lambda: 1, lambda device: None
     _async_loop(*arguments)
 
 

@@ -57,7 +57,8 @@ def launch_ranks(
     own = [*recipe_argv(recipe), OUT, str(folder), *([YARDSTICK] if yardstick else [])]
     outcome = run_ranks("megacpp_mcore.pretrain", own + lower(recipe).argv, gpus)
     if outcome.reason is not None and outcome.status != _REFUSED:
-        print(f"megacpp: {outcome.reason}. {_resume_hint(recipe)}", file=sys.stderr)
+        reason = outcome.reason.removesuffix(".")
+        print(f"megacpp: {reason}. {_resume_hint(recipe)}", file=sys.stderr)
         _mark_failed(folder / "receipt.json", outcome.reason)
     return outcome.status
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 
+from megacpp_mcore.training import heartbeat
+
 _RANK = "megacpp_mcore.training.gpu.rank_process"
 # Exit codes of ranks that fail because another one did (the agent's SIGTERM, the NCCL watchdog's
 # SIGABRT) -> how late they sort when looking for the first failure.
@@ -50,7 +52,7 @@ def run_ranks(module: str, argv: Sequence[str], count: int) -> RanksOutcome:
             elastic_launch(config, sys.executable)(*words)
         except ChildFailedError as error:
             if not term.came:
-                return _outcome(*_first_failure(error.failures), count)
+                return _outcome(error.failures, count)
             reason = "SIGTERM ended the launcher and its ranks"
             return RanksOutcome(128 + signal.SIGTERM, reason)
         except SignalException as error:
@@ -84,14 +86,18 @@ class _TermHandedOn:
 
 
 def _first_failure(failures: dict[int, Any]) -> tuple[int, Any]:
-    """(rank, failure) of the root cause: a killed rank if there is one, else the earliest error.
+    """(rank, failure) of the root cause: a rank that ended itself because one makes no progress,
+    whose name it gives; else a killed rank; else the earliest error.
 
-    The other ranks' collectives fail milliseconds later, but the agent's timestamps have whole
-    seconds; the error files' times are finer.
+    After a hang the agent itself kills the rank that was named, if that does not end. After another
+    failure the collectives of the other ranks fail milliseconds later, but the agent's timestamps
+    have whole seconds; the error files' times are finer.
     """
 
     def order(item: tuple[int, Any]) -> tuple[int, int, int]:
         rank, failure = item
+        if failure.exitcode == heartbeat.EXIT_STATUS:
+            return -1, _written_ns(failure) or 0, rank
         if written := _written_ns(failure):
             return 1, written, rank
         if failure.exitcode < 0:
@@ -109,14 +115,16 @@ def _written_ns(failure: Any) -> int | None:
         return None
 
 
-def _outcome(rank: int, failure: Any, count: int) -> RanksOutcome:
+def _outcome(failures: dict[int, Any], count: int) -> RanksOutcome:
+    rank, failure = _first_failure(failures)
     who, code = f"rank {rank} of {count}", failure.exitcode
     if _written_ns(failure):
         said = failure.message if isinstance(failure.message, str) else failure.message["message"]
-        # A rank that recorded its error may still abort while it destroys its process groups.
-        return RanksOutcome(
-            code if code > 0 else 1, f"{who} failed: {said.strip().splitlines()[0]}"
-        )
+        # A rank that recorded its error may still be ended by the agent, or abort while it destroys
+        # its process groups: then the status is that of one that failed as it did.
+        codes = (code, *(failures[other].exitcode for other in sorted(failures)), 1)
+        status = next(code for code in codes if code > 0)
+        return RanksOutcome(status, f"{who} failed: {said.strip().splitlines()[0]}")
     if code > 0:
         return RanksOutcome(code, f"{who} ended with status {code}; its message is above")
     name = signal.Signals(-code).name
