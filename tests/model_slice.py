@@ -48,11 +48,17 @@ _ROUNDINGS = 64
 # A rounding turns a vector by up to half an epsilon; n of them, independent, by the root of n times
 # that; and the cosine of so small an angle is 1 - angle^2 / 2.
 _ANGLE = _ROUNDINGS**0.5 * torch.finfo(torch.bfloat16).eps / 2
-LEAST_COSINE = 1 - _ANGLE**2 / 2
 
 
-def cosines(surface: str, backend: str, device: str) -> Iterator[tuple[str, float]]:
-    """(block and name, cosine) of the losses and of every parameter's gradient, block by block.
+def least_cosine(values: int) -> float:
+    """Of a tensor of so many values: the fewer, the further chance takes their mean square, by
+    three standard deviations of it."""
+    return 1 - _ANGLE**2 * (1 + 3 * (2 / values) ** 0.5) / 2
+
+
+def cosines(surface: str, backend: str, device: str) -> Iterator[tuple[str, float, float]]:
+    """(block and name, cosine, the least allowed) of the losses and of every parameter's gradient,
+    block by block.
 
     The head, which no letter stands for, has an attention layer before it.
     """
@@ -62,7 +68,8 @@ def cosines(surface: str, backend: str, device: str) -> Iterator[tuple[str, floa
         found = _values(surface, backend, block, others, device, torch.bfloat16)
         assert truth.keys() == found.keys()
         for name, expected in truth.items():
-            yield f"{block}: {name}", _cosine(found[name], expected)
+            least = least_cosine(expected.numel())
+            yield f"{block}: {name}", _cosine(found[name], expected), least
 
 
 @functools.cache

@@ -14,7 +14,8 @@ import pytest
 import receipt_samples as samples
 import warm
 
-from megacpp_mcore.pages import blocks
+from megacpp_mcore import receipts
+from megacpp_mcore.pages import blocks, measurements
 from megacpp_mcore.recipe.notes import facts
 from megacpp_mcore.recipe.source import KEYS
 
@@ -83,6 +84,13 @@ def typed_numbers(name: str) -> list[str]:
     ]
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_no_time_rate_or_share_is_typed(name):
+    """In no page's prose, nor in its tables that are not generated."""
+    measured = r".*(?:\d *(?:ms|µs|us|TFLOP|TB/s|GB/s|tokens/s)(?!\w)|\d\.\d+ %).*"
+    assert re.findall(measured, blocks.prose(PAGES[name].text)) == []
+
+
 def test_no_measured_number_is_typed():
     found = [words for name in MEASURED for words in typed_numbers(name)]
     assert found == QUOTED.read_text().splitlines(), (
@@ -104,11 +112,39 @@ def test_the_readme_shows_what_train_prints(tmp_path, capsys, monkeypatch):
     (last,) = [line for line in out.splitlines() if line.startswith("training loss ")]
     block = next(b for b in re.findall(r"```\n(.*?)```", README, re.DOTALL) if "step 300/" in b)
     shown = {masked(line) for line in block.splitlines()}
-    assert masked(err.splitlines()[0]) in shown and masked(last) in shown
+    step, _, left = err.splitlines()[0].rpartition(" | ")
+    assert left.endswith(" left") and masked(last) in shown
+    assert any(line.startswith(masked(step)) for line in shown)
 
 
 def masked(line: str) -> str:
     return re.sub(r"\d[\d.,e+-]*", "0", line)
+
+
+def test_the_last_lines_of_a_run_are_those_of_its_receipt(tmp_path):
+    receipt = samples.train(tmp_path / "cpu/run.json")
+    steps = receipt["series"]["step"][-1]
+    schedule = {"train_iters": steps, "log_interval": 2}
+    receipt["recipe"] = receipts.recipe_entry("small", {"schedule": schedule})
+    (tmp_path / "cpu").mkdir(exist_ok=True)
+    receipts.write(tmp_path / "cpu/run.json", receipt)
+    step, held_out, loss = measurements.training("cpu/run", tmp_path / "h200").splitlines()[1:-1]
+    series, evaluations = receipt["series"], receipt["evaluations"]
+    assert step.startswith(f"step {series['step'][-1]}/{steps} | loss {series['loss'][-1]:.4f} | ")
+    assert step.endswith(f" | grad norm {series['grad_norm'][-1]:.3f}")
+    assert held_out == f"step {evaluations['step'][-1]} | held-out loss " + (
+        f"{evaluations['loss'][-1]:.4f} nats per token"
+    )
+    assert loss.startswith(f"training loss {receipt['result']['final_loss']:.4f} nats per token")
+
+
+def test_the_logs_of_gpu_tests_are_a_table(tmp_path):
+    head = "2026-11-23T01:00:00Z, commit 0123456789abcdef, tree fedcba9876543210, sha256 0"
+    (tmp_path / "gpu-tests").mkdir()
+    (tmp_path / "gpu-tests/test_x.log").write_text(f"{head}\n2 x H200, driver 1\n\n1 passed, 2 s\n")
+    row = measurements.gpu_tests("gpu-tests", tmp_path / "h200").splitlines()[-1]
+    link = "[test_x](examples/receipts/gpu-tests/test_x.log)"
+    assert row == f"| {link} | 1 passed, 2 s | commit 0123456789ab, tree fedcba987654 | 2 x H200 |"
 
 
 def test_a_changed_figure_is_rendered_again():

@@ -22,7 +22,7 @@ from megacpp_mcore.surfaces.backend import REFERENCE, load
 from megacpp_mcore.surfaces.registry import REGISTRY
 from megacpp_mcore.surfaces.workload import current_device
 
-_SECONDS_A_PHASE = 6.0
+_SECONDS_A_PHASE = 4.0
 
 
 class OperatorTarget(Target):

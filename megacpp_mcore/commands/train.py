@@ -139,17 +139,10 @@ def _finished(recipe: Recipe, out: Path, steps: int | None) -> str | None:
 
 def _report(receipt: dict[str, Any], out: Path, verbose: bool) -> None:
     from megacpp_mcore.receipts.html import PAGE, write_page
-    from megacpp_mcore.receipts.run import FINAL_WINDOW
-    from megacpp_mcore.receipts.show import beside, show
+    from megacpp_mcore.receipts.show import show, training_loss
 
     write_page([(str(out), receipt)], out / PAGE)
     print(show(receipt, str(out / "receipt.json"), verbose=verbose))
-    result, steps = receipt["result"], len(receipt["series"]["step"])
-    if "unigram_entropy" in result and (loss := result["final_loss"]) is not None:
-        entropy = result["unigram_entropy"]
-        print(
-            f"\ntraining loss {loss:.4f} nats per token, the mean of the last "
-            f"{min(FINAL_WINDOW, steps)} steps: {beside(loss, entropy, 4)} the corpus's unigram "
-            f"entropy {entropy:.4f} (bigram {result['bigram_entropy']:.4f})"
-        )
+    if line := training_loss(receipt):
+        print(f"\n{line}")
     print(f"page  {out / PAGE}")

@@ -125,10 +125,13 @@ class Case(ABC):
         return {}
 
     def floors(
-        self, directions: Tensors, dtype: torch.dtype, **tensors: Tensor
-    ) -> dict[str, float]:
+        self, truth: Tensors, directions: Tensors, dtype: torch.dtype, **tensors: Tensor
+    ) -> dict[str, float | Tensor]:
         """By name, the root mean square of an error that a right backend may have in any region,
-        however small the truth is there: of a rounding that does not get smaller with it."""
+        however small the truth is there: of a rounding that does not get smaller with it.
+
+        One for all values, or a tensor that broadcasts to them. truth: outputs and gradients.
+        """
         return {}
 
     @abstractmethod

@@ -50,7 +50,7 @@ class Truth:
     directions: Tensors
     sums: Mapping[str, float] = field(default_factory=dict)
     rounding: Mapping[str, regions.Rounding] = field(default_factory=dict)
-    floors: Mapping[str, float] = field(default_factory=dict)
+    floors: Mapping[str, float | Tensor] = field(default_factory=dict)
 
 
 def drawn(case: Case, dtype: torch.dtype, device: str, seed: int) -> Tensors:
@@ -95,7 +95,7 @@ def truth_of(
         for name, found in draws.items()
         if name in values and values[name].numel()
     }
-    floors = case.floors(directions, dtype, **widened)
+    floors = case.floors(values, directions, dtype, **widened)
     return Truth(values, directions, sums, rounding, floors)
 
 

@@ -14,7 +14,8 @@ has not: the first as large as the truth, the second as large everywhere.
 
 A factor common to a region is found long before its rms is too large, since roundings are as often
 up as down: `scale` is (error . truth) / (truth . truth), and its bound that of the draws, an
-epsilon, and of the bound above what independent roundings of so many values leave over.
+epsilon, of the bound above what independent roundings of so many values leave over, and half of
+the floor, whose roundings may be the same for neighbours.
 """
 
 import itertools
@@ -88,18 +89,19 @@ def jittered(x: Tensor, seed: int) -> Tensor:
 
 
 def worst(
-    actual: Tensor, truth: Tensor, rounding: Rounding, allowed: float, floor: float = 0.0
+    actual: Tensor, truth: Tensor, rounding: Rounding, allowed: float, floor: float | Tensor = 0.0
 ) -> Distance:
     """The region in which `actual` is furthest beyond, or nearest to, its bound.
 
     allowed: of the truth's rms, for roundings that the definition does not have. floor: of an
-    error's rms, likewise.
+    error's rms, likewise; a tensor that broadcasts to the truth, where it is not one for all.
     """
     truth = _with_an_axis(truth)
     error = _with_an_axis(actual).to(truth.dtype) - truth
     cells = _Cells(
         grid(error.square()), grid(error * truth), grid(truth.square()),
-        rounding, truth.shape, allowed, floor, torch.finfo(actual.dtype).eps,
+        grid(torch.as_tensor(floor, device=truth.device).square().expand(truth.shape)),
+        rounding, truth.shape, allowed, torch.finfo(actual.dtype).eps,
         torch.finfo(truth.dtype).eps,
     )  # fmt: skip
     found = [d for parts in _views(truth.shape) for d in cells.distances(parts)]
@@ -113,18 +115,18 @@ class _Cells:
     squared: Tensor
     product: Tensor
     truth: Tensor
+    floor: Tensor
     rounding: Rounding
     shape: torch.Size
     allowed: float
-    floor: float
     eps: float
     wide_eps: float
 
     def distances(self, parts: Sequence[int]) -> Iterator[Distance]:
         """The worst region of a view by its rms, and by its scale."""
-        error, truth, noise = (
+        error, truth, noise, floor = (
             _pooled(x, parts).flatten().sqrt()
-            for x in (self.squared, self.truth, self.rounding.squared)
+            for x in (self.squared, self.truth, self.rounding.squared, self.floor)
         )
         # What cancels to the wide dtype's own rounding has no size: the usual region's counts.
         usual_size = truth.square().mean().sqrt()
@@ -134,12 +136,14 @@ class _Cells:
         relative = torch.maximum(usual / size, (usual / size).median())
         factor = torch.where(relative < _FINE, FACTOR_OF_FINE, FACTOR)
         values = math.prod(self.shape) / math.prod(parts)
-        bound = factor * relative + self.allowed + self.floor * values**0.5 / size
+        independent = factor * relative + self.allowed
+        bound = independent + floor / size
         yield self._worst(error / size, bound, parts, "")
         draws = [_pooled(draw.product, parts).flatten() for draw in self.rounding.draws]
         scales = torch.stack(draws).abs() / size.square()
         chance = torch.maximum(scales.amax(0), scales.median())
-        bound = factor * chance + max(1 / 8, min(1.0, 4 / values**0.5)) * bound + self.eps
+        left = max(1 / 8, min(1.0, 4 / values**0.5)) * independent
+        bound = factor * chance + left + floor / size / 2 + self.eps
         found = _pooled(self.product, parts).flatten().abs() / size.square()
         yield self._worst(found, bound, parts, "scale ")
 

@@ -14,6 +14,7 @@ GENERATORS: dict[str, Generator] = {
     "pair": measurements.pair,
     "benches": measurements.benches,
     "layouts": measurements.layouts,
+    "training": measurements.training,
     "gpu-tests": measurements.gpu_tests,
     "keys": lambda words, receipts: key_tables.section(words),
     "backends": lambda words, receipts: catalog_tables.surfaces(),
@@ -49,7 +50,8 @@ def fill(text: str, path: Path, root: Path) -> str:
             body = GENERATORS[name](words, root / RECEIPTS)
         except (KeyError, IndexError, ValueError) as error:
             raise PageError(f"{path}: {name} {words}: {type(error).__name__}: {error}") from error
-        body = body.replace(f"]({RECEIPTS}", f"]({_up(path, root)}{RECEIPTS}")
+        receipts = RECEIPTS.rpartition("/")[0]
+        body = body.replace(f"]({receipts}", f"]({_up(path, root)}{receipts}")
         return f"{found['head']}\n{body.strip()}\n\n{found['end']}"
 
     return _BLOCK.sub(block, text)

@@ -13,6 +13,8 @@ from typing import Any
 
 from megacpp_mcore.receipts.judge import MARGIN, judge_rows, judge_runs
 from megacpp_mcore.receipts.reader import Receipt, read, rows_by_key, warm, warm_median
+from megacpp_mcore.receipts.show import training_loss
+from megacpp_mcore.training.cpu.progress import held_out_line, step_line
 
 _GIB = 2**30
 _LAST = 8  # steps at a run's end, of which the slowest is compared with their median
@@ -129,6 +131,24 @@ def _common(a: Receipt, b: Receipt) -> Iterator[tuple[float, float]]:
     for step, loss in zip(a["series"]["step"], a["series"]["loss"], strict=True):
         if step in known:
             yield loss, known[step]
+
+
+def training(words: str, folder: Path) -> str:
+    """The last lines that a run on the CPU has printed, but for the time left. words: its receipt
+    beside `folder`, without `.json`."""
+    run = read(folder.parent / f"{words.strip()}.json")
+    series, schedule = run["series"], run["recipe"]["content"]["schedule"]
+    last, since = len(series["step"]) - 1, schedule["log_interval"]
+    seconds, tokens = sum(series["ms"][-since:]) / 1000, sum(series["tokens"][-since:])
+    lines = [
+        step_line(
+            series["step"][last], schedule["train_iters"], series["loss"][last],
+            f"{tokens / seconds:,.0f} tokens/s", series["lr"][last], series["grad_norm"][last],
+        ),
+        held_out_line(run["evaluations"]["step"][-1], run["evaluations"]["loss"][-1]),
+        training_loss(run),
+    ]  # fmt: skip
+    return "\n".join(["```", *lines, "```"])
 
 
 def gpu_tests(words: str, folder: Path) -> str:

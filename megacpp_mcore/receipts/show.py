@@ -165,6 +165,20 @@ def _result(run: Receipt, verbose: bool) -> list[str]:
     return lines
 
 
+def training_loss(run: Receipt) -> str:
+    """What a run on the CPU ends with: its last steps' loss beside the corpus's entropies; "" for a
+    run without them."""
+    result, steps = run["result"], len(run["series"]["step"])
+    if "unigram_entropy" not in result or result["final_loss"] is None:
+        return ""
+    loss, entropy = result["final_loss"], result["unigram_entropy"]
+    return (
+        f"training loss {loss:.4f} nats per token, the mean of the last "
+        f"{min(FINAL_WINDOW, steps)} steps: {beside(loss, entropy, 4)} the corpus's unigram "
+        f"entropy {entropy:.4f} (bigram {result['bigram_entropy']:.4f})"
+    )
+
+
 def beside(loss: float, entropy: float, digits: int) -> str:
     """ "0.123 below" or "0.123 above": where a loss is of an entropy."""
     return f"{abs(entropy - loss):.{digits}f} {'below' if loss <= entropy else 'above'}"

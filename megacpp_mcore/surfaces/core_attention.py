@@ -111,7 +111,7 @@ def _sdpa_cudnn(workload: Workload) -> str | None:
     """cuDNN's attention through torch, backward pass included.
 
     Packed documents: torch 2.11 can hand cuDNN 9.19 their offsets, but the gradients that come back
-    are wrong, and take some 90 ms (seen in a probe on an H200).
+    are wrong (seen in a probe on an H200).
     """
     dqk, dv = workload.size("dqk", 0), workload.size("dv", 0)
     if reason := _beyond(workload, "dropout") or _half_on_cuda("cuDNN's attention", workload):
@@ -204,11 +204,6 @@ _WHOLE = "q, k [s, b, heads, dqk], v [s, b, heads, dv] -> [s, b, heads * dv]; gr
 _BOTH = f"{_WHOLE}; thd packed, all in one launch"
 _ONE_BY_ONE = f"{_WHOLE}; thd packed, one document at a time"
 _HALF_WORDS = "bf16, fp16"
-_NOT_MEASURED = "not in the pinned stack, of which the receipts are"
-_FIRST_WHERE_INSTALLED = (
-    f"{_NOT_MEASURED}; it stands before sdpa_cudnn because it was faster on an H200 where it was "
-    "installed for a bench: `megacpp bench core_attention` says it of a machine that has it"
-)
 _ROWS, _PACKED = "core_attention.json", "core_attention-thd.json"  # whole rows; 8 documents a row
 _TESTS = {
     "tests": (
@@ -244,7 +239,9 @@ SURFACE = Surface(
             "flash-attn-4, not in the pinned stack, and used where it is installed",
             layout=_BOTH,
             dtypes=_HALF_WORDS, fallback="sdpa_flash",
-            no_receipt=_FIRST_WHERE_INSTALLED,
+            no_receipt="not in the pinned stack, of which the receipts are; it stands before "
+            "sdpa_cudnn because it was faster on an H200 that had it: `megacpp bench "
+            "core_attention` compares them where it is installed",
             exit_when="another backend is faster over a whole step, or its versions stop agreeing "
             "with the definition",
             skips={
@@ -257,7 +254,7 @@ SURFACE = Surface(
             role="chosen",
             removes="the [s, s] scores of every head; dqk 128 and dv 64, and grouped queries, as "
             "they are. Whole rows only: in a probe cuDNN 9.19's gradients for packed documents "
-            "were wrong, and took 90 ms",
+            "were wrong",
             layout=_WHOLE,
             dtypes=_HALF_WORDS, fallback="sdpa_flash", receipt=_ROWS,
             exit_when="another backend is faster over a whole step with the same dims",

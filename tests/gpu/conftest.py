@@ -18,14 +18,21 @@ if WORKER and NOTES:
 # Whole runs first, as none may be the last; then what is short, as each worker gets two at once.
 FIRST = (
     "test_parallel_losses", "test_interrupted_gpu", "test_whole_step_gpu", "test_runs_gpu",
-    "test_moe_dispatch_gpu", "test_gates_gpu", "test_m2rnn_gpu", "test_mamba3_gpu",
-    "test_attention_gpu", "test_mamba3_mimo_gpu", "test_compiled_gpu", "test_kernels_gpu",
+    "test_moe_dispatch_gpu", "test_m2rnn_gpu", "test_attention_gpu", "test_gates_gpu",
+    "test_recompute_gpu", "test_generate_gpu", "test_mamba3_gpu", "test_mamba3_mimo_gpu",
+    "test_compiled_gpu", "test_kernels_gpu",
 )  # fmt: skip
+
+
+def _place(item: pytest.Item) -> int:
+    """Of those that run alone, one after the other, the whole runs are the last."""
+    place = FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST)
+    return -place if item.get_closest_marker("alone") else place
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else 99)
+    items.sort(key=_place)
 
 
 @pytest.fixture(autouse=True)

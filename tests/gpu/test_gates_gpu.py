@@ -69,6 +69,12 @@ def test_an_operators_backends_are_right_and_wrong_values_refused(operator):
     for name, value in values.items():
         alone = replace(truth, values={name: truth.values[name]})
         for kind, wrong in mutated(value, others[name]):
+            # Other inputs may have the same sum of losses. By a twentieth a sum of roundings over
+            # 4096 tokens may be off as well (Case.floors): smaller sizes are judged for that.
+            if (kind.startswith("stale") and value.numel() == 1) or (
+                kind.startswith("scale") and name in truth.floors
+            ):
+                continue
             (error,) = parity.errors(case, {name: wrong}, alone, dtype)
             nearest = min(nearest, error.share)
             if not error.share > 1:

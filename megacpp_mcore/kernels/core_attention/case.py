@@ -152,16 +152,18 @@ class CoreAttentionCase(Case):
         return forward if name == "y" else 2 * forward
 
     def floors(
-        self, directions: Tensors, dtype: torch.dtype, **tensors: Tensor
-    ) -> dict[str, float]:
+        self, truth: Tensors, directions: Tensors, dtype: torch.dtype, **tensors: Tensor
+    ) -> dict[str, float | Tensor]:
         """Flash attention takes dS = P (dP - dy . y) with the output y as it was rounded. Where a
         query sees one key alone, or nearly, dP - dy . y vanishes, and dq with it; the rounding of
-        dy . y, half an epsilon of each of dv terms, times that key does not."""
+        dy . y, half an epsilon of each of dv terms, times that key does not. In float32 dP is
+        rounded as coarsely."""
         dy, v, k = directions["y"], tensors["v"], tensors["k"]
         if not k.numel():
             return {}
         rms = [float(x.double().square().mean().sqrt()) for x in (dy, v, k)]
-        rounded = torch.finfo(dtype).eps / 2 * self.dv**0.5 * rms[0] * rms[1]
+        terms = self.dv * (2 if dtype == torch.float32 else 1)
+        rounded = torch.finfo(dtype).eps / 2 * terms**0.5 * rms[0] * rms[1]
         return {"dq": rounded * rms[2] * self.dqk**-0.5}
 
     def terms(self, name: str) -> int:

@@ -18,6 +18,8 @@ from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces import mamba3_scan
 from megacpp_mcore.surfaces.workload import Workload
 
+# Of a walk's end beyond its usual size; its steps are half as large as the gradient's values.
+_WALKS = 2.0
 _SEQUENTIAL = 512  # tokens: step by step keeps every state alive; chunked is the same, as tested
 
 
@@ -135,6 +137,13 @@ class Mamba3ScanCase(Case):
         walk = math.sqrt(self.seq) if name in ("dangles", "ddt") else 0.0
         return 4 * rotations + 2 * math.pi * rotations + walk
 
+    def floors(
+        self, truth: Tensors, directions: Tensors, dtype: torch.dtype, **tensors: Tensor
+    ) -> dict[str, float | Tensor]:
+        return {
+            name: walk(truth[name], self.seq, dtype) for name in ("dangles", "ddt") if name in truth
+        }
+
     def terms(self, name: str) -> int:
         """Three sums over the tokens, and over a row of the state or of the heads' dim."""
         rank = self.rank or 1
@@ -145,3 +154,16 @@ class Mamba3ScanCase(Case):
         rank = self.rank or 1
         state = self.heads * self.state_dim * self.head_dim
         return 4 * self.batch * self.seq * state * rank
+
+
+def walk(gradient: Tensor, seq: int, dtype: torch.dtype) -> float:
+    """The floor of the gradient of tokens' angles or steps, (..., seq, ...).
+
+    What is summed over all later tokens is rounded once a token: to half an epsilon of terms that
+    are as large as the sum, as these cancel within the memory of the state. Where the roundings add
+    up to depends on the tokens left, and not on how large the gradient is there.
+    """
+    if not gradient.numel():
+        return 0.0
+    usual = float(gradient.double().square().mean().sqrt())
+    return _WALKS * seq**0.5 * torch.finfo(dtype).eps / 2 * usual

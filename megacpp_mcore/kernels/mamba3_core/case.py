@@ -1,6 +1,7 @@
 """The mamba3_core surface's case: the output of an M block's input projection."""
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from megacpp_mcore.hybrid.block_settings import Mamba3Settings
 from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
+from megacpp_mcore.kernels.mamba3.case import walk
 from megacpp_mcore.kernels.mamba3_core.reference import mamba3_core
 from megacpp_mcore.layers.row_padding import row_padding
 from megacpp_mcore.recipe import Recipe
@@ -110,6 +112,17 @@ class Mamba3CoreCase(Case):
         are rounded before the scan."""
         walk = math.sqrt(self.seq) if name in ("dprojected", "ddt_bias") else 0.0
         return (5 if name == "y" else 10) + 2 * math.pi * (1 if name == "y" else 2) + walk
+
+    def floors(
+        self, truth: Tensors, directions: Tensors, dtype: torch.dtype, **tensors: Tensor
+    ) -> dict[str, float | Tensor]:
+        """Of dt and of the angles, as in the scan's case, and of dt's bias."""
+        gradient = truth["dprojected"]
+        floor, ends = gradient.new_zeros(gradient.shape[-1]), [*itertools.accumulate(self.parts)]
+        for part in (4, 7):
+            columns = slice(ends[part - 1], ends[part])
+            floor[columns] = walk(gradient[..., columns], self.seq, dtype)
+        return {"dprojected": floor, "ddt_bias": walk(truth["ddt_bias"], self.seq, dtype)}
 
     def terms(self, name: str) -> int:
         """Sums over the tokens, over a row of the state or of the heads' dim, and over the heads in

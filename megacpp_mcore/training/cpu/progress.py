@@ -7,6 +7,19 @@ from tqdm import tqdm
 
 from megacpp_mcore.terminal import has_room, left, printable
 
+
+def step_line(iteration: int, total: int, loss: float, speed: str, lr: float, norm: float) -> str:
+    """What a run says of a step, but for the time left. loss in nats per token."""
+    return (
+        f"step {iteration}/{total} | loss {loss:.4f} | {speed} | lr {lr:.2e} | grad norm {norm:.3f}"
+    )
+
+
+def held_out_line(iteration: int, loss: float) -> str:
+    """What a run says of an evaluation, in nats per token."""
+    return f"step {iteration} | held-out loss {loss:.4f} nats per token"
+
+
 _BAR = "{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
@@ -44,10 +57,7 @@ class ProgressLog:
             self._bar.set_postfix_str(f"loss {loss:.3f}, {speed}, {rest}", refresh=False)
             self._bar.update()
         elif iteration % self._interval == 0 or iteration == self._total:
-            self.say(
-                f"step {iteration}/{self._total} | loss {loss:.4f} | {speed} | lr {lr:.2e} | grad "
-                f"norm {norm:.3f} | {rest}"
-            )
+            self.say(f"{step_line(iteration, self._total, loss, speed, lr, norm)} | {rest}")
         if iteration % self._interval == 0:
             self._seconds, self._tokens, self._steps = 0.0, 0, 0
 

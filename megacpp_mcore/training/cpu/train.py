@@ -30,7 +30,7 @@ from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.training.cpu import checkpoint, memory, support
 from megacpp_mcore.training.cpu.megatron_setup import build_model, megatron_args, single_process
 from megacpp_mcore.training.cpu.optimizer import build_optimizer, build_scheduler
-from megacpp_mcore.training.cpu.progress import ProgressLog
+from megacpp_mcore.training.cpu.progress import ProgressLog, held_out_line
 from megacpp_mcore.training.cpu.step import Batch, Trainer, TrainingError
 from megacpp_mcore.training.data.blend import check_data
 from megacpp_mcore.training.data.datasets import TokenDataset, batches, build_datasets, order_digest
@@ -264,7 +264,7 @@ class _Run:
             loss = self.trainer.evaluate(list(islice(batches(self.valid_data, size), count)))
         self._evaluation_s = time.perf_counter() - started
         self.receipt.evaluation(self.iteration, loss)
-        log.say(f"step {self.iteration} | held-out loss {loss:.4f} nats per token")
+        log.say(held_out_line(self.iteration, loss))
 
     def save(self) -> Path:
         """Save a checkpoint, and the receipt so far. Returns the checkpoint's folder."""
