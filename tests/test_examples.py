@@ -84,13 +84,29 @@ def test_one_node(run, corpus):
     assert lower(recipe).argv
 
 
-def test_slurm(run, corpus):
+def test_slurm(run, corpus, tmp_path):
     [words] = run("slurm.sbatch", str(corpus), "/shared/out", SLURM_JOB_NUM_NODES="2",
                   SLURM_JOB_NODELIST="n[1-2]", SLURM_JOB_ID="7")  # fmt: skip
-    assert words[:3] == ["srun", "--kill-on-bad-exit=1", "torchrun"]
-    assert words[words.index("--rdzv-endpoint") + 1] == "first:29500"
-    module = words.index("megacpp_mcore.pretrain")
-    own = words[module + 1 :]
+    task = words.index("env")
+    assert words[:task] == [
+        "srun", "--kill-on-bad-exit=1", "--nodes", "2", "--ntasks-per-node", "8",
+    ]  # fmt: skip
+    # What the second task of the second machine runs, in this shell
+    python = tmp_path / "bin" / "python"
+    python.write_text("#!/bin/sh\nenv; printf '%s\\n' -- \"$@\"\n")
+    python.chmod(0o755)
+    slurm = {"SLURM_PROCID": "9", "SLURM_LOCALID": "1"}
+    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        words[task:], env=os.environ | slurm | {"PATH": path}, capture_output=True, text=True
+    )
+    environment, _, arguments = done.stdout.partition("--\n")
+    named = dict(line.split("=", 1) for line in environment.splitlines() if "=" in line)
+    assert {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8",
+            "MASTER_ADDR": "first", "MASTER_PORT": "29500"}.items() <= named.items()  # fmt: skip
+    module, name, out, folder, *own = arguments.splitlines()
+    assert (module, name) == ("-m", "megacpp_mcore.pretrain")
+    assert (out, folder) == ("--megacpp-out", "/shared/out")
     recipe = load_recipe(
         own[own.index("--megacpp-recipe") + 1],
         [own[at + 1] for at, word in enumerate(own) if word == "--megacpp-set"],
