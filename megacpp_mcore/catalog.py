@@ -74,14 +74,15 @@ def _verdicts(
     for backend in REGISTRY[surface].backends:
         why_not = verdicts[backend.name]
         serves = decision is not None and backend.name == decision.observed
-        reason = decision.reason if serves else why_not or _unneeded(backend, decision, requested)
+        passed = backend.passed_over(workload) is not None
+        reason = decision.reason if serves else why_not or _unneeded(passed, decision, requested)
         yield backend.name, _verdict(serves, why_not is None, reason)
 
 
-def _unneeded(backend: Backend, decision: dispatch.Decision | None, requested: str) -> str:
+def _unneeded(passed: bool, decision: dispatch.Decision | None, requested: str) -> str:
     if decision is None:
         return f"can serve, but {requested} is named, which cannot"
-    if requested == dispatch.AUTO and backend.opt_in:
+    if requested == dispatch.AUTO and passed:
         return "can serve where it is named"
     if requested == dispatch.AUTO:
         return f"can serve; {decision.observed} comes first"

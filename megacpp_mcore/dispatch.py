@@ -216,8 +216,8 @@ def _choose(
         if requested not in (AUTO, backend.name):
             continue
         why_not = backend.supports(workload)
-        if why_not is None and backend.opt_in and requested == AUTO:
-            why_not = "serves only where it is named"
+        if why_not is None and requested == AUTO:
+            why_not = backend.passed_over(workload)
         if why_not is None:
             if requested != AUTO:
                 reason = f"named in {source}"

@@ -20,15 +20,23 @@ def bounds_to_end(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return torch.cat((cu_seqlens, cu_seqlens.new_full((1,), tokens)))
 
 
-def positions(tokens: int, cu_seqlens: Tensor) -> Tensor:
-    """(tokens,) how many tokens of its own document come before each one, in cu_seqlens' dtype.
+def document_starts(tokens: int, cu_seqlens: Tensor) -> Tensor:
+    """(tokens,) the first token of each one's document, in cu_seqlens' dtype.
 
-    cu_seqlens: (documents + 1,) integers that never fall from 0; behind the last one positions
-    start anew.
+    cu_seqlens: (documents + 1,) integers that never fall from 0; what stands behind the last one is
+    a document of its own. The host does not wait for the device.
     """
     cu_seqlens = cu_seqlens.contiguous()
-    index = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    return index - cu_seqlens[torch.searchsorted(cu_seqlens, index, right=True) - 1]
+    return cu_seqlens[torch.searchsorted(cu_seqlens, _index(tokens, cu_seqlens), right=True) - 1]
+
+
+def positions(tokens: int, cu_seqlens: Tensor) -> Tensor:
+    """(tokens,) how many tokens of its own document come before each one; as `document_starts`."""
+    return _index(tokens, cu_seqlens) - document_starts(tokens, cu_seqlens)
+
+
+def _index(tokens: int, like: Tensor) -> Tensor:
+    return torch.arange(tokens, dtype=like.dtype, device=like.device)
 
 
 def document_bounds(rows: int, seq: int, documents: int) -> list[int]:

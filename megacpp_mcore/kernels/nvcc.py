@@ -143,7 +143,9 @@ def _compile(nvcc: str, source: Path, architecture: str, path: Path) -> None:
     number = architecture.removeprefix("sm_")
     target = f"-gencode=arch=compute_{number},code={architecture}"  # machine code, no PTX
     command = [nvcc, *_FLAGS, target, "-o", temporary, source]
-    print(f"megacpp: compiling {source.name} for {architecture}: once", file=sys.stderr, flush=True)
+    # In one piece: libraries are compiled side by side.
+    sys.stderr.write(f"megacpp: compiling {source.name} for {architecture}: once\n")
+    sys.stderr.flush()
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         temporary.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ def _surface(name: str, rows: list[dict[str, Any]]) -> str:
     lines = [f"### {name}", "", f"{about[:1].upper()}{about[1:]} Of {blocks}.", "",
              "| backend | role | removes | dtypes | falls back to | measured | leaves when |",
              "|---|---|---|---|---|---|---|"]  # fmt: skip
-    opt_in = {backend.name for backend in REGISTRY[name].backends if backend.opt_in}
+    opt_in = {backend.name for backend in REGISTRY[name].backends if backend.opt_in is True}
     for row in rows:
         if row["surface"] == name:
             role = row["role"] + (", only where named" if row["backend"] in opt_in else "")

@@ -26,8 +26,8 @@ class Backend:
     leaves its own path for Megatron's, the class of Megatron that has it. stand_in: what a bench
     and the admission suite call instead of such a class. supports: None when the backend can serve
     the workload, else a sentence saying why not. opt_in: it serves where it is named, and `auto`
-    passes it over. ruled_out: as supports, but of the recipe that names the backend, and true on
-    any machine: such a recipe is refused.
+    passes it over; or a function of the workload: why `auto` does, or None. ruled_out: as supports,
+    but of the recipe that names the backend, and true on any machine: such a recipe is refused.
 
     role: chosen (what the pinned stack should run on an H200), fallback (plain torch), vendor
     (another package's that we may run) or experimental (runs only when named). removes: the
@@ -43,7 +43,7 @@ class Backend:
     name: str
     implementation: str
     supports: Callable[[Workload], str | None]
-    opt_in: bool = False
+    opt_in: bool | Callable[[Workload], str | None] = False
     stand_in: str | None = None
     ruled_out: Callable[["Recipe", Workload], str | None] | None = None
     role: Role = "vendor"
@@ -64,6 +64,12 @@ class Backend:
     def benched(self) -> str:
         """What a bench and the admission suite call."""
         return self.stand_in or self.implementation
+
+    def passed_over(self, workload: Workload) -> str | None:
+        """Why `auto` does not take it though it can serve, or None."""
+        if callable(self.opt_in):
+            return self.opt_in(workload)
+        return "serves only where it is named" if self.opt_in else None
 
 
 @dataclass(frozen=True)

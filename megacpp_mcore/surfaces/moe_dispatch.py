@@ -188,6 +188,24 @@ def _alltoall(workload: Workload) -> str | None:
     return _streams(workload) or _not_captured(workload)
 
 
+def _slower_gathered(workload: Workload) -> str | None:
+    """Why `auto` takes all-to-all where both can serve: all-gather is not known to be faster."""
+    if _alltoall(workload):
+        return None
+    size, ranks = workload.size, workload.size("expert_model_parallel_size")
+    reasons = {
+        f"{ranks} ranks: faster between two, and not timed between more": ranks != 2,
+        f"{size('host_ranks')} processes a host: faster within one": size("host_ranks") % 2,
+        f"expert_tensor_parallel_size {size('expert_tensor_parallel_size')}: not timed":
+            size("expert_tensor_parallel_size") != 1,
+        "the experts take tokens sorted by expert": not size("routes"),
+        "moe_shared_expert_overlap: the shared expert runs between all-to-all's steps":
+            size("shared_expert_overlap"),
+    }  # fmt: skip
+    found = next((reason for reason, holds in reasons.items() if holds), None)
+    return found or _every_token_goes(workload)
+
+
 def _ruled_out(*reasons):
     """The recipe is refused for the first of `reasons`, which hold on any machine."""
     return lambda recipe, workload: next(filter(None, (why(workload) for why in reasons)), None)
@@ -195,7 +213,10 @@ def _ruled_out(*reasons):
 
 _TESTS = ("tests/layers/test_moe.py", "tests/layers/test_moe_dispatch.py")
 _GPU_TESTS = (*_TESTS, "tests/gpu/test_moe_dispatch_gpu.py")
-_NO_RECEIPT = "a bench runs in one process: `tests/gpu/bench_dispatch.py` times a layer on two GPUs"
+_NO_RECEIPT = (
+    "a bench runs in one process: `tests/gpu/dispatch_over_ranks.py` times a layer on two GPUs "
+    "(docs/deepep.md has what it said)"
+)
 _MEGATRON = "megatron.core.transformer.moe.token_dispatcher"
 _backend = partial(Backend, tests=_TESTS, no_receipt=_NO_RECEIPT, dtypes="the model's")
 
@@ -230,22 +251,22 @@ SURFACE = Surface(
             exit_when="an exchange of torch's or NCCL's is as fast within a host",
         ),
         _backend(
-            ALLTOALL, f"{_MEGATRON}:MoEAlltoAllTokenDispatcher", _alltoall,
-             ruled_out=_ruled_out(_not_captured), tests=_GPU_TESTS,
-            removes="nothing: Megatron's, a permuted copy and NCCL's all-to-all in each direction",
-            layout="tokens [t, h] sorted by expert, counts [experts] on the host",
-            fallback=REFERENCE,
-            exit_when="another serves every layout that it does, and is not slower",
-        ),
-        _backend(
             ALLGATHER, "megacpp_mcore.layers.moe_dispatchers:GatheredTokenDispatcher", always,
-             tests=_GPU_TESTS,
+            opt_in=_slower_gathered, tests=_GPU_TESTS,
             removes="the permuted copies and the host's wait for the counts: every rank of the "
             "group gets every token once. As many bytes as all-to-all where the ranks are as many "
             "as a token's experts, fewer below",
             layout="tokens [ranks t, h] in their order, the router's map and weights",
-            fallback=REFERENCE,
+            fallback=ALLTOALL,
             exit_when="DeepEP is faster with two ranks",
+        ),
+        _backend(
+            ALLTOALL, f"{_MEGATRON}:MoEAlltoAllTokenDispatcher", _alltoall,
+            ruled_out=_ruled_out(_not_captured), tests=_GPU_TESTS,
+            removes="nothing: Megatron's, a permuted copy and NCCL's all-to-all in each direction",
+            layout="tokens [t, h] sorted by expert, counts [experts] on the host",
+            fallback=REFERENCE,
+            exit_when="another serves every layout that it does, and is not slower",
         ),
         _backend(
             HYBRIDEP, f"{_MEGATRON}:MoEFlexTokenDispatcher", _hybridep,

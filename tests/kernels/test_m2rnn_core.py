@@ -11,12 +11,12 @@ from admission_probes import poisoned_memory, strided
 from megacpp_mcore import dispatch
 from megacpp_mcore.kernels import m2rnn_core as definition
 from megacpp_mcore.kernels import parity
-from megacpp_mcore.kernels.documents import positions
+from megacpp_mcore.kernels.documents import document_starts, positions
 from megacpp_mcore.kernels.m2rnn import M2RNNInputError, cuda, m2rnn
 from megacpp_mcore.kernels.m2rnn_core import around, triton
 from megacpp_mcore.kernels.m2rnn_core.case import M2RNNCoreCase
 from megacpp_mcore.kernels.m2rnn_core.prep import conv_and_decay, gated_norm
-from megacpp_mcore.kernels.m2rnn_core.reference import document_starts, heads_of
+from megacpp_mcore.kernels.m2rnn_core.reference import heads_of
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.surfaces.registry import REGISTRY
 
@@ -49,7 +49,7 @@ def test_the_kernels_around_the_recurrence_against_autograd(name):
     starts = offset = None
     if bounds is not None:
         bounds = torch.tensor(bounds, dtype=torch.int32)
-        starts = document_starts(bounds, case.seq)
+        starts = document_starts(case.seq, bounds)
         offset = positions(case.seq, bounds).view(-1, 1, 1)
     wide = {n: t.double().requires_grad_() for n, t in tensors.items() if n != "W"}
     padding = tensors["projected"].shape[-1] - sum(case.parts)

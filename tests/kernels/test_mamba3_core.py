@@ -10,11 +10,11 @@ from admission_probes import poisoned_memory
 from megacpp_mcore import dispatch
 from megacpp_mcore.kernels import mamba3_core as definition
 from megacpp_mcore.kernels import parity
+from megacpp_mcore.kernels.documents import document_starts
 from megacpp_mcore.kernels.mamba3 import Mamba3InputError
 from megacpp_mcore.kernels.mamba3_core import around, scan, triton
 from megacpp_mcore.kernels.mamba3_core.case import Mamba3CoreCase
 from megacpp_mcore.kernels.mamba3_core.prep import mamba3_prep
-from megacpp_mcore.kernels.mamba3_core.reference import document_starts
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.surfaces.registry import REGISTRY
 
@@ -93,7 +93,7 @@ def test_the_kernels_around_the_scan_against_autograd(monkeypatch, name):
     sizes, tensors = sizes_of(case), parity.drawn(case, dtype, "cpu", seed=len(name))
     starts = None
     if bounds is not None:
-        starts = document_starts(torch.tensor(bounds), case.seq)
+        starts = document_starts(case.seq, torch.tensor(bounds, dtype=torch.int32))
     wide = {n: t.double().requires_grad_() for n, t in tensors.items()}
     expected = inside(case, wide, starts)
     keys = ("q", "k_unscaled", "qk", "adt", "scale", "gamma")

@@ -230,13 +230,34 @@ def asked(*overrides):
 
 def test_absent_it_is_passed_over_with_the_reason_and_refused_by_name(no_deep_ep):
     decision = dispatch.choose("moe_dispatch", asked())
-    assert decision.observed == "alltoall"
+    assert decision.observed == "allgather"
     assert "deepep: cannot import deep_ep: ModuleNotFoundError" in decision.reason
     assert "docs/deepep.md" in decision.reason
     with pytest.raises(dispatch.DispatchError, match=r"'deepep' is named .* cannot import deep_ep"):
         dispatch.choose("moe_dispatch", asked(), {"moe_dispatch": "deepep"})
     dispatch.strict(True)
-    assert dispatch.choose("moe_dispatch", asked()).observed == "alltoall", "absent, not broken"
+    assert dispatch.choose("moe_dispatch", asked()).observed == "allgather", "absent, not broken"
+
+
+FOUR = ["parallel.expert_model_parallel_size=4", "launch.nproc_per_node=4"]
+NOT_GATHERED = {
+    "four ranks": (FOUR, "4 ranks: faster between two"),
+    "two hosts": (["launch.nproc_per_node=1", "launch.nnodes=2"], "1 processes a host"),
+    "sorted rows": (["backends.moe_experts=grouped_mm"], "sorted by expert"),
+    "overlap": (["moe.moe_shared_expert_overlap=true"], "moe_shared_expert_overlap"),
+    "dropped": (["moe.moe_expert_capacity_factor=1.0"], "moe_expert_capacity_factor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_GATHERED)
+def test_all_gather_is_taken_where_it_was_faster_and_elsewhere_by_name(no_deep_ep, name):
+    overrides, reason = NOT_GATHERED[name]
+    workload = asked(*overrides)
+    decision = dispatch.choose("moe_dispatch", workload)
+    assert decision.observed == "alltoall"
+    assert reason in decision.reason.partition("allgather: ")[2]
+    named = dispatch.choose("moe_dispatch", workload, {"moe_dispatch": "allgather"})
+    assert named.observed == "allgather"
 
 
 FAILURES = {

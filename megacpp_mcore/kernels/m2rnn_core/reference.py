@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from megacpp_mcore.kernels.documents import positions
@@ -74,9 +73,3 @@ def check_inputs(projected: Tensor, parts: Sequence[int], cu_seqlens: Tensor | N
         raise M2RNNInputError(
             f"cu_seqlens packs documents into one row, the batch is {projected.shape[1]}"
         )
-
-
-def document_starts(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """(tokens,) int32, the first token of each token's document."""
-    token = torch.arange(tokens, dtype=torch.int32, device=cu_seqlens.device)
-    return token - positions(tokens, cu_seqlens).to(torch.int32)

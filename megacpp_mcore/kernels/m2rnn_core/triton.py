@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from megacpp_mcore.kernels.device_guard import device_of
+from megacpp_mcore.kernels.documents import document_starts
 from megacpp_mcore.kernels.m2rnn import M2RNNInputError, cuda
 from megacpp_mcore.kernels.m2rnn_core import around
-from megacpp_mcore.kernels.m2rnn_core.reference import check_inputs, document_starts, heads_of
+from megacpp_mcore.kernels.m2rnn_core.reference import check_inputs, heads_of
 
 
 def m2rnn_core(
@@ -46,7 +47,7 @@ def m2rnn_core(
     bounds = starts = None
     if cu_seqlens is not None:
         bounds = cu_seqlens.to(device=projected.device, dtype=torch.int32).contiguous()
-        starts = document_starts(bounds, projected.shape[0])
+        starts = document_starts(projected.shape[0], bounds)
     return _forward(
         projected, conv_weight, conv_bias, A_log, dt_bias, W, D, norm_weight, bounds, starts, heads,
         k_dim, v_dim, eps, chunk_size, grad_clamp, tanh == "exact",

@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from megacpp_mcore.kernels.documents import bounds_to_end
 from megacpp_mcore.kernels.mamba3 import mamba3_scan
 from megacpp_mcore.kernels.mamba3.inputs import Mamba3InputError, Mamba3State
 from megacpp_mcore.kernels.mamba3_core.prep import mamba3_prep
@@ -76,11 +74,3 @@ def check_inputs(projected: Tensor, parts: Sequence[int], cu_seqlens: Tensor | N
         raise Mamba3InputError(
             f"cu_seqlens packs documents into one row, the batch is {projected.shape[1]}"
         )
-
-
-def document_starts(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """(tokens,) the first token of each token's document, int32. The host does not wait for the
-    device."""
-    bounds = bounds_to_end(cu_seqlens, tokens).to(torch.int32)
-    token = torch.arange(tokens, dtype=torch.int32, device=bounds.device)
-    return bounds[torch.searchsorted(bounds, token, right=True) - 1]

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from megacpp_mcore.kernels.device_guard import device_of
+from megacpp_mcore.kernels.documents import document_starts
 from megacpp_mcore.kernels.mamba3.inputs import Mamba3InputError, Mamba3State
 from megacpp_mcore.kernels.mamba3.reference import rotate
 from megacpp_mcore.kernels.mamba3_core import around, scan
-from megacpp_mcore.kernels.mamba3_core.reference import check_inputs, document_starts
+from megacpp_mcore.kernels.mamba3_core.reference import check_inputs
 
 _BYTES = 16  # in_proj's rows are padded to multiples of them
 
@@ -51,7 +52,9 @@ def mamba3_core(
     sizes = around.Sizes(heads, head_dim, groups, state_dim, angles, decay, decay_floor, eps)
     check_inputs(projected, sizes.parts, cu_seqlens)
     _check(projected)
-    starts = None if cu_seqlens is None else document_starts(cu_seqlens, projected.shape[0])
+    starts = None
+    if cu_seqlens is not None:
+        starts = document_starts(projected.shape[0], cu_seqlens.to(torch.int32))
     tensors = (projected, dt_bias, B_weight, C_weight, B_bias, C_bias, D)
     save = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if initial_state is not None or return_final_state:
