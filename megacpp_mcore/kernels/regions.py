@@ -71,7 +71,9 @@ class Distance:
 
     @property
     def share(self) -> float:
-        return self.error / self.bound if self.bound else math.inf * (self.error > 0 or 0)
+        if self.bound:
+            return self.error / self.bound
+        return math.inf if self.error else 0.0
 
 
 def grid(values: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ GENERATORS: dict[str, Generator] = {
     "benches": measurements.benches,
     "layouts": measurements.layouts,
     "training": measurements.training,
+    "dispatch": measurements.dispatch,
     "gpu-tests": measurements.gpu_tests,
     "keys": lambda words, receipts: key_tables.section(words),
     "backends": lambda words, receipts: catalog_tables.surfaces(),

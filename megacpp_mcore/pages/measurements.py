@@ -5,6 +5,7 @@ links to its receipt. A row whose receipt is from before receipts had the code's
 "history": what was measured then, with kernels that may since be others.
 """
 
+import json
 import re
 import statistics
 from collections.abc import Iterator, Sequence
@@ -149,6 +150,21 @@ def training(words: str, folder: Path) -> str:
         training_loss(run),
     ]  # fmt: skip
     return "\n".join(["```", *lines, "```"])
+
+
+def dispatch(words: str, folder: Path) -> str:
+    """A row a dispatcher, from the JSON of `tests/gpu/dispatch_over_ranks.py time`. words: the
+    file, beside `folder`."""
+    path = folder.parent / words.strip()
+    times = json.loads(path.read_text())
+    head = ["dispatcher, experts", "ms", "forward", "peak MiB beyond what it began with"]
+    rows = []
+    for name, milliseconds in sorted(times["forward_backward"].items(), key=lambda item: item[1]):
+        way, _, experts = name.partition("+")
+        forward, peak = times["forward"][name], times["peak MiB"][name]
+        label = f"`{way}`, `{experts or 'fused_moe'}`"
+        rows.append([label, f"{milliseconds:.2f}", f"{forward:.2f}", f"{peak:,.0f}"])
+    return f"[Its file](examples/receipts/{words.strip()}):\n\n{_table(head, rows)}"
 
 
 def gpu_tests(words: str, folder: Path) -> str:

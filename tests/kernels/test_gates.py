@@ -4,12 +4,13 @@ What is changed are the definition's own values in the model's dtype, one tensor
 """
 
 import dataclasses
+import math
 
 import pytest
 import torch
 from wrong_results import mutated
 
-from megacpp_mcore.kernels import parity
+from megacpp_mcore.kernels import parity, regions
 from megacpp_mcore.kernels.case import BoundBackend, case_class
 from megacpp_mcore.kernels.core_attention.case import CoreAttentionCase
 from megacpp_mcore.surfaces.registry import REGISTRY
@@ -77,3 +78,23 @@ def test_a_gradient_of_the_loss_with_another_sign_and_size_is_refused():
     values["dhidden"] = values["dhidden"] * -100
     (worst, *_) = parity.errors(case, values, truth, torch.bfloat16)
     assert worst.name == "dhidden" and worst.share > 10
+
+
+def test_where_nothing_is_allowed_nothing_is():
+    assert regions.Distance(0.1, 0.0, "").share == math.inf
+    assert regions.Distance(0.0, 0.0, "").share == 0
+
+
+def test_a_factor_common_to_many_values_is_refused_below_what_each_may_be_off():
+    """And a floor is of the columns that it is given for."""
+    truth = torch.randn(256, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    exact = regions.Rounding([regions.Draw.of(truth, truth)] * regions.DRAWS)
+    off = truth * (1 + 0.03 * torch.randn(truth.shape).double().sign())
+    assert regions.worst(off, truth, exact, 0.06).share <= 1
+    assert regions.worst(truth * 1.02, truth, exact, 0.06).share > 1
+    floor, wrong = torch.zeros(64).double(), truth.clone()
+    floor[:8], wrong[:, :8] = 1.0, 0.0
+    assert regions.worst(wrong, truth, exact, 0.06).share > 1
+    assert regions.worst(wrong, truth, exact, 0.06, 3 * floor).share <= 1
+    wrong[:, 8] = 0
+    assert regions.worst(wrong, truth, exact, 0.06, 3 * floor).share > 1

@@ -11,7 +11,7 @@ from megacpp_mcore import catalog, receipts
 from megacpp_mcore.receipts.intervals import time_ratio
 from megacpp_mcore.receipts.judge import MARGIN, judge_rows
 from megacpp_mcore.receipts.table import table
-from megacpp_mcore.surfaces.figures import claims_by_receipt
+from megacpp_mcore.surfaces.figures import Figure, claims_by_receipt, is_current
 from megacpp_mcore.surfaces.registry import REGISTRY
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples/receipts/h200"
@@ -31,7 +31,11 @@ def _rows(name):
 
 
 BACKENDS = [(surface, backend) for surface in REGISTRY.values() for backend in surface.backends]
-MEASURED = [(surface, backend) for surface, backend in BACKENDS if backend.receipt]
+MEASURED = [
+    (surface, backend)
+    for surface, backend in BACKENDS
+    if backend.receipt and is_current(backend.receipt)
+]
 
 
 @pytest.mark.parametrize(
@@ -84,8 +88,21 @@ def test_the_figures_that_a_catalog_row_shows_are_its_receipts(row):
 
 @pytest.mark.parametrize("surface", REGISTRY.values(), ids=REGISTRY)
 def test_every_figure_that_the_catalog_names_is_in_its_receipt(surface):
-    for entry in surface.backends:
-        assert all(figure.is_known() for figure in entry.figures), entry.name
+    """Or can be measured: then no figure of an earlier receipt is shown."""
+    script = (FOLDER.parents[1] / "rerun_receipts.sh").read_text()
+    figures = [figure for backend in surface.backends for figure in backend.figures]
+    figures += [Figure(b.receipt, b.name) for b in surface.backends if b.receipt]
+    for figure in figures:
+        if is_current(figure.receipt):
+            served = _of_a_model(figure.receipt)
+            assert served or figure.is_known(), figure
+        else:
+            assert f" {figure.receipt.removesuffix('.json')} " in script, figure
+            assert figure.text() is None
+
+
+def _of_a_model(name):
+    return receipts.read(FOLDER / name)["problem"]["surface"] in ("layer", "model")
 
 
 def test_chunked_losses_take_nine_tenths_of_ligers_mean_and_little_more_than_the_products():
@@ -174,6 +191,8 @@ def _passed_over(surface):
         receipt = receipts.read(path)
         if receipt["kind"] != "bench" or receipt["problem"]["surface"] != surface.name:
             continue
+        if not is_current(path.name):
+            continue
         rows, _ = _rows(path.stem)
         served = [b.name for b in surface.backends if (b.name, "forward_backward") in rows]
         for first, later in itertools.combinations(served, 2):
@@ -192,4 +211,6 @@ def test_auto_takes_the_faster_first_or_the_catalog_says_why_not(surface):
     opt_in = {backend.name for backend in surface.backends if backend.opt_in}
     explained = {(b.name, later) for b in surface.backends for later in b.before}
     found = {pair for pair in _passed_over(surface) if not opt_in & set(pair)}
-    assert found == explained, "the order and the reasons in the surface's file"
+    assert found <= explained, "the order and the reasons in the surface's file"
+    if all(is_current(b.receipt) for b in surface.backends if b.receipt):
+        assert found == explained, "a reason for what no receipt says"
