@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.commands.generate import add_model_arguments, device_of
@@ -10,7 +11,7 @@ from megacpp_mcore.errors import MegacppError
 _EPILOG = """\
 examples:
   megacpp evaluate runs/nam56r-tiny --data runs/data/torch-include
-  megacpp evaluate runs/nam56r-tiny --data data/other --documents 0:200 --json
+  megacpp evaluate runs/nam56r-tiny --data data/other --documents 0:200 --html other.html --json
 
 Without --documents, of the run's own data what data.split held out for validation is judged, of
 other data everything. Bits per byte count every token, ends of documents included, over the bytes
@@ -40,12 +41,14 @@ def register(subparsers: Any) -> None:
     add("--order", type=int, metavar="N",
         help="of the n-gram baseline, 2 to 16 (default: 5, less for a large vocabulary; one that "
         "is named and does not fit the vocabulary is refused)")  # fmt: skip
+    add("--html", type=Path, metavar="FILE",
+        help="write a page: loss by position, bits per byte by kind, baselines")  # fmt: skip
     add("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Judge and print."""
+    """Judge, print, and write the page."""
     if args.tokens < 1 or not (args.order is None or 2 <= args.order <= 16):
         raise MegacppError("--tokens must be at least 1, --order from 2 to 16")
     documents = _range(args.documents)
@@ -61,6 +64,11 @@ def run(args: argparse.Namespace) -> int:
         "run": str(args.run_folder), "iteration": source.iteration, "recipe": source.name,
         "data": args.data, "device": device, **result,
     }  # fmt: skip
+    if args.html:
+        from megacpp_mcore.inference.evaluation_page import page
+        from megacpp_mcore.receipts.html import write_page
+
+        write_page(page(result), args.html)
     print(json.dumps(result, indent=2) if args.json else _page(result))
     return 0
 

@@ -72,12 +72,12 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _html(args: argparse.Namespace) -> int:
     from megacpp_mcore import receipts
-    from megacpp_mcore.receipts.html import PAGE, receipt_of, write_page
+    from megacpp_mcore.receipts.html import PAGE, page, receipt_of, write_page
 
     paths = [receipt_of(run) for run in args.runs]
     out = args.out or paths[0].parent / PAGE
     runs = [(str(run), receipts.read(path)) for run, path in zip(args.runs, paths, strict=True)]
-    write_page(runs, out)
+    write_page(page(runs), out)
     print(out)
     return 0
 

@@ -138,10 +138,10 @@ def _finished(recipe: Recipe, out: Path, steps: int | None) -> str | None:
 
 
 def _report(receipt: dict[str, Any], out: Path, verbose: bool) -> None:
-    from megacpp_mcore.receipts.html import PAGE, write_page
+    from megacpp_mcore.receipts.html import PAGE, page, write_page
     from megacpp_mcore.receipts.show import show, training_loss
 
-    write_page([(str(out), receipt)], out / PAGE)
+    write_page(page([(str(out), receipt)]), out / PAGE)
     print(show(receipt, str(out / "receipt.json"), verbose=verbose))
     if line := training_loss(receipt):
         print(f"\n{line}")

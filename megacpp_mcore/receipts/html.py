@@ -38,12 +38,11 @@ pre { background: var(--soft); padding: .7rem; overflow-x: auto; font-size: 12px
 """  # noqa: E501
 
 
-def write_page(runs: Sequence[tuple[str, Receipt]], out: Path) -> None:
-    """Write `page` to `out`. Raises as it does, and ReceiptWriteError."""
-    text = printable(page(runs))
+def write_page(text: str, out: Path) -> None:
+    """Write a `document` to `out`. Raises ReceiptWriteError."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(out, text)
+        write_atomically(out, printable(text))
     except OSError as error:
         raise ReceiptWriteError(f"cannot write {out}: {error.strerror}") from error
 
@@ -58,6 +57,11 @@ def page(runs: Sequence[tuple[str, Receipt]]) -> str:
     parts = [f"<h1>{_text(title)}</h1>", _summary(runs), _charts(runs)]
     parts += [_comparison(runs[0], other) for other in runs[1:]]
     parts += [_run(name, run) for name, run in runs]
+    return document(title, parts)
+
+
+def document(title: str, parts: Sequence[str]) -> str:
+    """A whole page of `parts`, which are HTML."""
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n<meta name="viewport" '
         f'content="width=device-width, initial-scale=1">\n<title>{_text(title)}</title>\n'
@@ -101,9 +105,14 @@ def _charts(runs: Sequence[tuple[str, Receipt]]) -> str:
         curves = [_points(run[group], column, unit) for _, run in runs]
         levels = _entropies(runs) if (group, column) == ("series", "loss") else {}
         if any(steps for steps, _ in curves):
-            chart = _chart(curves, levels)
-            figures.append(f"<figure><figcaption>{caption}</figcaption>{chart}</figure>")
-    return f'<div class="charts">{"".join(figures)}</div>'
+            figures.append((caption, chart(curves, levels)))
+    return side_by_side(figures)
+
+
+def side_by_side(figures: Sequence[tuple[str, str]]) -> str:
+    """Figures (caption, HTML) in as many columns as the screen has room for."""
+    each = (f"<figure><figcaption>{_text(c)}</figcaption>{body}</figure>" for c, body in figures)
+    return f'<div class="charts">{"".join(each)}</div>'
 
 
 def _entropies(runs: Sequence[tuple[str, Receipt]]) -> dict[str, float]:
@@ -121,19 +130,22 @@ def _points(group: Mapping[str, list], column: str, unit: int) -> tuple[list[int
     return steps, [value / unit for value in values]
 
 
-def _chart(
-    curves: Sequence[tuple[list[int], list[float]]], levels: Mapping[str, float] | None = None
-) -> str:
+def chart(
+    curves: Sequence[tuple[list[int], list[float]]], levels: Mapping[str, float] | None = None, *,
+    across: str = "step", in_octaves: bool = False,
+) -> str:  # fmt: skip
     """Lines over the steps, one a run, with the ends of both axes told. levels: dashed lines across
-    the chart, by name."""
+    the chart, by name. across: what the lines go over, where not over steps. in_octaves: its axis
+    is logarithmic, and its values are at least 1."""
     levels = levels or {}
+    scale = math.log2 if in_octaves else float
     steps = [step for xs, _ in curves for step in xs]
     values = [*(value for _, ys in curves for value in ys), *levels.values()]
     low, high, first, last = min(values), max(values), min(steps), max(steps)
-    tall, wide = (high - low) or 1.0, (last - first) or 1
+    tall, wide = (high - low) or 1.0, (scale(last) - scale(first)) or 1
 
     def place(step: int, value: float) -> str:
-        x = _LEFT + (step - first) / wide * (_WIDTH - _LEFT - 8)
+        x = _LEFT + (scale(step) - scale(first)) / wide * (_WIDTH - _LEFT - 8)
         y = 8 + (high - value) / tall * (_HEIGHT - _BOTTOM - 16)
         return f"{x:.1f},{y:.1f}"
 
@@ -156,7 +168,7 @@ def _chart(
                      f"{_text(name)} {number(value)}</text>")  # fmt: skip
     base = _HEIGHT - _BOTTOM
     words = [(_LEFT - 6, 14, "end", number(high)), (_LEFT - 6, base - 4, "end", number(low)),
-             (_LEFT, _HEIGHT - 6, "start", f"step {first:,}"),
+             (_LEFT, _HEIGHT - 6, "start", f"{across} {first:,}"),
              (_WIDTH - 8, _HEIGHT - 6, "end", f"{last:,}")]  # fmt: skip
     labels = "".join(
         f'<text x="{x}" y="{y}" text-anchor="{side}">{_text(said)}</text>'
@@ -214,6 +226,17 @@ def _goodput(run: Receipt) -> str:
             keys.append(f'<span class="key" style="background:{colour}"></span>{_text(name)} '
                         f"{percent(spent / wall)}")  # fmt: skip
     return f'<div class="bar">{"".join(pieces)}</div><p>{"".join(keys)}</p>'
+
+
+def bars(rows: Sequence[tuple[str, float]]) -> str:
+    """Names with their values, at least 0, as a table of bars."""
+    most = max((value for _, value in rows), default=0.0) or 1.0
+    cells = [
+        [_text(name), number(value), f'<div class="bar"><span style="width:{100 * value / most:.1f}'
+         f'%;background:{_colour(0)}"></span></div>']
+        for name, value in rows
+    ]  # fmt: skip
+    return _table(("", "", ""), cells)
 
 
 def _colour(at: int) -> str:

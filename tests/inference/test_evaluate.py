@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import Counter
 
 import numpy as np
@@ -143,12 +144,41 @@ class TestKinds:
         assert packed_kinds([f".{n}" for n in range(256)]) is None
 
 
+def check_page(text, found):
+    """Every position is a point, at the height of its loss; every model and kind is a bar."""
+    assert text.startswith("<!DOCTYPE html>") and "http" not in text and "<script" not in text
+    points = [
+        tuple(map(float, p.split(","))) for p in re.search(r'points="([^"]+)"', text)[1].split()
+    ]
+    assert len(points) == len(found["positions"])
+    levels = [float(y) for y in re.findall(r'd="M60 ([\d.]+)H392"[^>]*dasharray', text)]
+    assert len(levels) == len(found["baselines"])
+    losses = [row["loss"] for row in (*found["positions"], *found["baselines"])]
+    heights = [y for _, y in points] + levels
+    tall = (max(heights) - min(heights)) / (max(losses) - min(losses))
+    for loss, y in zip(losses, heights, strict=True):
+        assert y == pytest.approx(min(heights) + (max(losses) - loss) * tall, abs=0.11)
+    octaves = [math.log2(row["to"]) for row in found["positions"]]
+    for octave, (x, _) in zip(octaves, points, strict=True):
+        share = (octave - octaves[0]) / (octaves[-1] - octaves[0])
+        assert x == pytest.approx(60 + share * 332, abs=0.11)
+    widths = [float(w) for w in re.findall(r'style="width:([\d.]+)%', text)]
+    models = [found["bits_per_byte"], *(row["bits_per_byte"] for row in found["baselines"])]
+    kinds = [row["bits_per_byte"] for row in found["kinds"]]
+    expected = [100 * bits / max(group) for group in (models, kinds) for bits in group]
+    assert widths == pytest.approx(expected, abs=0.06)
+    for row in (*found["baselines"], *found["kinds"]):
+        assert row.get("name", row.get("kind")) in text
+
+
 @pytest.mark.slow
 def test_the_command(small_run, corpus, tmp_path, capsys):
     words = ["evaluate", str(small_run), "--data", str(corpus), "--documents", "0:3",
              "--tokens", "6000", "--order", "3"]  # fmt: skip
-    assert cli.main([*words, "--json"]) == 0
+    page = tmp_path / "x.html"
+    assert cli.main([*words, "--json", "--html", str(page)]) == 0
     found = json.loads(capsys.readouterr().out)
+    check_page(page.read_text(), found)
     rows = found["positions"]
     assert sum(row["tokens"] for row in rows) == found["tokens"]
     mean = sum(row["tokens"] * row["loss"] for row in rows) / found["tokens"]
