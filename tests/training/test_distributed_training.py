@@ -126,9 +126,9 @@ def test_bf16_with_float32_parameters_goes_on(sharding, train):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dp2", "ep2"])
+@pytest.mark.parametrize("name", ["tp2-ep2", "pp2-vpp2"])
 def test_an_update_in_one_pass_is_megatrons(name, train, one):
-    """Clipping bites in every step; ep2 has two optimizers, with one norm."""
+    """Clipping bites in every step. tp2-ep2 has two optimizers with one norm."""
     assert min(one["norms"]) > 1
     assert_same(train(f"{name}-fused", *LAYOUTS[name], fused=True), one, FP32, f"{name}, fused")
 

@@ -64,7 +64,7 @@ def test_what_it_cannot_do_stays_megatrons_and_is_said(changes, message):
     dispatch.begin(say_each=False)
     fused_update.install(optimizer, wanted=True)
     [decision] = [d for d in dispatch.decisions() if d.surface == "optimizer"]
-    assert decision.observed == "megatron" and message in decision.reason
+    assert decision.observed == "unfused" and message in decision.reason
     assert "step" not in vars(optimizer)
 
 
@@ -73,5 +73,5 @@ def test_the_recipe_may_ask_for_megatrons():
     dispatch.begin(say_each=False)
     fused_update.install(optimizer, wanted=False)
     [decision] = [d for d in dispatch.decisions() if d.surface == "optimizer"]
-    assert decision.requested == decision.observed == "megatron"
+    assert decision.requested == decision.observed == "unfused"
     assert "step" not in vars(optimizer)

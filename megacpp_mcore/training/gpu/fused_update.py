@@ -17,6 +17,7 @@ from megacpp_mcore.kernels import adam
 from megacpp_mcore.kernels.adam import Shard, Table
 
 _STATES = ("exp_avg", "exp_avg_sq")
+_FUSED, _APART = "fused", "unfused"  # as a decision says it; unfused is Megatron's own
 
 
 def install(optimizer: Any, wanted: bool) -> None:
@@ -29,8 +30,8 @@ def install(optimizer: Any, wanted: bool) -> None:
         optimizer.step = FusedUpdate(optimizer)
     dispatch.record(
         dispatch.Decision(
-            surface="optimizer", requested="fused" if wanted else "megatron",
-            observed="megatron" if reason else "fused", reason=reason or "the recipe's",
+            surface="optimizer", requested=_FUSED if wanted else _APART,
+            observed=_APART if reason else _FUSED, reason=reason or "the recipe's",
             implementation=f"{type(optimizer).__module__}:{type(optimizer).__name__}"
             if reason else f"{__name__}:{FusedUpdate.__name__}",
         )
