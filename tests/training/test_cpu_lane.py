@@ -213,7 +213,42 @@ def test_a_long_run_keeps_no_memory_and_no_descriptor(small_recipe, tmp_path, mo
     assert max(descriptors) == min(descriptors) and max(threads) <= min(threads) + 2
 
 
-@pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "SIGKILL"])
+STOPPED_BY_ITSELF = """
+import os, signal, sys, threading, time
+from megacpp_mcore.cli import main
+
+def stop():
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+threading.Thread(target=stop, daemon=True).start()
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def assert_stopped_and_saved(way: str, status: int, out: Path, said: str) -> None:
+    assert status == 128 + getattr(signal, way)
+    receipt = receipts.read(out / "receipt.json")
+    last = receipt["series"]["step"][-1]
+    assert receipt["result"]["status"] == "interrupted"
+    assert checkpoint.latest(out / "checkpoints").name == f"iter_{last:07d}"
+    assert f"{way}: stopped after step {last}, which is saved" in said
+
+
+def test_sigterm_stops_a_run_which_saves(small_recipe, tmp_path):
+    out = tmp_path / "run"
+    saved = out / "checkpoints" / "latest_checkpointed_iteration.txt"
+    arguments = words(small_recipe, out, "--set", "schedule.train_iters=200")
+    assert arguments[:2] == ["-m", "megacpp_mcore.cli"]
+    done = subprocess.run(
+        [warm.python(), "-c", STOPPED_BY_ITSELF, str(saved), *arguments[2:]],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert_stopped_and_saved("SIGTERM", done.returncode, out, done.stderr)
+
+
+@pytest.mark.parametrize("way", ["SIGINT", "SIGKILL"])
 def test_a_run_that_is_stopped_saves_where_it_can_and_leaves_nothing_behind(
     way, small_recipe, tmp_path
 ):
@@ -238,12 +273,7 @@ def test_a_run_that_is_stopped_saves_where_it_can_and_leaves_nothing_behind(
         assert status == -signal.SIGKILL
         assert checkpoint.latest(out / "checkpoints").name == "iter_0000003"
         return
-    assert status == 128 + number
-    receipt = receipts.read(out / "receipt.json")
-    last = receipt["series"]["step"][-1]
-    assert receipt["result"]["status"] == "interrupted"
-    assert checkpoint.latest(out / "checkpoints").name == f"iter_{last:07d}"
-    assert f"{way}: stopped after step {last}, which is saved" in err.read_text()
+    assert_stopped_and_saved(way, status, out, err.read_text())
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(small_recipe, tmp_path):

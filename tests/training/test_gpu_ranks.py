@@ -70,10 +70,6 @@ def module(tmp_path: Path, monkeypatch) -> str:
     return "a_rank_in_miniature"
 
 
-def test_ranks_that_end_well(module):
-    assert run_ranks(module, ["ends"], 2) == RanksOutcome(0)
-
-
 @pytest.fixture
 def marked(monkeypatch) -> Marked:
     """The processes of the test's ranks."""
