@@ -6,14 +6,22 @@ import json
 import logs
 import pytest
 
+
+def note(name, when, outcome, s=0.0, said="", printed=""):
+    return {"id": f"t/{name}", "when": when, "outcome": outcome, "s": s, "said": said,
+            "printed": printed}  # fmt: skip
+
+
 NOTES = [
     {"collected": ["t/test_a.py::one[x]", "t/test_a.py::two", "t/test_b.py::three"]},
-    {"id": "t/test_a.py::one[x]", "outcome": "passed", "s": 1.0, "said": "", "printed": ""},
-    {"id": "t/test_a.py::one[x]", "outcome": "passed", "s": 2.0, "said": "", "printed": "5 ms\n"},
-    {"id": "t/test_b.py::three", "outcome": "skipped", "s": 0, "said": "no GPU", "printed": ""},
+    note("test_a.py::one[x]", "setup", "passed", 1.0),
+    note("test_a.py::one[x]", "call", "passed", 2.0, printed="5 ms\n"),
+    note("test_b.py::three", "setup", "skipped", said="no GPU"),
 ]
-FAILED = {"id": "t/test_a.py::two", "outcome": "failed", "s": 1.0, "said": "E  boom", "printed": ""}
-PASSED = FAILED | {"outcome": "passed", "said": ""}
+FAILED = note("test_a.py::two", "call", "failed", 1.0, "E  boom")
+PASSED = note("test_a.py::two", "call", "passed", 1.0)
+SET_UP = note("test_a.py::two", "setup", "passed")
+TORN_DOWN = note("test_a.py::two", "teardown", "failed", said="E  boom")
 
 
 @pytest.fixture
@@ -37,12 +45,13 @@ def test_a_log_a_file_with_every_outcome(run):
     assert "skipped     0.0 s  three: no GPU" in found["test_b"]
 
 
-@pytest.mark.parametrize("notes", [(), (FAILED,), (PASSED, FAILED), (FAILED, PASSED)])
+@pytest.mark.parametrize("notes", [(), (SET_UP,), (FAILED,), (PASSED, TORN_DOWN), (FAILED, PASSED)])
 def test_what_failed_or_was_not_run_fails_the_run(run, notes):
     status, found = run(*NOTES, *notes)
     last = found["test_a"].splitlines()[-1]
-    assert status == 1 and last.startswith(f"1 passed, 1 {'failed' if notes else 'not run'}, ")
-    assert ("E  boom" in found["test_a"]) == bool(notes)
+    told = notes not in ((), (SET_UP,))
+    assert status == 1 and last.startswith(f"1 passed, 1 {'failed' if told else 'not run'}, ")
+    assert ("E  boom" in found["test_a"]) == told
 
 
 def test_a_run_of_no_tests_fails(run):
