@@ -145,7 +145,7 @@ def _compile(source: Source, archs: Sequence[str], jobs: int, place: Path, say: 
     out, log = place / f"{source.stem}.new", place / f"{source.stem}.log"
     shutil.rmtree(out, ignore_errors=True)
     of = f" for sm_{', sm_'.join(archs)}" if source.lists_architectures else ""
-    say(f"{source.name} {source.version}: compiling{of}, {jobs} at a time; output in {log}")
+    say(f"{source.name} {source.version}: building{of}, {jobs} files at a time; output in {log}")
     command = ["wheel", "-v", "--no-deps", "--no-build-isolation", "--no-index", "-w", out, tree]
     began = time.monotonic()
     with open(log, "wb") as file, _running(pip_command(*command), environment) as child:
