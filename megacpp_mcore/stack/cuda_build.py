@@ -25,6 +25,7 @@ from megacpp_mcore.files import cache_folder
 from megacpp_mcore.kernels.nvcc import find_nvcc
 from megacpp_mcore.stack.cuda_packages import (
     PACKAGES,
+    CudaBuildError,
     CudaPackageError,
     in_file_names,
     pip,
@@ -156,7 +157,7 @@ def _compile(source: Source, archs: Sequence[str], jobs: int, place: Path, say: 
         status = child.wait()
     built = list(out.glob(f"{source.stem}-*.whl"))
     if status or len(built) != 1:
-        raise CudaPackageError(
+        raise CudaBuildError(
             f"{source.name} {source.version} was not built (status {status}): {_why(log)}\nThe "
             f"whole output is in {log}; the same command goes on from here"
         )
