@@ -253,12 +253,14 @@ def test_a_run_that_is_stopped_saves_where_it_can_and_leaves_nothing_behind(
     way, small_recipe, tmp_path
 ):
     out, number, marked = tmp_path / "run", getattr(signal, way), Marked()
-    err = tmp_path / "err"  # a pipe would not end while a process that is left holds it
+    # a pipe would not end while a process that is left holds it
+    said, err = tmp_path / "out", tmp_path / "err"
     process = subprocess.Popen(
         [sys.executable, *words(
             small_recipe, out, "--set", "schedule.train_iters=100000", "--set",
             "schedule.lr_decay_iters=1000", "--set", "schedule.log_interval=1")],
-        stderr=err.open("w"), start_new_session=True, env=os.environ | marked.environment,
+        stdout=said.open("w"), stderr=err.open("w"), start_new_session=True,
+        env=os.environ | marked.environment,
     )  # fmt: skip
     wait_until(lambda: "\nstep 4/" in err.read_text())  # it has saved once
     marked.note_shared_memory()
@@ -274,6 +276,7 @@ def test_a_run_that_is_stopped_saves_where_it_can_and_leaves_nothing_behind(
         assert checkpoint.latest(out / "checkpoints").name == "iter_0000003"
         return
     assert_stopped_and_saved(way, status, out, err.read_text())
+    assert "; use --resume" in err.read_text().splitlines()[-1] and said.read_text() == ""
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(small_recipe, tmp_path):
