@@ -40,6 +40,7 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Export, and say what was written."""
     from megacpp_mcore.inference import export, loading
+    from megacpp_mcore.recipe.source import shipped
 
     source = loading.trained(args.run_folder, args.iteration)
     config = export.export(source, args.out, args.tokenizer, blocks=args.blocks)
@@ -48,5 +49,6 @@ def run(args: argparse.Namespace) -> int:
         f"wrote {args.out}: {len(config['layers'])} layers of iteration {config['iteration']}, "
         f"{config['dtype']}, {size / 2**20:.1f} MiB"
     )
-    print(f"back      megacpp import {args.out} --recipe {source.name} --out NEW-RUN")
+    recipe = source.name if source.name in shipped() else f"{source.name}.toml"
+    print(f"back      megacpp import {args.out} --recipe {recipe} --out NEW-RUN")
     return 0

@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
         recipe, out, steps=args.steps, resume=args.resume, resume_from=args.resume_from,
         overwrite=args.overwrite,
     )  # fmt: skip
-    _report(outcome.receipt, out, args.verbose)
+    if outcome.receipt["result"]["status"] != "interrupted":  # that was told in one line
+        _report(outcome.receipt, out, args.verbose)
     return outcome.exit_status
 
 

@@ -25,6 +25,7 @@ from megacpp_mcore.files import cache_folder
 from megacpp_mcore.kernels.nvcc import find_nvcc
 from megacpp_mcore.stack.cuda_packages import (
     PACKAGES,
+    CudaBuildError,
     CudaPackageError,
     in_file_names,
     pip,
@@ -145,7 +146,7 @@ def _compile(source: Source, archs: Sequence[str], jobs: int, place: Path, say: 
     out, log = place / f"{source.stem}.new", place / f"{source.stem}.log"
     shutil.rmtree(out, ignore_errors=True)
     of = f" for sm_{', sm_'.join(archs)}" if source.lists_architectures else ""
-    say(f"{source.name} {source.version}: compiling{of}, {jobs} at a time; output in {log}")
+    say(f"{source.name} {source.version}: building{of}, {jobs} files at a time; output in {log}")
     command = ["wheel", "-v", "--no-deps", "--no-build-isolation", "--no-index", "-w", out, tree]
     began = time.monotonic()
     with open(log, "wb") as file, _running(pip_command(*command), environment) as child:
@@ -156,7 +157,7 @@ def _compile(source: Source, archs: Sequence[str], jobs: int, place: Path, say: 
         status = child.wait()
     built = list(out.glob(f"{source.stem}-*.whl"))
     if status or len(built) != 1:
-        raise CudaPackageError(
+        raise CudaBuildError(
             f"{source.name} {source.version} was not built (status {status}): {_why(log)}\nThe "
             f"whole output is in {log}; the same command goes on from here"
         )

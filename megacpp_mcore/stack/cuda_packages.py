@@ -33,6 +33,12 @@ class CudaPackageError(MegacppError):
     """A package cannot be built or installed here."""
 
 
+class CudaBuildError(CudaPackageError):
+    """A compiler or pip has failed."""
+
+    exit_status = 1
+
+
 def missing(folder: Path) -> list[str]:
     """ "name==version" of the packages without a wheel in `folder`."""
     there = {in_file_names(path.name) for path in folder.glob("*.whl")}
@@ -71,4 +77,4 @@ def pip(*arguments: str, environment: Mapping[str, str] | None = None) -> None:
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     if done.returncode:
-        raise CudaPackageError(f"{done.stdout.strip()}\npip {arguments[0]} failed")
+        raise CudaBuildError(f"{done.stdout.strip()}\npip {arguments[0]} failed")

@@ -135,6 +135,8 @@ def test_a_round_trip_trains_on(small_run, small_text, tmp_path, capfd):
     recipe.write_text(small_text)
     out, back = str(tmp_path / "out"), str(tmp_path / "back")
     assert cli.main(["export", str(small_run), "--out", out, "--blocks"]) == 0
+    name = trained(small_run).name  # of a file, which a name alone does not find
+    assert f"import {out} --recipe {name}.toml --out" in capfd.readouterr().out
     blocks = [
         word
         for layer, package in ((2, "mamba-ssm"), (3, "xma"))

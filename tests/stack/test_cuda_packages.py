@@ -15,7 +15,7 @@ import pytest
 from megacpp_mcore import cli
 from megacpp_mcore.stack import cuda_build, cuda_packages, imports
 from megacpp_mcore.stack.cuda_build import Source
-from megacpp_mcore.stack.cuda_packages import PACKAGES, CudaPackageError
+from megacpp_mcore.stack.cuda_packages import PACKAGES, CudaBuildError, CudaPackageError
 from megacpp_mcore.training.cpu import memory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,7 +85,7 @@ def test_a_wheel_is_built_once_for_the_architectures(place):
 
 @pytest.mark.slow
 def test_a_compilers_error_is_told(place):
-    with pytest.raises(CudaPackageError, match=r"(?s)a.cpp:3:1: error: no such thing.*goes on fr"):
+    with pytest.raises(CudaBuildError, match=r"(?s)a.cpp:3:1: error: no such thing.*goes on fr"):
         built([], BROKEN="1")
     assert (place / SOURCE.stem / "first.o").exists()
 

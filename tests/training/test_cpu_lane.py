@@ -253,12 +253,14 @@ def test_a_run_that_is_stopped_saves_where_it_can_and_leaves_nothing_behind(
     way, small_recipe, tmp_path
 ):
     out, number, marked = tmp_path / "run", getattr(signal, way), Marked()
-    err = tmp_path / "err"  # a pipe would not end while a process that is left holds it
+    # a pipe would not end while a process that is left holds it
+    said, err = tmp_path / "out", tmp_path / "err"
     process = subprocess.Popen(
         [sys.executable, *words(
             small_recipe, out, "--set", "schedule.train_iters=100000", "--set",
             "schedule.lr_decay_iters=1000", "--set", "schedule.log_interval=1")],
-        stderr=err.open("w"), start_new_session=True, env=os.environ | marked.environment,
+        stdout=said.open("w"), stderr=err.open("w"), start_new_session=True,
+        env=os.environ | marked.environment,
     )  # fmt: skip
     wait_until(lambda: "\nstep 4/" in err.read_text())  # it has saved once
     marked.note_shared_memory()
@@ -274,6 +276,7 @@ def test_a_run_that_is_stopped_saves_where_it_can_and_leaves_nothing_behind(
         assert checkpoint.latest(out / "checkpoints").name == "iter_0000003"
         return
     assert_stopped_and_saved(way, status, out, err.read_text())
+    assert "; use --resume" in err.read_text().splitlines()[-1] and said.read_text() == ""
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(small_recipe, tmp_path):
@@ -451,25 +454,31 @@ def test_checksums_take_less_than_a_fiftieth_of_a_save(tmp_path):
         def flush(self):
             pass
 
-    def takes(call) -> float:
-        times = []
-        for _ in range(5):
-            started = time.process_time()
-            call()
-            times.append(time.process_time() - started)
-        return min(times)
+    def takes(*calls) -> list[float]:
+        """In turns, as what else the machine does comes and goes."""
+        times = [[] for _ in calls]
+        for _ in range(8):
+            for call, taken in zip(calls, times, strict=True):
+                started = time.process_time()
+                call()
+                taken.append(time.process_time() - started)
+        return [min(taken) for taken in times]
+
+    def with_torchs(own: bool) -> None:
+        torch.serialization.set_crc32_options(own)
+        torch.save(data, Nowhere())
 
     data = torch.randn(1 << 24)
-    torch.serialization.set_crc32_options(True)
-    by_torch = takes(lambda: torch.save(data, Nowhere()))
+    by_torch, without, by_us = takes(
+        lambda: with_torchs(True), lambda: with_torchs(False), lambda: zlib.crc32(data.numpy())
+    )
     writer.install()
     writer.keep_no_process(asynchronous=False)
-    by_us = takes(lambda: zlib.crc32(data.numpy()))
-    extra = by_us + takes(lambda: torch.save(data, Nowhere())) - by_torch
+    extra = by_us + without - by_torch
     state = {"w": ShardedTensor.from_rank_offsets("w", data)}
     (tmp_path / "saved").mkdir()
     with quiet(), single_process(1):
-        whole = takes(lambda: dist_checkpointing.save(dict(state), str(tmp_path / "saved")))
+        [whole] = takes(lambda: dist_checkpointing.save(dict(state), str(tmp_path / "saved")))
     assert checksums.verify(tmp_path / "saved")
     assert extra < whole / 50, f"{extra:.4f} of {whole:.4f} s"
 

@@ -67,7 +67,7 @@ def check(recipe: Recipe, steps: int | None = None) -> None:
     if recipe.launch.device != "cpu":
         raise CpuLaneError(
             f"recipe {recipe.name} has launch.device = {recipe.launch.device!r}: train it with "
-            f"`megacpp train {recipe.name} --gpus N`; without a GPU, `megacpp train nam56r-tiny`"
+            f"`megacpp train {recipe.request} --gpus N`; without a GPU, `megacpp train nam56r-tiny`"
         )
     problems = []
     if steps is not None and steps > recipe.schedule.train_iters:

@@ -181,7 +181,7 @@ def _check_world(recipe: Recipe, environment: Mapping[str, str]) -> None:
     if recipe.launch.device != "cuda":
         raise LaunchError(
             f'recipe {recipe.name} has launch.device = "{recipe.launch.device}": run it with '
-            f"`megacpp train {recipe.name}`"
+            f"`megacpp train {recipe.request}`"
         )
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     if absent := [name for name in names if name not in environment]:
