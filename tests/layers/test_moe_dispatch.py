@@ -240,6 +240,14 @@ def test_absent_it_is_passed_over_with_the_reason_and_refused_by_name(no_deep_ep
     assert dispatch.choose("moe_dispatch", asked()).observed == "allgather", "absent, not broken"
 
 
+@pytest.mark.parametrize("padding", [
+    ["moe.moe_router_padding_for_quantization=true", "moe.moe_router_fusion=false"],
+    ["moe.moe_pad_expert_input_to_capacity=true", "moe.moe_expert_capacity_factor=1.0"],
+])  # fmt: skip
+def test_padded_inputs_are_known_by_either_key(padding):
+    assert asked(*padding).size("padded") and not asked().size("padded")
+
+
 FOUR = ["parallel.expert_model_parallel_size=4", "launch.nproc_per_node=4"]
 NOT_GATHERED = {
     "four ranks": (FOUR, "4 ranks: faster between two"),
