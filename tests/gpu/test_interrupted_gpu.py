@@ -154,8 +154,8 @@ def test_ranks_with_different_backends_are_refused_before_the_first_step(corpus,
 @two_gpus
 def test_a_rank_that_stops_is_named_and_ends_the_run(corpus, tmp_path):
     """Rank 0 waits for it in a collective over NCCL. The first micro batch of a cold start has to
-    end within the time limit, too."""
-    out, limit = tmp_path / "run", 25
+    end within the time limit, too: beside other tests it took more than 25 s."""
+    out, limit = tmp_path / "run", 60
     sets = (*LIGHT, f"launch.heartbeat_timeout_s={limit}", "schedule.train_iters=100000")
     words = small_run(tmp_path / "small.toml", corpus, out, *sets, gpus=2)
     with open(tmp_path / "err", "w") as err:
