@@ -179,7 +179,7 @@ def gpu_tests(words: str, folder: Path) -> str:
             f"[{path.stem}](examples/receipts/{place.name}/{path.name})", lines[-1],
             f"commit {of[1][:12]}, tree {of[2]}", lines[1].partition(",")[0],
         ])  # fmt: skip
-    return _table(["tests", "outcome", "code", "machine"], rows)
+    return _table(["tests", "outcome", "code", "machine"], rows) if rows else "No log is committed."
 
 
 def _lines(words: str) -> list[str]:

@@ -85,7 +85,7 @@ SURFACE = Surface(
             dtypes="bf16, fp16, fp32; convolution, gates and norm in fp32, rounded once; the "
             "recurrence as in m2rnn's CUDA kernels",
             fallback=REFERENCE,
-            no_receipt="what it saves is around the operator: a layer's says it",
+            receipt="layer-m2rnn-core.json",
             figures=(
                 Figure("layer-m2rnn-core.json", "recipe", "an R layer"),
                 Figure("layer-m2rnn-core.json", "m2rnn_core=reference", "with reference"),

@@ -100,10 +100,9 @@ SURFACE = Surface(
             "scan walks the whole row",
             dtypes="bf16; dt, decay, angles, their sums and state in fp32",
             fallback=REFERENCE,
-            no_receipt="a layer's with the scan of our own is wanted: `megacpp bench layer M "
-            "--against mamba3_core=reference`",
+            receipt="layer-mamba3.json",
             figures=(
-                Figure("layer-mamba3.json", "recipe", "an M layer, mamba-ssm's scan inside"),
+                Figure("layer-mamba3.json", "recipe", "an M layer"),
                 Figure("layer-mamba3.json", "mamba3_core=reference", "with reference"),
             ),
             exit_when="one kernel each way has the scan and what is around it inside",
