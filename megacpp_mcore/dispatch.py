@@ -13,8 +13,9 @@ fall past one whose package is installed but broken either: that is an error. A 
 
 A decision is said in a short line, or by a run in one line for all (`summary`); its reason is in
 the receipt, and on the terminal where MEGACPP_VERBOSE is 1 (`-v`), where another backend serves
-than the one that was named, or where `auto` falls past the backend that the catalog calls chosen
-on a GPU, or past one whose package is broken: such a run is slower than its user believes.
+than the one that was named, or where `auto` falls past one whose package is broken, or, because of
+what this machine lacks, past the one that the catalog calls chosen: such a run is slower than its
+user believes.
 
 A layer decides once, when it is built; nothing here runs in a training step. Importing this module
 imports neither torch nor any optional package: a backend is imported when it is asked about.
@@ -30,7 +31,7 @@ from typing import Any
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.surfaces.backend import Backend, Surface, load
 from megacpp_mcore.surfaces.registry import REGISTRY
-from megacpp_mcore.surfaces.support import Broken, Unbuildable
+from megacpp_mcore.surfaces.support import Broken, OfMachine, Unbuildable
 from megacpp_mcore.surfaces.workload import Workload
 
 __all__ = [
@@ -279,9 +280,8 @@ def _fell_back(decision: Decision, workload: Workload | None) -> bool:
     for backend in REGISTRY[decision.surface].backends:
         if backend.name == decision.observed:
             return False
-        if backend.role == "chosen" and workload.device == "cuda":
-            return True
-        if not backend.opt_in and isinstance(backend.supports(workload), Broken):
+        expected = OfMachine if backend.role == "chosen" else Broken
+        if isinstance(backend.supports(workload), expected) and not backend.passed_over(workload):
             return True
     return False
 

@@ -18,7 +18,7 @@ from megacpp_mcore.stack import bridges
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, load
 from megacpp_mcore.surfaces.core_attention import te_attention
 from megacpp_mcore.surfaces.registry import REGISTRY
-from megacpp_mcore.surfaces.support import Broken, always, import_reason
+from megacpp_mcore.surfaces.support import Broken, OfMachine, always, import_reason
 from megacpp_mcore.surfaces.workload import Workload
 
 bridges.before_megatron()
@@ -193,31 +193,30 @@ class TestRecord:
         assert dispatch.summary() == "megacpp: backends slow: toy"
 
     @pytest.mark.parametrize(
-        ("device", "passed_over", "is_said"),
+        ("why_not", "role", "opt_in", "is_said"),
         [
-            ("cuda", Backend("fast", "json:loads", never, role="chosen"), True),
-            ("cpu", Backend("fast", "json:loads", never, role="chosen"), False),
-            ("cuda", Backend("fast", "json:loads", never), False),
-            ("cpu", Backend("fast", "json:loads", lambda _: Broken("two versions")), True),
-            ("cpu", Backend("fast", "json:loads", lambda _: Broken("x"), opt_in=True), False),
+            (OfMachine("no module of that name"), "chosen", False, True),
+            (OfMachine("no module of that name"), "vendor", False, False),
+            ("dim 64; at most 32", "chosen", False, False),
+            (Broken("two versions"), "vendor", False, True),
+            (Broken("two versions"), "vendor", True, False),
         ],
     )
     def test_a_run_says_why_auto_fell_past_what_its_user_expects(
-        self, monkeypatch, capsys, device, passed_over, is_said
+        self, monkeypatch, capsys, why_not, role, opt_in, is_said
     ):
         backends = (
-            passed_over,
+            Backend("fast", "json:loads", lambda _: why_not, role=role, opt_in=opt_in),
             Backend("slow", "json:load", always),
-            Backend("late", "json:dump", never, role="chosen"),
+            Backend("late", "json:dump", lambda _: OfMachine("absent"), role="chosen"),
         )
         monkeypatch.setitem(REGISTRY, "toy", Surface("toy", backends, lambda recipe, device: CPU))
         dispatch.begin(say_each=False)
-        workload = Workload.of(device, "float32", dim=64)
-        reason = dispatch.decide("toy", workload).reason
+        reason = dispatch.decide("toy", CPU).reason
         line = f"megacpp: backend of toy: slow (requested auto; {reason})\n"
         assert capsys.readouterr().err == (line if is_said else "")
         dispatch.begin(say_each=False)
-        dispatch.decide("toy", workload, {"toy": "slow"})
+        dispatch.decide("toy", CPU, {"toy": "slow"})
         assert capsys.readouterr().err == ""
 
     def test_other_ranks_record_and_print_nothing(self, toy, monkeypatch, capsys):

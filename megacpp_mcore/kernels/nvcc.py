@@ -21,7 +21,7 @@ from typing import IO
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.files import cache_folder
-from megacpp_mcore.surfaces.support import Unbuildable
+from megacpp_mcore.surfaces.support import OfMachine, Unbuildable
 
 TESTED_MAJOR = 9
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -49,7 +49,7 @@ def untested_gpu() -> str | None:
         return "torch sees no CUDA device"
     major, minor = torch.cuda.get_device_capability()
     if major != TESTED_MAJOR:
-        return (
+        return OfMachine(
             f"the GPU has compute capability {major}.{minor}; the kernels are tested on "
             f"{TESTED_MAJOR}.x only"
         )

@@ -162,7 +162,7 @@ def dispatch(words: str, folder: Path) -> str:
     for name, milliseconds in sorted(times["forward_backward"].items(), key=lambda item: item[1]):
         way, _, experts = name.partition("+")
         forward, peak = times["forward"][name], times["peak MiB"][name]
-        label = f"`{way}`, `{experts or 'fused_moe'}`"
+        label = f"`{way}`, `{experts}`" if experts else f"`{way}`"
         rows.append([label, f"{milliseconds:.2f}", f"{forward:.2f}", f"{peak:,.0f}"])
     return f"[Its file](examples/receipts/{words.strip()}):\n\n{_table(head, rows)}"
 

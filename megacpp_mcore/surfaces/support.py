@@ -23,7 +23,14 @@ STACK_TESTS = (*DISPATCH_TESTS, "tests/layers/test_stack.py")
 SCAN_TESTS = ("tests/kernels/test_scan_admission.py",)
 
 
-class Broken(str):
+class OfMachine(str):
+    """A reason that lies in the machine, not in the workload: with a package more, or another GPU,
+    the backend would serve."""
+
+    __slots__ = ()
+
+
+class Broken(OfMachine):
     """The reason of a backend whose package is installed, but does not work here.
 
     `auto` passes it over as it does any other, unless the recipe says launch.strict.
@@ -32,7 +39,7 @@ class Broken(str):
     __slots__ = ()
 
 
-class Unbuildable(str):
+class Unbuildable(OfMachine):
     """The reason of a backend whose kernels would be compiled here, but for the compiler.
 
     `auto` does not pass it over: what is slower has to be named.
@@ -45,9 +52,9 @@ class Unbuildable(str):
 def import_reason(module: str) -> str | None:
     """None when `module` imports here, else a sentence with the failure; tried once per process.
 
-    Broken unless it is simply absent. Any failure counts: an optional CUDA package may fail with
-    ImportError, OSError (no driver), AssertionError (a version check), AttributeError (two versions
-    that do not fit), or exit.
+    OfMachine where it is simply absent, else Broken. Any failure counts: an optional CUDA package
+    may fail with ImportError, OSError (no driver), AssertionError (a version check), AttributeError
+    (two versions that do not fit), or exit.
     """
     try:
         importlib.import_module(module)
@@ -56,7 +63,7 @@ def import_reason(module: str) -> str | None:
         absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(
             f"{error.name}."
         )
-        return reason if absent else Broken(reason)
+        return OfMachine(reason) if absent else Broken(reason)
     return None
 
 

@@ -205,10 +205,10 @@ def test_squared_relu_keeps_half_of_what_swiglu_does_in_the_experts():
 
 
 def test_a_backend_of_attention_and_experts_has_its_own_rate():
-    named = {"core_attention": "sdpa_cudnn", "moe_experts": "te"}
+    named = {"core_attention": "sdpa_flash", "moe_experts": "te"}
     base = dataclasses.replace(load_recipe("nam56r"), backends=named)
     faster = dataclasses.replace(
-        base, backends={"core_attention": "flash_4", "moe_experts": "grouped_mm"}
+        base, backends={"core_attention": "sdpa_cudnn", "moe_experts": "grouped_mm"}
     )
     assert step(load_recipe("nam56r"), RATES).products == step(faster, RATES).products
     assert step(faster, RATES).attention < step(base, RATES).attention
