@@ -92,7 +92,7 @@ def test_a_name_that_no_file_can_have(refused, name, tmp_path):
     "patch status --site", "patch port --to 0.20.0 --site", "generate", "evaluate --data x",
     "export --out {folder}/exported", "import {folder} --out {folder}/imported --recipe",
     "import --recipe nam56r-tiny --out {folder}/imported", "recipe plan --gpus 8",
-    "catalog --problem", "report table", "cuda wheels --out",
+    "catalog --problem", "cuda wheels --out",
 ], ids=lambda words: " ".join(words.split()[:2]))  # fmt: skip
 def test_a_name_that_is_too_long(refused, words, name, tmp_path):
     (tmp_path / "a.c").write_text("int x;\n" * 100)
