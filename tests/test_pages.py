@@ -132,6 +132,8 @@ def test_the_last_lines_of_a_run_are_those_of_its_receipt(tmp_path):
     series, evaluations = receipt["series"], receipt["evaluations"]
     assert step.startswith(f"step {series['step'][-1]}/{steps} | loss {series['loss'][-1]:.4f} | ")
     assert step.endswith(f" | grad norm {series['grad_norm'][-1]:.3f}")
+    tokens, seconds = series["tokens"][-1] - series["tokens"][-3], sum(series["ms"][-2:]) / 1000
+    assert f" | {tokens / seconds:,.0f} tokens/s | " in step
     assert held_out == f"step {evaluations['step'][-1]} | held-out loss " + (
         f"{evaluations['loss'][-1]:.4f} nats per token"
     )

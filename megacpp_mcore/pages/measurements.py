@@ -140,7 +140,8 @@ def training(words: str, folder: Path) -> str:
     run = read(folder.parent / f"{words.strip()}.json")
     series, schedule = run["series"], run["recipe"]["content"]["schedule"]
     last, since = len(series["step"]) - 1, schedule["log_interval"]
-    seconds, tokens = sum(series["ms"][-since:]) / 1000, sum(series["tokens"][-since:])
+    counted = series["tokens"]  # from the first step on
+    seconds, tokens = sum(series["ms"][-since:]) / 1000, counted[-1] - counted[-since - 1]
     lines = [
         step_line(
             series["step"][last], schedule["train_iters"], series["loss"][last],
