@@ -225,7 +225,7 @@ SURFACE = Surface(
     (
         _backend(
             UNMOVED, "megacpp_mcore.layers.moe_dispatchers:UnmovedTokenDispatcher", _unmoved,
-            role="chosen",  ruled_out=_ruled_out(_every_expert_is_here),
+            role="chosen", ruled_out=_ruled_out(_every_expert_is_here),
             removes="the permuted copies of the tokens, where every expert is on this rank and the "
             "experts gather their tokens themselves",
             layout="tokens [s, b, h] as they are, the router's map and weights", fallback=LOCAL,
@@ -233,7 +233,7 @@ SURFACE = Surface(
         ),
         _backend(
             LOCAL, "megacpp_mcore.layers.moe_dispatchers:LocalTokenDispatcher", _local,
-             ruled_out=_ruled_out(_every_expert_is_here),
+            ruled_out=_ruled_out(_every_expert_is_here),
             removes="the sort of chunks from other ranks and the host's wait for the counts, where "
             "every expert is on this rank",
             layout="tokens [t, h] sorted by expert, counts [experts] on the device",
