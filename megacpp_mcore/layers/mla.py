@@ -55,6 +55,7 @@ class _DispatchedMLA(upstream.MLASelfAttention):
 
     def __init__(self, config, *args, **kwargs) -> None:
         super().__init__(config, *args, **kwargs)
+        self._average_q_norm()
         if config.rotary_interleaved:
             raise MLAError(
                 "rotary_interleaved with MLA: Megatron gives the two elements of a pair the angles "
@@ -66,6 +67,14 @@ class _DispatchedMLA(upstream.MLASelfAttention):
         is_megatrons = decision.observed == mla_rope.MEGATRON.name
         self._rope = None if is_megatrons else decision.load()
         self._table: RotaryTable | None = None
+
+    def _average_q_norm(self) -> None:
+        """Megatron sums the gradient of any weight called q_layernorm over the tensor-parallel
+        ranks, as that of a norm of each rank's heads. Ours is of the latent: without sequence
+        parallelism every rank has the whole gradient, and the mean is that again."""
+        if not self.config.sequence_parallel and self.config.q_lora_rank is not None:
+            for parameter in self.q_layernorm.parameters():
+                parameter.average_gradients_across_tp_domain = True
 
     def _resolve_qk_norm_config(self, submodules):
         """Drop Q/KV norms that the spec names but the config does not use.

@@ -3,12 +3,17 @@
 Each layout loads the checkpoint that one process wrote, and runs Megatron's own schedule and
 gradient reduction. Its gradients then go back through Megatron's distributed checkpointing, so that
 all of them are compared with one process's, whatever part of each a rank holds.
+
+The router's losses are large here, so that their gradients count in every router's.
 """
 
 import contextlib
+import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +28,7 @@ ONE = [
     "attention.q_lora_rank=8", "attention.kv_lora_rank=8", "attention.qk_head_dim=8",
     "attention.qk_pos_emb_head_dim=8", "attention.v_head_dim=8", "attention.qk_layernorm=true",
     "moe.moe_ffn_hidden_size=32", "moe.moe_shared_expert_intermediate_size=32",
+    "moe.moe_aux_loss_coeff=[0.5]", "moe.moe_z_loss_coeff=0.1",
     "mamba3.mamba_num_heads=4", "mamba3.mamba_head_dim=8", "mamba3.mamba_state_dim=8",
     "mamba3.mamba_num_groups=2", "mamba3.chunk_size=16", "m2rnn.k_head_dim=8",
     "m2rnn.v_head_dim=8", "m2rnn.num_heads=2", "data.data_path=null", "data.mock_data=true",
@@ -36,12 +42,16 @@ _PP = ["parallel.pipeline_model_parallel_size=2"]
 _AGAIN = ["recompute.mamba3=mixer", "recompute.m2rnn=mixer", "recompute.moe=experts"]
 LAYOUTS = {
     "tp2": _TP,
+    "tp2-duplicated": _TP,  # MLA's down projections as Transformer Engine has them
     "tp2-ep2": [*_TP, *_EP, "parallel.expert_tensor_parallel_size=1"],
     "tp2-again": [*_TP, *_AGAIN],
     "ep2": _EP,
     "pp2": [*_PP, "model.pattern=AEM|RMEAR"],
     "pp2-vpp2": [*_PP, "model.pattern=AE|MRM|E|AR"],
 }
+# Experts over tensor-parallel ranks train with sequence parallelism only.
+NO_EXPERTS = ["model.pattern=AMRA", "model.depth=4", "mtp.pattern=A"]
+LAYOUTS_WITHOUT_EXPERTS = {"tp2-whole": _TP[:1], "tp2-whole-duplicated": _TP[:1], "tp2-dense": _TP}
 
 
 def micro_batches():
@@ -98,6 +108,43 @@ def model_of(overrides):
             for index in range(virtual)
         ]
     return [wrapper()(chunk, groups) for chunk in chunks]
+
+
+@contextlib.contextmanager
+def duplicated_down_projections():
+    """MLA's down projections as Transformer Engine's linears in their mode "duplicated", of which
+    there are none here: every rank has the whole weight, and projects the tokens that it has."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+    from megacpp_mcore.layers import parts
+
+    class Duplicated(torch.nn.Linear):
+        def __init__(self, columns, rows, *, config, parallel_mode, tp_group, **unused) -> None:
+            assert parallel_mode == "duplicated" and tp_group is None
+            super().__init__(columns, rows, bias=False)
+            self.weight.sequence_parallel = config.sequence_parallel
+
+        def forward(self, x):
+            return super().forward(x), None
+
+        def get_extra_state(self) -> None: ...
+        def set_extra_state(self, state) -> None: ...
+
+        def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict:
+            return make_sharded_tensors_for_checkpoint(
+                self.state_dict(keep_vars=True), prefix, {}, sharded_offsets,
+                tp_group=parallel_state.get_tensor_model_parallel_group(),
+                dp_cp_group=metadata["dp_cp_group"],
+            )  # fmt: skip
+
+    linears = replace(parts.megatron_linears(), duplicated=Duplicated)
+    with (
+        mock.patch.object(parts, "megatron_linears", lambda: linears),
+        mock.patch.object(multi_latent_attention, "TELinear", Duplicated),
+    ):
+        yield
 
 
 def wrapper():
@@ -178,7 +225,9 @@ def save_gradients(chunks, folder):
 
 def run_layout(overrides, folder, name):
     """Train one step's gradients under a layout, and save them. Returns this rank's losses."""
-    chunks = model_of(overrides)
+    kind = duplicated_down_projections if name.endswith("duplicated") else contextlib.nullcontext
+    with kind():
+        chunks = model_of(overrides)
     load(chunks, f"{folder}/weights")
     groups = chunks[0].groups
     ranks, rank = groups.dp.size(), groups.dp.rank()
@@ -190,18 +239,27 @@ def run_layout(overrides, folder, name):
 
 
 def assert_close(actual, expected, what):
-    """Sums in another order: tokens x hidden terms at most, an eps of the largest each."""
+    """Sums in another order, of tokens x hidden terms: an eps of the largest each, independent."""
     eps = torch.finfo(torch.float32).eps
-    bound = MICRO_BATCHES * SEQ * HIDDEN * eps * expected.abs().max()
+    bound = math.sqrt(MICRO_BATCHES * SEQ * HIDDEN) * eps * expected.abs().max()
     error = (actual - expected).abs().max()
     assert error <= bound, f"{what}: {error:.2e} > {bound:.2e}"
 
 
 def check_layouts(rank, folder):
+    without_cuda()
+    for name, own, layouts in (
+        ("experts", [], LAYOUTS),
+        ("dense", NO_EXPERTS, LAYOUTS_WITHOUT_EXPERTS),
+    ):
+        check_model(own, layouts, f"{folder}/{name}")
+
+
+def check_model(own, layouts, folder):
+    """Losses, gradients and, where there are experts, their biases, of one model's layouts."""
     from megatron.core import dist_checkpointing
 
-    without_cuda()
-    one = model_of([])
+    one = model_of(own)
     one[0].reduces = False
     with torch.no_grad():
         for parameter in one[0].parameters():
@@ -212,19 +270,28 @@ def check_layouts(rank, folder):
     losses = torch.tensor(run(one, micro_batches()))
     gradients = {name: p.grad for name, p in one[0].module.named_parameters()}
     assert all(gradient.abs().max() > 0 for gradient in gradients.values())
+    biases = expert_biases(one)
 
     found = {}
-    for name, overrides in LAYOUTS.items():
+    for name, overrides in layouts.items():
         parts = [None] * 2
-        dist.all_gather_object(parts, run_layout(overrides, folder, name))
+        dist.all_gather_object(parts, run_layout([*own, *overrides], folder, name))
         found[name] = parts[0] | parts[1]
 
-    one = model_of([])
-    for name in LAYOUTS:
+    one = model_of(own)
+    for name in layouts:
         assert_close(torch.tensor([found[name][i] for i in range(MICRO_BATCHES)]), losses, name)
         load(one, f"{folder}/{name}")
         for key, parameter in one[0].module.named_parameters():
             assert_close(parameter, gradients[key], f"{name}: gradient of {key}")
+        for key, bias in expert_biases(one).items():
+            assert torch.equal(bias, biases[key]), f"{name}: {key}"
+
+
+def expert_biases(chunks):
+    """As the step has left them. They are buffers, which a checkpoint has beside the gradients."""
+    named = chunks[0].module.named_buffers()
+    return {name: buffer.clone() for name, buffer in named if name.endswith("expert_bias")}
 
 
 def without_cuda():
