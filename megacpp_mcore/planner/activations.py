@@ -5,12 +5,12 @@ worth counting left out.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megacpp_mcore.hybrid.block_settings import RecomputeSettings
 from megacpp_mcore.hybrid.plan import Layer
 from megacpp_mcore.planner import PlanError
-from megacpp_mcore.planner.backends import gathers_tokens, serving
+from megacpp_mcore.planner.backends import Serving
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces.backend import REFERENCE
 
@@ -19,10 +19,10 @@ _BF16, _FP32 = 2, 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a recipe's parallelism makes of one rank.
+    """What a recipe makes of one rank.
 
     tokens: of a micro batch. cut: ranks that share a sequence between tensor-parallel regions.
-    expert_dp: ranks that hold the same experts.
+    expert_dp: ranks that hold the same experts. serving: its backends.
     """
 
     tokens: int
@@ -32,6 +32,7 @@ class Sizes:
     etp: int
     dp: int
     expert_dp: int
+    serving: Serving = field(compare=False)
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Sizes":
@@ -43,7 +44,7 @@ class Sizes:
         return cls(
             tokens // p.context_parallel_size, tp, tp if p.sequence_parallel else 1, ep, etp,
             recipe.data_parallel_size * p.context_parallel_size,
-            recipe.world_size // (pp * ep * etp),
+            recipe.world_size // (pp * ep * etp), Serving(recipe),
         )  # fmt: skip
 
 
@@ -120,7 +121,7 @@ def routed_rows(recipe: Recipe, sizes: Sizes, parts: set[str]) -> float:
     width = _BF16 * (moe.moe_ffn_hidden_size or 0) / sizes.etp
     one = _BF16 * recipe.model.hidden_size + _FP32  # a permuted token and its weight
     gates = 2 if recipe.model.swiglu else 1
-    if gathers_tokens(recipe):
+    if sizes.serving.gathers_tokens:
         return rows * (3 * _FP32 + (0 if "experts" in parts else gates * width))
     if "experts" not in parts:
         one += gates * width
@@ -143,7 +144,7 @@ def _mamba3(recipe: Recipe, sizes: Sizes, asked: _Asked) -> float:
         return projected + out
     turned = 2 * _BF16 * heads * rank * state
     states = _BF16 * inner * state / m.chunk_size
-    if m.variant == "siso" and serving(recipe, "mamba3_core") != REFERENCE:
+    if m.variant == "siso" and sizes.serving["mamba3_core"] != REFERENCE:
         # B and C normed; dt, A dt and two factors; q and k rotated, and the angles
         steps = 2 * _BF16 * groups * state + 4 * _FP32 * heads + _FP32 * heads * angles
         return projected + steps + turned + states + 2 * out

@@ -13,7 +13,7 @@ from typing import Any
 from megacpp_mcore import dispatch
 from megacpp_mcore.hybrid.plan import Layer
 from megacpp_mcore.planner.activations import Sizes, bytes_per_token
-from megacpp_mcore.planner.backends import layer_backend, passes_rate
+from megacpp_mcore.planner.backends import Serving, passes_rate
 from megacpp_mcore.planner.memory import memory
 from megacpp_mcore.planner.pipeline import layers_of, micro_batches
 from megacpp_mcore.planner.rates import Rates, assumptions
@@ -31,7 +31,7 @@ from megacpp_mcore.surfaces.backend import REFERENCE
 from megacpp_mcore.surfaces.registry import REGISTRY
 
 _BOTH = "forward_backward"
-_CORES = ("mamba3_core", "m2rnn_core")
+_YOUNGER = ("mamba3_core", "m2rnn_core", "router_gating")  # than some of the receipts
 _RUN, _MODEL = "run-nam56r-2xh200.json", "model-nam56r-quarter-m2rnn.json"
 
 
@@ -48,9 +48,9 @@ def recipe_of(receipt: Receipt) -> Recipe:
                 known = dotted in KEYS and not isinstance(value, dict)
             if known:
                 overrides.append(f"{dotted}={json.dumps(value)}")
-    # `auto` may have another order by now, and a surface may be younger than the receipt.
-    served = dict.fromkeys(_CORES, REFERENCE) | observed(receipt)
-    for surface in ("linear_cross_entropy", "moe_experts", *_CORES):
+    # `auto` may have another order by now.
+    served = dict.fromkeys(_YOUNGER, REFERENCE) | observed(receipt)
+    for surface in ("linear_cross_entropy", "moe_experts", *_YOUNGER):
         if served.get(surface) in dispatch.choices(surface):  # not a bench of several models
             overrides.append(f"{BACKENDS}.{surface}={served[surface]}")
     return load_recipe("nam56r", overrides)
@@ -138,7 +138,7 @@ class Calibration:
             receipt = self.receipt(name)
             recipe = _of_one_layer(receipt, letter, backend)
             (layer,) = layers_of(recipe, 0)
-            rate = passes_rate(letter, layer_backend(recipe, letter))
+            rate = passes_rate(letter, Serving(recipe).of_layer(letter))
             self.put(rate, 0.0, "passes", name, how)
             value = self.left_over(recipe, layer, self.seconds(name, backend))
             self.put(rate, value, "passes", name, how)
@@ -146,7 +146,7 @@ class Calibration:
     def experts(self) -> None:
         """E with permuted copies has no receipt alone: a model has five, and one in MTP."""
         recipe = recipe_of(self.receipt(_MODEL))
-        rate = passes_rate("E", layer_backend(recipe, "E"))
+        rate = passes_rate("E", Serving(recipe).of_layer("E"))
         self.put(rate, 0.0, "passes", _MODEL, "")
         known = micro_batch(recipe, self.rates, 0)
         # the bench has no main gradient to add to

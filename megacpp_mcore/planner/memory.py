@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from megacpp_mcore.hybrid.plan import Layer
 from megacpp_mcore.planner.activations import Sizes, bytes_per_token, routed_rows
-from megacpp_mcore.planner.backends import serving
+from megacpp_mcore.planner.backends import Serving
 from megacpp_mcore.planner.pipeline import (
     costs,
     held_at_once,
@@ -20,11 +20,11 @@ from megacpp_mcore.planner.pipeline import (
 )
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces.linear_cross_entropy import MEGATRON
+from megacpp_mcore.surfaces.router_gating import FP32_OUTPUT
 from megacpp_mcore.surfaces.support import TE
 
 _BF16, _FP32 = 2, 4
-# On Hopper torch and Transformer Engine have 32 MiB each for cuBLAS, and Transformer Engine's
-# grouped products as much for each of their four streams.
+# On Hopper a buffer of cuBLAS is 32 MiB; Transformer Engine's grouped products have four streams.
 _WORKSPACE, _GROUPED_STREAMS = 2**25, 4
 _HEAD_CHUNK = 2**28  # bytes of logits that the chunked head has at a time, as measured
 
@@ -186,9 +186,7 @@ def _workspace(recipe: Recipe, sizes: Sizes, stage: int) -> float:
     """What is no activation of a layer: library workspaces, and the most that the heads or one
     layer's backward pass have beside what the layers keep."""
     own = [layer for layer, _ in kinds_of(recipe, stage)]
-    found = 2.0 * _WORKSPACE
-    if "E" in {layer.letter for layer in own} and serving(recipe, "moe_experts") == TE:
-        found += _GROUPED_STREAMS * _WORKSPACE
+    found = float(_WORKSPACE * _buffers(recipe, sizes.serving, {layer.letter for layer in own}))
     # The gradients of what a layer keeps are about as large; recomputed, it is there as well.
     once = 2 if recipe.parallel.recompute_granularity == "full" else 1
     largest = max(bytes_per_token(recipe, sizes, layer, recompute=False) for layer in own)
@@ -198,6 +196,20 @@ def _workspace(recipe: Recipe, sizes: Sizes, stage: int) -> float:
     return found + working
 
 
+def _buffers(recipe: Recipe, serving: Serving, letters: set[str]) -> int:
+    """How many buffers cuBLAS has. Transformer Engine's serves all threads and streams. torch makes
+    one for each: the forward thread's products are always there (the heads'), the backward thread's
+    where a backward pass is in torch, and a captured step is on a stream of its own."""
+    backward = (
+        serving["linear"] != TE
+        or serving["linear_cross_entropy"] == MEGATRON.name
+        or ("E" in letters and serving["router_gating"] == FP32_OUTPUT)
+    )
+    streams = 2 if recipe.launch.cuda_graph_impl == "full_iteration" else 1
+    grouped = _GROUPED_STREAMS if "E" in letters and serving["moe_experts"] == TE else 0
+    return 1 + (1 + backward) * streams + grouped
+
+
 def _heads(recipe: Recipe, sizes: Sizes) -> float:
     """The main head and MTP's. The chunked one makes its gradients at once: of hidden, of the
     weight in bf16, while it works in fp32 too, and a chunk of logits. Megatron's own keeps the
@@ -205,9 +217,9 @@ def _heads(recipe: Recipe, sizes: Sizes) -> float:
     vocabulary, hidden = recipe.model.vocab_size / sizes.tp, recipe.model.hidden_size
     heads = 1 + recipe.mtp.mtp_num_layers
     rows = 2 * _BF16 * hidden * sizes.tokens / sizes.cut  # into the final norm and out of it
-    if serving(recipe, "linear_cross_entropy") == MEGATRON.name:
+    if sizes.serving["linear_cross_entropy"] == MEGATRON.name:
         logits = sizes.tokens * vocabulary
-        return heads * (logits * (_BF16 + _FP32) + rows) + logits * _FP32 + _WORKSPACE
+        return heads * (logits * (_BF16 + _FP32) + rows) + logits * _FP32
     logits = min(_HEAD_CHUNK, _BF16 * vocabulary * sizes.tokens)
     one = _BF16 * hidden * (sizes.tokens + vocabulary) + rows
     return heads * one + _FP32 * vocabulary * hidden + logits

@@ -10,13 +10,7 @@ from dataclasses import dataclass, fields
 
 from megacpp_mcore.hybrid.plan import Layer
 from megacpp_mcore.planner.activations import Sizes, bytes_per_token
-from megacpp_mcore.planner.backends import (
-    PASSES_OF_OTHERS,
-    gathers_tokens,
-    layer_backend,
-    passes_rate,
-    serving,
-)
+from megacpp_mcore.planner.backends import PASSES_OF_OTHERS, Serving, passes_rate
 from megacpp_mcore.planner.memory import optimized, parameters, summed_bytes
 from megacpp_mcore.planner.pipeline import (
     costs,
@@ -157,7 +151,8 @@ def adding_gradients(recipe: Recipe, rates: Rates, stage: int) -> float:
     dense, experts = parameters(recipe, stage)
     if recipe.precision.gradient_accumulation_fusion:
         dense = 0.0
-        added = serving(recipe, "moe_experts") == TE or gathers_tokens(recipe)
+        serving = Serving(recipe)
+        added = serving["moe_experts"] == TE or serving.gathers_tokens
         experts = 0.0 if added else experts
     return (dense + experts) * (_BF16 + 2 * summed_bytes(recipe)) / rates["bytes"]
 
@@ -174,11 +169,11 @@ def layer_seconds(
     tokens, tp = sizes.tokens, sizes.tp
     whole, products = flops[name_of(layer)]
     routed = _routed_flops(recipe) if layer.letter == "E" else 0.0
-    found = serving(recipe, "moe_experts")
+    found = sizes.serving["moe_experts"]
     experts = f"experts_{GROUPED_MM if found == FUSED else found}"
-    core = f"attention_{serving(recipe, 'core_attention')}"
+    core = f"attention_{sizes.serving['core_attention']}"
     kept = bytes_per_token(recipe, sizes, layer, recompute=False)
-    served = passes_rate(layer.letter, layer_backend(recipe, layer.letter))
+    served = passes_rate(layer.letter, sizes.serving.of_layer(layer.letter))
     passes = _rate(rates, served, PASSES_OF_OTHERS)
     return {
         "products": tokens / tp * ((products - routed) / rates["products"]
@@ -201,7 +196,7 @@ def _routed_flops(recipe: Recipe) -> float:
 
 def _recurrence(recipe: Recipe, rates: Rates, sizes: Sizes, layer: Layer) -> float:
     if layer.letter == "M":
-        if layer_backend(recipe, "M") != REFERENCE:
+        if sizes.serving["mamba3_core"] != REFERENCE:
             return 0.0  # inside one operator with all that is moved, and measured with it
         m = recipe.mamba3
         rank = m.mimo_rank if m.variant == "mimo" else 1

@@ -9,6 +9,7 @@ from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
 
+FP32_OUTPUT = "fp32_output"
 _COLUMNS = 8  # a bf16 product's rows are multiples of 16 bytes
 
 
@@ -59,7 +60,7 @@ SURFACE = Surface(
     "router_gating",
     (
         Backend(
-            "fp32_output", f"{_KERNELS}.fp32_output:router_gating", _fp32_output,
+            FP32_OUTPUT, f"{_KERNELS}.fp32_output:router_gating", _fp32_output,
             role="chosen",
             removes="three copies of all tokens in fp32: bf16 products are summed and written in "
             "fp32, and the fp32 gradient of the logits is three bf16 parts",

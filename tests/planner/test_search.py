@@ -246,8 +246,8 @@ def test_no_memory_and_more_gpus_than_rows():
 
 
 def test_it_needs_no_torch():
-    code = "import sys, megacpp_mcore.planner.calibrate, megacpp_mcore.planner.search as s; "
-    code += "sys.exit('torch' in sys.modules)"
+    code = "import sys, megacpp_mcore.planner.calibrate; from megacpp_mcore.cli import main; "
+    code += "main(['recipe', 'plan', 'nam56r', '--gpus', '1']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
