@@ -25,6 +25,15 @@ def transposed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.movedim(0, -1).contiguous().movedim(-1, 0) if tensor.dim() > 1 else tensor
 
 
+def far_apart(tensor: torch.Tensor, axis: int) -> torch.Tensor:
+    """The same values, 2^30 elements apart along `axis`: of three, the last is out of the reach of
+    31 bits. What is never touched between them takes no memory."""
+    apart, strides = 2**30, list(tensor.contiguous().stride())
+    strides[axis] = apart
+    size = apart * (tensor.shape[axis] - 1) + tensor.numel()
+    return tensor.new_empty(size).as_strided(tensor.shape, strides).copy_(tensor)
+
+
 @contextlib.contextmanager
 def poisoned_memory(device: str) -> Iterator[None]:
     """What is allocated holds NaN: the allocator's free blocks do, and on a CPU torch sees to it.

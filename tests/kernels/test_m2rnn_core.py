@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from admission_probes import poisoned_memory, strided
+from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.kernels import m2rnn_core as definition
@@ -140,7 +141,8 @@ def test_the_whole_operator_on_a_recurrence_in_torch(monkeypatch, bounds):
     leaves = [(strided(t) if bounds else t).requires_grad_() for t in tensors.values()]
     wide = [t.detach().double().requires_grad_() for t in leaves]
     with poisoned_memory("cpu"):
-        out = triton.m2rnn_core(*leaves, **options)
+        # a checkpoint that hands out what is saved once
+        out = checkpoint(triton.m2rnn_core, *leaves, **options, use_reentrant=False)
         direction = torch.randn(out.shape)
         found = torch.autograd.grad(out, leaves, direction)
     expected = definition.m2rnn_core(*wide, **options)
@@ -187,6 +189,16 @@ def test_what_the_recurrence_does_not_take_is_refused(change, words):
              "grad_clamp": None, "tanh": "exact"} | change  # fmt: skip
     with pytest.raises(M2RNNInputError, match=words):
         triton.m2rnn_core(torch.zeros(3, 2, 144).bfloat16(), *[torch.zeros(1)] * 7, **given)
+
+
+@pytest.mark.parametrize("name", ["A_log", "dt_bias", "W", "D"])
+def test_a_parameter_that_is_not_float32_is_refused(name):
+    """W goes to the CUDA kernel by its address: of a bf16 one it would read beyond the end."""
+    case = M2RNNCoreCase(2, 3, 2, 32, 16, 32)
+    tensors = parity.drawn(case, torch.bfloat16, "cpu", seed=1)
+    tensors[name] = tensors[name].bfloat16()
+    with pytest.raises(M2RNNInputError, match=f"{name} is torch.bfloat16; .* torch.float32"):
+        case.bind(triton.m2rnn_core, "cpu", torch.bfloat16).call(**tensors)
 
 
 @pytest.mark.parametrize(

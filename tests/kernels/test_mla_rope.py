@@ -5,6 +5,8 @@ import itertools
 import admission
 import pytest
 import torch
+from admission_probes import far_apart
+from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels import mla_rope as public
@@ -187,3 +189,35 @@ def test_in_place_has_the_same_bits(interleaved, rotary):
         found.append([*(x.detach() for x in outputs), *(x.grad for x in leaves)])
     for plain, same in zip(*found, strict=True):
         assert torch.equal(plain, same)
+
+
+def test_in_place_under_a_checkpoint_that_hands_out_saved_tensors_once():
+    *inputs, table = draw(3, 2, heads=5)
+    found = []
+    for reentrant in (True, False):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+
+        def turned(q, kv, k_pos):
+            return triton.mla_rope(q * 1, kv, k_pos, table, qk_head_dim=4, in_place=True)
+
+        outputs = checkpoint(turned, *leaves, use_reentrant=reentrant)
+        sum(y.square().sum() for y in outputs).backward()
+        found.append([x.grad for x in leaves])
+    for plain, same in zip(*found, strict=True):
+        assert torch.equal(plain, same)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["tokens", "rows", "heads"])
+def test_offsets_of_more_than_31_bits(axis):
+    """As of a gradient whose rows, or heads, are each in one piece: those of attention are."""
+    rows = (3 if i == axis else 1 for i in range(2))
+    *inputs, table = draw(*rows, heads=3, dtype=torch.bfloat16)
+    found = []
+    for arrange in (lambda x: x, lambda x: far_apart(x, axis)):
+        leaves = [arrange(x).requires_grad_() if x.dim() > axis + 1 else x for x in inputs]
+        outputs = triton.mla_rope(*leaves, table, qk_head_dim=4)
+        directions = [arrange(torch.ones_like(y)) for y in outputs]
+        wanted = [x for x in leaves if x.requires_grad]
+        found.append([*outputs, *torch.autograd.grad(outputs, wanted, directions)])
+    for near, far in zip(*found, strict=True):
+        assert torch.equal(near, far)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import admission
 import pytest
 import torch
+from admission_probes import far_apart
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 
 from megacpp_mcore import dispatch
@@ -223,3 +224,17 @@ def test_what_is_left_to_megatrons_own_path(sizes, reason):
     for backend in ("triton", "reference"):
         assert verdicts[backend] is None if reason is None else reason in verdicts[backend]
     assert "on cpu" in dispatch.verdicts("rope_qk", Workload.of("cpu", "bfloat16"))["triton"]
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["tokens", "rows", "heads"])
+def test_offsets_of_more_than_31_bits(axis):
+    """As of a gradient whose rows, or heads, are each in one piece: those of attention are."""
+    qkv = draw(*(3 if i == axis else 1 for i in range(2)), heads=3, groups=3).bfloat16()
+    found = []
+    for arrange in (lambda x: x, lambda x: far_apart(x, axis)):
+        leaf = arrange(qkv).requires_grad_()
+        outputs = triton.ROPE_QK.projected(leaf, angles_of(3, 6), heads=3)
+        directions = [arrange(torch.ones_like(y)) for y in outputs]
+        found.append([*outputs, *torch.autograd.grad(outputs, leaf, directions)])
+    for near, far in zip(*found, strict=True):
+        assert torch.equal(near, far)

@@ -44,6 +44,9 @@ def m2rnn_core(
     dtype = str(projected.dtype).removeprefix("torch.")
     if reason := cuda.sizes_reason(dtype, k_dim, v_dim, chunk_size):
         raise M2RNNInputError(f"the CUDA kernel of M2RNN does not serve this: {reason}")
+    for name, x in {"A_log": A_log, "dt_bias": dt_bias, "W": W, "D": D}.items():
+        if x.dtype != torch.float32:
+            raise M2RNNInputError(f"{name} is {x.dtype}; the kernels take torch.float32")
     bounds = starts = None
     if cu_seqlens is not None:
         bounds = cu_seqlens.to(device=projected.device, dtype=torch.int32).contiguous()
@@ -136,7 +139,8 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, douts):
-    tensors, saved = ctx.saved_tensors[:8], ctx.saved_tensors[8:]
+    kept = ctx.saved_tensors
+    tensors, saved = kept[:8], kept[8:]
     _, conv_weight, conv_bias, *_, norm_weight = tensors
     dprojected, dW, behind, before = _backward(
         douts[0], *tensors, ctx.bounds, ctx.starts, *saved, *ctx.options

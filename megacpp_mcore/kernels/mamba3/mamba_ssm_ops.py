@@ -144,7 +144,8 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, dys):
-    tensors, saved = ctx.saved_tensors[:12], list(ctx.saved_tensors[12:])
+    kept = ctx.saved_tensors
+    tensors, saved = kept[:12], list(kept[12:])
     gradients = iter(_backward(dys[0], *tensors, saved, ctx.chunk_size))
     found = [next(gradients) if given else None for given in ctx.given[:_GRADIENTS]]
     return *found, None, None, None

@@ -151,15 +151,15 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        options = *ctx.saved_tensors, *ctx.options
+        tables, (qk_head_dim, interleaved) = ctx.saved_tensors, ctx.options
         if not dq.is_contiguous():  # its reader wants rows as q's were
-            return *_backward(dq, dk, dv, *options), None, None, None, None, None
-        qk_head_dim, interleaved = ctx.options
+            found = _backward(dq, dk, dv, *tables, *ctx.options)
+            return *found, None, None, None, None, None
         dk, dv = _readable(dk), _readable(dv)
         _, dkv, dk_pos = _gradient_outputs(dq, dv, qk_head_dim, with_q=False)
         _launch(
             triton_kernels.backward, (dq, dk, dv), (dq, dkv, dk_pos),
-            ctx.saved_tensors, dq.shape, qk_head_dim, dv.shape[-1], interleaved,
+            tables, dq.shape, qk_head_dim, dv.shape[-1], interleaved,
         )  # fmt: skip
         return dq, dkv, dk_pos, None, None, None, None, None
 

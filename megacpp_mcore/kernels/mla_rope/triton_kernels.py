@@ -37,7 +37,7 @@ def forward(
     IN_PLACE: tl.constexpr, PACKED: tl.constexpr, BOUNDS_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """q, k and v of one token from q, kv and k_pos. IN_PLACE: q_out is q."""
-    s, b = (tl.program_id(0) // batch).to(tl.int64), tl.program_id(0) % batch
+    s, b = (tl.program_id(0) // batch).to(tl.int64), (tl.program_id(0) % batch).to(tl.int64)
     c, d = _angle(cos, sin, s, bounds, count, PAIRS, PAIR_BLOCK, PACKED, BOUNDS_BLOCK)
     q += s * q_s + b * q_b
     kv += s * kv_s + b * kv_b
@@ -55,12 +55,13 @@ def forward(
 
     for first in range(0, HEADS, HEAD_BLOCK):
         h = first + tl.arange(0, HEAD_BLOCK)[:, None]
-        heads = h < HEADS
-        from_q, to_q, to_k = q + h * q_h, q_out + h * qo_h, k_out + h * ko_h
+        heads, far = h < HEADS, h.to(tl.int64)  # what is read may lie in any strides
+        from_q, from_kv = q + far * q_h, kv + far * kv_h
+        to_q, to_k = q_out + h * qo_h, k_out + h * ko_h
         if not IN_PLACE:
             copy_dims(from_q, to_q, heads, PLAIN, PLAIN_BLOCK)
-        copy_dims(kv + h * kv_h, to_k, heads, PLAIN, PLAIN_BLOCK)
-        copy_dims(kv + h * kv_h + PLAIN, v_out + h * vo_h, heads, V_DIM, V_BLOCK)
+        copy_dims(from_kv, to_k, heads, PLAIN, PLAIN_BLOCK)
+        copy_dims(from_kv + PLAIN, v_out + h * vo_h, heads, V_DIM, V_BLOCK)
         x, y = load_pairs(from_q + PLAIN, heads, PAIRS, PAIR_BLOCK, INTERLEAVED)
         if IN_PLACE:
             tl.debug_barrier()  # a pair's place is another pair's target
@@ -87,7 +88,7 @@ def backward(
 ):  # fmt: skip
     """Gradients of one token's q, kv and k_pos: inverse rotations, k_pos's summed over heads.
     IN_PLACE: dq_in is dq."""
-    s, b = (tl.program_id(0) // batch).to(tl.int64), tl.program_id(0) % batch
+    s, b = (tl.program_id(0) // batch).to(tl.int64), (tl.program_id(0) % batch).to(tl.int64)
     c, d = _angle(cos, sin, s, bounds, count, PAIRS, PAIR_BLOCK, PACKED, BOUNDS_BLOCK)
     dq += s * q_s + b * q_b
     dk += s * k_s + b * k_b
@@ -104,12 +105,12 @@ def backward(
 
     for first in range(0, HEADS, HEAD_BLOCK):
         h = first + tl.arange(0, HEAD_BLOCK)[:, None]
-        heads = h < HEADS
-        from_q, from_k, to_q = dq + h * q_h, dk + h * k_h, dq_in + h * qi_h
+        heads, far = h < HEADS, h.to(tl.int64)
+        from_q, from_k, to_q = dq + far * q_h, dk + far * k_h, dq_in + h * qi_h
         if not IN_PLACE:
             copy_dims(from_q, to_q, heads, PLAIN, PLAIN_BLOCK)
         copy_dims(from_k, dkv + h * kv_h, heads, PLAIN, PLAIN_BLOCK)
-        copy_dims(dv + h * v_h, dkv + h * kv_h + PLAIN, heads, V_DIM, V_BLOCK)
+        copy_dims(dv + far * v_h, dkv + h * kv_h + PLAIN, heads, V_DIM, V_BLOCK)
         x, y = load_pairs(from_q + PLAIN, heads, PAIRS, PAIR_BLOCK, False)
         if IN_PLACE:
             tl.debug_barrier()

@@ -53,13 +53,13 @@ def rotate(
     k_to += s * kt_s + b * kt_b
     for first in range(0, HEADS, HEAD_BLOCK):
         h = first + tl.arange(0, HEAD_BLOCK)[:, None]
-        source = q + (h // RATIO) * q_g + (h % RATIO) * q_r
-        target = q_to + (h // RATIO) * qt_g + (h % RATIO) * qt_r
+        g, r = (h // RATIO).to(tl.int64), (h % RATIO).to(tl.int64)
+        source, target = q + g * q_g + r * q_r, q_to + g * qt_g + r * qt_r
         _rotate_rows(source, target, h < HEADS, c, d, PAIRS, REST, PAIR_BLOCK, REST_BLOCK,
                    INTERLEAVED)  # fmt: skip
     GROUPS: tl.constexpr = HEADS // RATIO
     for first in range(0, GROUPS, GROUP_BLOCK):
-        g = first + tl.arange(0, GROUP_BLOCK)[:, None]
+        g = (first + tl.arange(0, GROUP_BLOCK)[:, None]).to(tl.int64)
         mask = g < GROUPS
         _rotate_rows(k + g * k_g, k_to + g * kt_g, mask, c, d, PAIRS, REST, PAIR_BLOCK, REST_BLOCK,
                    INTERLEAVED)  # fmt: skip
