@@ -59,11 +59,11 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+        if error.filename is None:
             raise
-        # Only an argument or a setting has such a name; every command reads some.
         print(f"megacpp: {printable(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
-        return 2
+        # Only an argument or a setting has such a name; every command reads some.
+        return 2 if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) else 1
     except KeyboardInterrupt:
         print("megacpp: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT

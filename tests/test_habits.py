@@ -56,6 +56,13 @@ NO_TABLE = {"train", "recipe new", "recipe args", "data build", "data tokenizer"
             "completion", "export", "import"}  # fmt: skip
 
 
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert cli.main(["cuda", "wheels", "--out", str(tmp_path / "file"), "--archs", "90"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err == f"megacpp: {tmp_path / 'file'}: File exists\n"
+
+
 def test_every_command_that_prints_a_table_has_json():
     without = {n for n, p in LEAVES.items() if "--json" not in p._option_string_actions}
     assert without <= NO_TABLE | {n for n in LEAVES if "html" in n or "watch" in n}

@@ -104,7 +104,7 @@ def run_prune(args: argparse.Namespace) -> int:
         )
     rows = [_row(path) for path in doomed]
     if not args.dry_run:
-        with _exclusive(args.run_folder):
+        with _exclusive(place):
             folder.recover(place)
             folder.prune(place, args.keep)
     if args.json:
@@ -126,8 +126,9 @@ def _tracked(place: Path) -> Path | None:
 
 
 @contextlib.contextmanager
-def _exclusive(run: Path) -> Iterator[None]:
-    """The run's lock, so that no process on the CPU trains in it meanwhile."""
+def _exclusive(place: Path) -> Iterator[None]:
+    """Hold the lock of the run that `place` is of, so that no process on the CPU trains in it."""
+    run = Path(os.path.abspath(place)).parent
     lock = run / ".lock"
     if not lock.exists():
         yield

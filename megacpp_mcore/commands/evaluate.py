@@ -95,7 +95,7 @@ def _judge(args: argparse.Namespace, source: Any, pair: Any, documents: Any, loa
         counted = evaluate.documents_outside(other, nothing, most)
     else:
         counted = evaluate.documents_outside(pair, selection, most)
-    tokenizer = tokenizer_of(vocab_size, loaded.eod, args.tokenizer)
+    tokenizer = tokenizer_of(vocab_size, loaded.eod, args.tokenizer, source.tokenizer_sha256)
     with tqdm(
         desc="evaluate", unit="tok", unit_scale=True, disable=not has_room(sys.stderr)
     ) as bar:

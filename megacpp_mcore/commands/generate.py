@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
     source = loading.trained(args.run_folder, args.iteration)
     with loading.loaded(source, device=device_of(args), dtype=args.dtype) as loaded:
-        return _write(args, loaded, texts, sampling)
+        return _write(args, source, loaded, texts, sampling)
 
 
 def _read(name: str) -> str:
@@ -93,12 +93,14 @@ def _read(name: str) -> str:
     return data.decode("utf-8", "surrogateescape")
 
 
-def _write(args: argparse.Namespace, loaded: Any, texts: list[str], sampling: Any) -> int:
+def _write(
+    args: argparse.Namespace, source: Any, loaded: Any, texts: list[str], sampling: Any
+) -> int:  # fmt: skip
     from megacpp_mcore.inference.generate import Generation
     from megacpp_mcore.inference.text import check_ids, tokenizer_of
 
     vocab_size = loaded.recipe.model.vocab_size
-    tokenizer = tokenizer_of(vocab_size, loaded.eod, args.tokenizer)
+    tokenizer = tokenizer_of(vocab_size, loaded.eod, args.tokenizer, source.tokenizer_sha256)
     prompts = [[loaded.eod, *tokenizer.encode(text)] for text in texts]
     for prompt in prompts:
         check_ids(prompt, vocab_size)

@@ -3,13 +3,14 @@
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.files import write_atomically
 from megacpp_mcore.recipe import Recipe, changed_keys, load_recipe
 from megacpp_mcore.recipe.notes import facts
-from megacpp_mcore.recipe.source import KEYS, RecipeError
+from megacpp_mcore.recipe.source import KEYS, RecipeError, read
 
 NEW_EPILOG = """\
 The file extends RECIPE: what it does not say is RECIPE's. It lists the keys that are changed first,
@@ -55,10 +56,9 @@ def new(args: argparse.Namespace) -> int:
     parent = args.extends
     if parent.endswith(".toml") or "/" in parent:
         parent = str(Path(parent).resolve())
-    given = list(dict.fromkeys(override.partition("=")[0].strip() for override in args.overrides))
     try:
         args.file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(args.file, _text(recipe, parent, given))
+        write_atomically(args.file, _text(recipe, parent, args.extends, args.overrides))
     except (OSError, ValueError) as error:  # ValueError: a NUL in its name
         raise RecipeError(f"cannot write {args.file}: {error}") from error
     try:
@@ -73,32 +73,37 @@ def new(args: argparse.Namespace) -> int:
     return 0
 
 
-def _text(recipe: Recipe, parent: str, given: list[str]) -> str:
+def _text(recipe: Recipe, parent: str, extends: str, overrides: Sequence[str]) -> str:
     notes = {fact.key: fact.note for fact in facts()}
-    keys = [key for key in KEYS if key in given or key in _FIRST]
-    tables = [key for key in given if key not in KEYS]  # an entry of a table of strings
-    lines = [
-        f'description = "what it is for"\nextends = {json.dumps(parent)}\n',
-        f"# Commented out: the keys that are changed first, as {recipe.name} has them. Every key:\n"
-        "# megacpp recipe keys. What this file becomes: megacpp recipe show FILE.",
-    ]
-    section = ""
-    for dotted in keys:
-        value = recipe.get(dotted)
-        if KEYS[dotted].section != section:
-            section = KEYS[dotted].section
-            lines.append(f"\n[{section}]")
+    settings = read(extends, overrides)
+    given = {key: value for key, value in settings.values.items() if settings.is_override(key)}
+    unset = [key for key, value in map(_split, overrides) if value == "null"]
+    lines = [f'description = "what it is for"\nextends = {json.dumps(parent)}']
+    if unset:
+        lines.append(f"unset = {json.dumps(unset)}")
+    lines.append(
+        f"\n# Commented out: the keys that are changed first, as {recipe.name} has them.\n"
+        "# Every key: megacpp recipe keys. What this file becomes: megacpp recipe show FILE."
+    )
+    tables: dict[str, list[str]] = {}
+    for dotted in (key for key in KEYS if key in given or key in _FIRST):
+        value = given.get(dotted, recipe.get(dotted))
         written = "" if value is None else json.dumps(value, ensure_ascii=False)
         note = f"  # {notes[dotted]}" if notes[dotted] else ""
-        lines.append(f"{'' if dotted in given else '# '}{KEYS[dotted].name} = {written}{note}")
-    for dotted in tables:
+        line = f"{'' if dotted in given else '# '}{KEYS[dotted].name} = {written}{note}"
+        tables.setdefault(KEYS[dotted].section, []).append(line)
+    for dotted in (key for key in given if key not in KEYS):  # entries of tables
         table, _, entry = dotted.rpartition(".")
-        lines.append(f"\n[{table}]\n{entry} = {json.dumps(_entry(recipe, table, entry))}")
+        line = f"{entry} = {json.dumps(given[dotted], ensure_ascii=False)}"
+        tables.setdefault(table, []).append(line)
+    for table, entries in tables.items():
+        lines.append("\n".join([f"\n[{table}]", *entries]))
     return "\n".join(lines) + "\n"
 
 
-def _entry(recipe: Recipe, table: str, entry: str) -> Any:
-    return recipe.backends[entry] if table == "backends" else recipe.get(table)[entry]
+def _split(override: str) -> tuple[str, str]:
+    key, _, value = override.partition("=")
+    return key.strip(), value.strip()
 
 
 def add_diff_arguments(parser: argparse.ArgumentParser) -> None:

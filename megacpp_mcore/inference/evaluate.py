@@ -1,6 +1,7 @@
 """How well a model predicts documents: bits per byte, by position and by kind of file, beside what
 counting alone predicts."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from megacpp_mcore.inference.loading import Loaded
 from megacpp_mcore.inference.ngrams import NGrams, Text
 from megacpp_mcore.inference.recipe import InferenceError
+from megacpp_mcore.training.data.blend import parse_data_path
 from megacpp_mcore.training.data.datasets import split_documents
 from megacpp_mcore.training.data.files import TokenFiles, kinds_of
 
@@ -49,7 +51,8 @@ def select(
             raise InferenceError(f"--documents {begin}:{end}: {pair.prefix} has 0:{count}")
         return Selection(begin, end, "as asked")
     data = recipe["data"]
-    if [pair.prefix] == (data["data_path"] or []) and data["split"]:
+    own = parse_data_path(data["data_path"])[0] if data["data_path"] else []
+    if data["split"] and os.path.realpath(pair.prefix) in map(os.path.realpath, own):
         held_out = split_documents(count, data["split"])[1]
         if held_out and held_out[0] < held_out[1]:
             return Selection(*held_out, f"held out by the run's data.split {data['split']!r}")

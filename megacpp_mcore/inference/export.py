@@ -14,6 +14,7 @@ from megacpp_mcore.inference.loading import Loaded, Trained, loaded
 from megacpp_mcore.inference.names import Names
 from megacpp_mcore.inference.recipe import MODEL_SECTIONS, InferenceError
 from megacpp_mcore.inference.safetensors import read_safetensors, write_safetensors
+from megacpp_mcore.inference.text import check_tokenizer
 from megacpp_mcore.inference.upstream import PACKAGES, from_upstream, read_weights, to_upstream
 
 FORMAT = "megacpp-nam56r-1"
@@ -35,11 +36,18 @@ def export(
     blocks: also every M and R as its own package's module has it, in `out`/blocks.
     Weights keep the dtype of the checkpoint's model: bfloat16 but for the float32 parameters of M,
     R and the router if the run's recipe has precision.bf16, else float32. Raises ExportError when
-    `out` has files, or the recipe has a setting that the loader does not know.
+    `out` has files or cannot be written, or the recipe has a setting that the loader does not know.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ExportError(f"{out} is there already and not an empty folder: name another --out")
-    _check_recipe(source.recipe)
+    if wrong := _not_of_the_loader(source.recipe):
+        raise ExportError(f"this model cannot be exported: {'; '.join(wrong)}")
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, source.tokenizer_sha256)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ExportError(f"cannot write {out}: {error.strerror}") from error
     dtype = "bf16" if source.recipe["precision"]["bf16"] else "fp32"
     with loaded(source, device="cpu", dtype=dtype, mtp=True) as found:
         return write(out, source, found, dtype, tokenizer, blocks=blocks)
@@ -113,7 +121,7 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 def differences(config: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
     """Model keys of a recipe that are not those of an export, as `section.key is A, the export has
     B`; only such as shape the weights or what they compute."""
-    found = []
+    found = _not_of_the_loader(recipe)
     for section in MODEL_SECTIONS:
         for key, value in config["recipe"][section].items():
             own = recipe[section].get(key)
@@ -151,7 +159,8 @@ _ONLY = {
 }  # fmt: skip
 
 
-def _check_recipe(recipe: Mapping[str, Any]) -> None:
+def _not_of_the_loader(recipe: Mapping[str, Any]) -> list[str]:
+    """Settings of a recipe that the loader does not know, as `section.key is A, ...`."""
     wrong = []
     for dotted, only in _ONLY.items():
         section, _, key = dotted.partition(".")
@@ -165,8 +174,12 @@ def _check_recipe(recipe: Mapping[str, Any]) -> None:
             f"model.position_embedding_type is {model['position_embedding_type']!r}, the loader "
             "knows 'rope' and 'none'"
         )
-    if wrong:
-        raise ExportError(f"this model cannot be exported: {'; '.join(wrong)}")
+    balancing = recipe["moe"]["moe_router_load_balancing_type"]
+    if {"sinkhorn", "quantile_balancing"} & set(balancing):  # these have scores of their own
+        wrong.append(
+            f"moe.moe_router_load_balancing_type is {list(balancing)!r}, the loader knows losses"
+        )
+    return wrong
 
 
 def _config(source: Trained, found: Loaded, dtype: str) -> dict[str, Any]:

@@ -31,6 +31,11 @@ class Trained:
     checkpoint: Path
     iteration: int
 
+    @property
+    def tokenizer_sha256(self) -> str | None:
+        """Of the tokenizer.json that the run's data was made with; None: bytes, or not known."""
+        return (self.recipe.get("data") or {}).get("tokenizer_sha256")
+
 
 def trained(run: Path, iteration: int | None = None) -> Trained:
     """The newest complete checkpoint of a run of either lane, or that of `iteration`.

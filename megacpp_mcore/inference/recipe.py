@@ -25,6 +25,7 @@ _NEVER_DROP = {  # a token's experts do not depend on the other tokens of its ba
 }  # fmt: skip
 _ONE_RANK = {
     "moe_token_dispatcher_type": ALLGATHER, "moe_flex_dispatcher_num_sms": None,
+    "moe_flex_dispatcher_backend": "deepep",  # the default, which the all-gather does not read
     "moe_shared_expert_overlap": False, "moe_permute_fusion": False, "moe_router_fusion": False,
     "moe_router_padding_for_quantization": False,
 }  # fmt: skip

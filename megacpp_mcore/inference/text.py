@@ -1,12 +1,14 @@
 """Tokens of a prompt, and the text of tokens as they come."""
 
 import codecs
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from megacpp_mcore.files import read_regular
 from megacpp_mcore.inference.recipe import InferenceError
 from megacpp_mcore.training.data.text import BYTE_EOD_ID, BYTE_VOCAB_SIZE
 
@@ -47,9 +49,9 @@ class _ByteDecoder:
 
 
 class TokenizerFile:
-    """A tokenizer.json of the `tokenizers` package."""
+    """A tokenizer.json of the `tokenizers` package. data: its content."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, data: bytes) -> None:
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
@@ -57,7 +59,8 @@ class TokenizerFile:
                 f"{path} is read with the package tokenizers, which is not installed ({error})"
             ) from error
         try:
-            self._tokenizer = Tokenizer.from_file(str(path))
+            self._tokenizer = Tokenizer.from_str(data.decode())
+            self._tokenizer.encode_special_tokens = True  # as `megacpp data build` encodes
         except Exception as error:  # the package raises plain Exception
             raise InferenceError(f"{path} is not a tokenizer: {error}") from error
 
@@ -92,13 +95,38 @@ class _TokenDecoder:
         return self._tokenizer.decode(pending, skip_special_tokens=False) if pending else ""
 
 
-def tokenizer_of(vocab_size: int, eod: int, file: Path | None) -> Bytes | TokenizerFile:
-    """The tokenizer in `file`, or else bytes, which a vocabulary of 257 with eod 256 is.
+def check_tokenizer(file: Path, sha256: str | None) -> bytes:
+    """The content of a tokenizer.json, which must be the one that the run was trained with.
 
-    Raises InferenceError when the vocabulary is another and there is no file.
+    sha256: the recipe's data.tokenizer_sha256; None: not known. Raises InferenceError.
+    """
+    try:
+        data = read_regular(file, most=1 << 30)
+    except OSError as error:
+        raise InferenceError(f"cannot read the tokenizer {file}: {error.strerror}") from error
+    if sha256 not in (None, found := hashlib.sha256(data).hexdigest()):
+        raise InferenceError(
+            f"the tokenizer {file} has sha256 {found}, but the run was trained with that of "
+            f"{sha256} (data.tokenizer_sha256): name that file"
+        )
+    return data
+
+
+def tokenizer_of(
+    vocab_size: int, eod: int, file: Path | None, sha256: str | None = None
+) -> Bytes | TokenizerFile:
+    """The tokenizer in `file`, or else bytes, where documents end with 256.
+
+    sha256: the recipe's data.tokenizer_sha256. Raises InferenceError where the file is missing or
+    not that of the run.
     """
     if file is not None:
-        return TokenizerFile(file)
+        return TokenizerFile(file, check_tokenizer(file, sha256))
+    if sha256 is not None:
+        raise InferenceError(
+            f"the run was trained with the tokenizer of sha256 {sha256}: name its tokenizer.json "
+            "with --tokenizer"
+        )
     if eod != BYTE_EOD_ID or vocab_size < BYTE_VOCAB_SIZE:
         raise InferenceError(
             f"the model's vocabulary is {vocab_size} with end of document {eod}, which are not "

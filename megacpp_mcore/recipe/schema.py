@@ -38,6 +38,7 @@ class Model:
     make_vocab_size_divisible_by: int = to_flag(128)
     seq_length: int = to_flag()
     max_position_embeddings: int | None = to_flag(None)  # None: seq_length, filled in on loading
+    # MLA does not read it: attention.rope_type and attention.qk_pos_emb_head_dim are for its own
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = to_flag(
         "learned_absolute"
     )

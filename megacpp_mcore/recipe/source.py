@@ -17,6 +17,7 @@ from megacpp_mcore.recipe.schema import SECTIONS
 
 SUFFIX = ".toml"
 BACKENDS = "backends"
+_SET = "--set "
 _TOP_LEVEL = ("description", "extends", "unset")
 _MAX_CHAIN = 100  # of recipes that extend one another
 # ValueError: not TOML, not UTF-8, an integer of 5,000 digits. RecursionError: 1,000 brackets.
@@ -46,6 +47,10 @@ class Settings:
     def put(self, dotted: str, value: Any, origin: str) -> None:
         self.values[dotted] = value
         self.origins[dotted] = origin
+
+    def is_override(self, dotted: str) -> bool:
+        """Whether the value of a key that has one is from `--set`."""
+        return self.origins[dotted].startswith(_SET)
 
     def drop(self, dotted: str) -> None:
         """Back to the default: forget a key, or a table with its entries."""
@@ -185,7 +190,7 @@ def _known(dotted: str, where: str) -> Any:
 
 def _override(settings: Settings, override: str) -> None:
     """Apply one `a.b=value`. The value is TOML, or bare text for a string; `null` unsets."""
-    origin = f"--set {override}"
+    origin = _SET + override
     dotted, equals, text = override.partition("=")
     dotted, text = dotted.strip(), text.strip()
     if not equals:

@@ -94,7 +94,7 @@ def test_losses_are_a_whole_forward_passs(small_run, corpus):
                 assert place[first : first + length].tolist() == [*range(1, size + 1)]
 
 
-def test_what_is_judged(corpus):
+def test_what_is_judged(corpus, monkeypatch):
     pair = read_pair(corpus)
     count = pair.lengths.size
     recipe = {"data": {"data_path": [str(corpus)], "split": "90,10,0"}}
@@ -103,6 +103,11 @@ def test_what_is_judged(corpus):
     assert (found.begin, found.end) == (begin, end) and "held out" in found.why
     other = {"data": {"data_path": ["elsewhere"], "split": "90,10,0"}}
     assert evaluate.select(pair, other, None).end == count
+    blend = {"data": {"data_path": ["0.5", "elsewhere", "0.5", str(corpus)], "split": "90,10,0"}}
+    assert evaluate.select(pair, blend, None) == found
+    monkeypatch.chdir(corpus.parent)
+    for spelled in (corpus.name, f"./{corpus.name}", f"../{corpus.parent.name}/{corpus.name}"):
+        assert evaluate.select(read_pair(spelled), recipe, None) == found
     assert evaluate.select(pair, recipe, (1, 3)) == evaluate.Selection(1, 3, "as asked")
     with pytest.raises(MegacppError, match=f"has 0:{count}"):
         evaluate.select(pair, recipe, (3, count + 1))

@@ -312,6 +312,11 @@ def test_refusals(small_run, small_text, tmp_path, capfd):
     words = ["import", out, "--recipe", str(recipe), "--out", str(tmp_path / "back")]
     for command, message in [
         (["export", str(small_run), "--out", out], "not an empty folder"),
+        (["export", str(small_run), "--out", f"{recipe}/x"], "cannot write"),
+        (
+            ["export", str(small_run), "--out", f"{out}2", "--tokenizer", "none.json"],
+            "cannot read the tokenizer none.json",
+        ),
         ([*words, "--set", "model.hidden_size=64"], "hidden_size is 64, the export has 32"),
         ([*words, "--block", "1=x"], "not an M or R layer; those are 2 (mamba3), 3 (m2rnn)"),
         ([*words, "--block", "x"], "expected N=FILE"),
@@ -320,7 +325,7 @@ def test_refusals(small_run, small_text, tmp_path, capfd):
     ]:
         assert cli.main(command) == 2
         assert message in capfd.readouterr().err
-    assert not (tmp_path / "back").exists()
+        assert not (tmp_path / "back").exists() and not (tmp_path / "out2").exists()
     weights = read_safetensors(Path(out) / export.WEIGHTS)
     write_safetensors(
         Path(out) / export.WEIGHTS, {"final_norm.weight": weights["final_norm.weight"]}
@@ -332,3 +337,19 @@ def test_refusals(small_run, small_text, tmp_path, capfd):
     with pytest.raises(MegacppError, match=r"normalization is 'LayerNorm', the loader knows 'RMSN"):
         other = load_recipe(str(recipe), ["model.normalization=LayerNorm"]).to_dict()
         export.export(Trained("x", other, tmp_path, 1), tmp_path / "other")
+
+
+@pytest.mark.parametrize("balancing", ["sinkhorn", "quantile_balancing"])
+def test_a_router_that_the_loader_does_not_have_is_refused(balancing, small_recipe, tmp_path):
+    """Sinkhorn's scores are not those of moe_router_score_function, quantile balancing has a bias
+    of its own: the loader would compute other logits."""
+    settings = [f"moe.moe_router_load_balancing_type={balancing}", "moe.moe_aux_loss_coeff=0.0",
+                "moe.moe_router_enable_expert_bias=false"]  # fmt: skip
+    content = load_recipe(str(small_recipe), settings).to_dict()
+    with pytest.raises(MegacppError, match=f"moe_router_load_balancing_type is .*{balancing}"):
+        export.export(Trained("x", content, tmp_path, 1), tmp_path / "other")
+    aux = load_recipe(str(small_recipe), settings[1:]).to_dict()
+    (difference,) = export.differences({"recipe": aux}, content)
+    assert "moe_router_load_balancing_type" in difference
+    off = load_recipe(str(small_recipe), ["moe.moe_router_load_balancing_type=none", *settings[1:]])
+    assert not export.differences({"recipe": aux}, off.to_dict())

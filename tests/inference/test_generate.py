@@ -12,7 +12,7 @@ from megacpp_mcore.inference.generate import Generation, fill
 from megacpp_mcore.inference.loading import built, load_weights, loaded, trained
 from megacpp_mcore.inference.recipe import on_one_device
 from megacpp_mcore.inference.sampling import Sampling
-from megacpp_mcore.inference.text import Bytes, check_ids, tokenizer_of
+from megacpp_mcore.inference.text import Bytes, check_ids, check_tokenizer, tokenizer_of
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.terminal import printable
 
@@ -214,6 +214,31 @@ def test_text_comes_when_its_characters_are_whole():
         tokenizer_of(65536, 65535, None)
     with pytest.raises(MegacppError, match="gives token 300"):
         check_ids([1, 300], 257)
+
+
+@pytest.fixture
+def tokenizer_json(tmp_path):
+    from megacpp_mcore.training.data import tokenizer
+
+    text = b"int main() { return 0; } // <|endoftext|>\n" * 4
+    return tokenizer.train([text], 262, tmp_path / "tokenizer.json", progress=False)
+
+
+def test_only_the_tokenizer_of_the_runs_data_is_taken(tokenizer_json, tmp_path):
+    """Another of the same size gives other ids, and the model would answer nonsense."""
+    path, sha256 = tmp_path / "tokenizer.json", tokenizer_json.sha256
+    found = tokenizer_of(262, 256, path, sha256)
+    (ids,) = tokenizer_json.documents([b"int main() // <|endoftext|>"])
+    assert found.encode("int main() // <|endoftext|>") == ids[:-1].tolist()
+    assert tokenizer_of(262, 256, path, None).encode("int") == found.encode("int")
+    path.write_text(path.read_text() + "\n")
+    for check in (tokenizer_of, lambda *words: check_tokenizer(*words[2:])):
+        with pytest.raises(MegacppError, match=f"trained with that of {sha256}"):
+            check(262, 256, path, sha256)
+        with pytest.raises(MegacppError, match=r"cannot read the tokenizer .*none\.json"):
+            check(262, 256, tmp_path / "none.json", sha256)
+    with pytest.raises(MegacppError, match=rf"{sha256}.*name its tokenizer\.json"):
+        tokenizer_of(262, 256, None, sha256)
 
 
 @pytest.mark.slow

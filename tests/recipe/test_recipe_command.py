@@ -235,6 +235,29 @@ class TestNew:
         assert load_recipe(str(path)).to_dict() == load_recipe("cpu-base", words).to_dict()
         assert recipe("new", str(path)) == 2 and "exists" in capsys.readouterr().err
 
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ["backends.norm=reference", "backends.linear=reference"],
+            ["launch.environment.A=b", "launch.environment.B=c", "checkpoint.save_interval=7"],
+            ['launch.environment={A = "b", B = "c"}'],
+            ["moe.moe_router_dtype=null", "moe.moe_shared_expert_intermediate_size=null"],
+            ["schedule.train_iters=60", "schedule.train_iters=70"],
+            ["moe.moe_router_dtype=fp64", "moe.moe_router_dtype=null"],
+            ["moe.moe_router_dtype=null", "moe.moe_router_dtype=fp64"],
+        ],
+        ids=" ".join,
+    )
+    def test_every_set_is_in_the_file(self, words, tmp_path):
+        path = tmp_path / "mine.toml"
+        assert recipe("new", str(path), *sets(words)) == 0
+        assert load_recipe(str(path)).to_dict() == load_recipe("cpu-base", words).to_dict()
+
+    def test_an_entry_of_the_parents_table_is_unset(self, tmp_path):
+        path, word = tmp_path / "mine.toml", "launch.environment.NCCL_GRAPH_REGISTER=null"
+        assert recipe("new", str(path), "--extends", "nam56r", "--set", word) == 0
+        assert load_recipe(str(path)).to_dict() == load_recipe("nam56r", [word]).to_dict()
+
     @pytest.mark.parametrize("name", shipped())
     def test_each_commented_line_has_the_parents_value(self, name, tmp_path):
         path = tmp_path / "mine.toml"

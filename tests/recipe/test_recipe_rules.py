@@ -49,6 +49,13 @@ REFUSED = [
     (["moe.moe_apply_probs_on_input=true"], "moe.moe_apply_probs_on_input", "one expert a token"),
     (["moe.moe_flex_dispatcher_backend=ncclep"], "moe.moe_flex_dispatcher_backend", "NCCL 2.30.4"),
     (["moe.moe_grouped_gemm=false"], "moe.moe_grouped_gemm", "are grouped"),
+    # accepted by Megatron, which then ignores them
+    (["moe.moe_flex_dispatcher_backend=hybridep"], "moe.moe_flex_dispatcher_backend", '"flex"'),
+    (["moe.moe_router_pre_softmax=true"], "moe.moe_router_pre_softmax", '"softmax"'),
+    (["moe.moe_router_num_groups=4"], "moe.moe_router_num_groups", "moe_router_group_topk"),
+    (["moe.moe_token_drop_policy=position"], "moe.moe_token_drop_policy", "capacity_factor"),
+    (["model.add_bias_linear=true", "moe.moe_shared_expert_intermediate_size=null",
+      "backends.moe_experts=reference"], "model.add_bias_linear", "autograd refuses"),
     (["data.reset_attention_mask=true"], "data.reset_attention_mask", "reads no mask"),
     (["data.reset_position_ids=true"], "data.reset_position_ids", "reads no position"),
     (["attention.qk_pos_emb_head_dim=3"], "attention.qk_pos_emb_head_dim", "even"),

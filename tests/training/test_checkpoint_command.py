@@ -70,13 +70,14 @@ def test_prune_keeps_the_newest_and_deletes_nothing_else(run, capsys):
     assert command(capsys, "prune", run, "--keep", 0)[0] == 2
 
 
-def test_prune_leaves_what_a_run_resumes_from_and_a_run_that_trains(run, capsys):
+@pytest.mark.parametrize("where", ["", "checkpoints"])
+def test_prune_leaves_what_a_run_resumes_from_and_a_run_that_trains(run, where, capsys):
     (run / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
-    status, _, err = command(capsys, "prune", run, "--keep", 1)
+    status, _, err = command(capsys, "prune", run / where, "--keep", 1)
     assert status == 2 and "names iter_0000005, from which a run resumes" in err
     with open(run / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        status, _, err = command(capsys, "prune", run, "--keep", 2)
+        status, _, err = command(capsys, "prune", run / where, "--keep", 2)
         assert status == 2 and "a process is training in" in err
     assert (run / "checkpoints/iter_0000003").is_dir()
 

@@ -603,6 +603,8 @@ def test_missing_data_is_refused_with_how_to_build_it(small_recipe, tmp_path):
     "launch.device=cuda moe.moe_grouped_gemm=true", "precision.bf16=true",
     "optimizer.optimizer=muon", "checkpoint.save=elsewhere",
     "data.reset_attention_mask=true", "schedule.exit_duration_in_mins=5",
+    "moe.moe_per_layer_logging=true",
+    "model.add_bias_linear=true moe.moe_shared_expert_intermediate_size=null",
 ])  # fmt: skip
 def test_a_key_that_the_lane_does_not_serve_is_refused_not_ignored(
     small_recipe, overrides, tmp_path

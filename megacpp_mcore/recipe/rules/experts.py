@@ -49,6 +49,12 @@ def _experts(r: Rules) -> None:
         "no bias",
     )
     r.refuse(
+        r["model.add_bias_linear"] and named == REFERENCE,
+        "model.add_bias_linear",
+        f'must be false with backends.moe_experts = "{REFERENCE}": Megatron 0.19.2 adds the bias '
+        "of experts that run one after another in place, which autograd refuses",
+    )
+    r.refuse(
         r["moe.moe_apply_probs_on_input"] and r["moe.moe_router_topk"] != 1,
         "moe.moe_apply_probs_on_input",
         f"must be false with {r.told('moe.moe_router_topk')}: it works with one expert a token",
@@ -72,7 +78,17 @@ def _router(r: Rules) -> None:
         "moe.moe_aux_loss_coeff",
         "must be 0 with sinkhorn and quantile_balancing, which balance without a loss",
     )
+    r.refuse(
+        r["moe.moe_router_pre_softmax"] and r["moe.moe_router_score_function"] != "softmax",
+        "moe.moe_router_pre_softmax",
+        'is read with moe.moe_router_score_function = "softmax" only',
+    )
     groups, chosen = r["moe.moe_router_num_groups"], r["moe.moe_router_group_topk"]
+    r.refuse(
+        groups is not None and chosen is None,
+        "moe.moe_router_num_groups",
+        "is read with moe.moe_router_group_topk only",
+    )
     if chosen is None or groups is None:
         return
     r.multiple("moe.moe_router_topk", "moe.moe_router_group_topk")
@@ -92,8 +108,19 @@ def _dispatch(r: Rules) -> None:
         "map in place, which its backward pass then refuses to read",
     )
     r.refuse(
-        r["moe.moe_flex_dispatcher_backend"] == "ncclep",
-        "moe.moe_flex_dispatcher_backend",
+        r["moe.moe_token_drop_policy"] != "probs" and r["moe.moe_expert_capacity_factor"] is None,
+        "moe.moe_token_drop_policy",
+        "is read with moe.moe_expert_capacity_factor only",
+    )
+    flex = "moe.moe_flex_dispatcher_backend"
+    r.refuse(
+        r[flex] == "hybridep" and r["moe.moe_token_dispatcher_type"] != "flex",
+        flex,
+        'is read with moe.moe_token_dispatcher_type = "flex" only',
+    )
+    r.refuse(
+        r[flex] == "ncclep",
+        flex,
         f"must be {' or '.join(map(shown, WITH_DEEP_EP))}: ncclep needs NCCL 2.30.4, torch 2.11 "
         "brings 2.28.9",
     )

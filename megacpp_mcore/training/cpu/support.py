@@ -52,6 +52,7 @@ _ONLY: dict[tuple[str, str], tuple[Any, ...]] = {
     ("data", "create_attention_mask_in_dataloader"): (False,),
     ("model", "transformer_impl"): ("local",),
     ("moe", "moe_token_dispatcher_type"): (ALLGATHER,),
+    ("moe", "moe_per_layer_logging"): (False,),
 }
 
 
@@ -91,6 +92,11 @@ def check(recipe: Recipe, steps: int | None = None) -> None:
                 problems.append(
                     f"{section}.{field.name} is {asked!r}; the CPU lane supports {default!r}"
                 )
+    if recipe.model.add_bias_linear and "E" in recipe.plan.letters:
+        problems.append(
+            "model.add_bias_linear is True; experts that run one after another train without a "
+            "bias only: Megatron adds it in place, which autograd refuses"
+        )
     if not recipe.data.data_path:
         problems.append("data.data_path is not set; build one with `megacpp data build`")
     if problems:
