@@ -333,21 +333,14 @@ def test_the_model_the_batches_and_the_loss(gpu_recipe):
             config = gpu_train.config_container(launched, args).model
         builder = config.get_builder_cls()(config)
         model = builder.build_model(ProcessGroupCollection.use_mpu_process_groups())
-        waits = []
-
-        @contextlib.contextmanager
-        def reading():
-            waits.append(1)
-            yield
-
         samples = torch.utils.data.default_collate([train[0], train[1]])
-        output, loss_func = gpu_batch.forward_step(iter([samples]), model, reading)
+        output, loss_func = gpu_batch.forward_step(iter([samples]), model)
         total, tokens, report = loss_func(output)
         mask = samples["loss_mask"]
         losses = model(
             samples["tokens"], samples["position_ids"], None, labels=samples["labels"]
         ).detach()
-        assert losses.shape == mask.shape == (2, 32) and waits == [1]
+        assert losses.shape == mask.shape == (2, 32)
         assert tokens == mask.sum()
         torch.testing.assert_close(total.detach(), (losses * mask).sum())
         torch.testing.assert_close(report["lm loss"], torch.stack([total, tokens.float()]))
@@ -502,6 +495,7 @@ def watched(gpu_recipe, tmp_path, monkeypatch):
     from megatron.training import training
 
     from megacpp_mcore.training.gpu.watch import Watch
+    from megacpp_mcore.training.heartbeat import Heartbeat
 
     launched = launch(["--megacpp-out", str(tmp_path / "out"), *arguments(gpu_recipe)])
     loop = FakeLoop(training, steps=3)
@@ -509,7 +503,7 @@ def watched(gpu_recipe, tmp_path, monkeypatch):
         monkeypatch.setattr(training, name, getattr(loop, name))
     with megatron(launched) as args:
         args.iteration = 0
-        yield Watch(launched, Goodput()), loop
+        yield Watch(launched, Goodput(), Heartbeat(tmp_path / "heartbeat", 0, None)), loop
 
 
 def test_the_receipt_is_gathered_inside_the_loop(watched, tmp_path):
@@ -550,6 +544,41 @@ def test_the_clock_of_a_step_stops_when_the_device_is_done(watched, monkeypatch)
     receipt = watch.write("complete")
     assert min(receipt["series"]["ms"]) >= 50
     assert receipt["goodput"]["seconds"]["step"] >= 0.1  # of the two warm ones
+
+
+def test_the_wait_for_data_is_data_whoever_reads(watched, monkeypatch):
+    """A captured step's micro batches are read before it by Megatron, not by our forward step."""
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    watch, loop = watched
+    said, slow = [], iter(lambda: time.sleep(0.05) or len(said), None)
+    monkeypatch.setattr(watch, "_heartbeat", SimpleNamespace(
+        beat=lambda doing: said.append(doing),
+        note=lambda doing, alone=False: said.append((doing, alone)),
+    ))  # fmt: skip
+    monkeypatch.setattr(
+        loop.training, "build_train_valid_test_data_iterators",
+        lambda provider: (RerunDataIterator(slow), RerunDataIterator(iter([7])), None),
+    )  # fmt: skip
+    step = loop.train_step
+
+    def reads(iterator, model, optimizer, iteration=None):
+        assert next(iterator) and next(iterator)
+        return step(iterator, model, optimizer, iteration=iteration)
+
+    monkeypatch.setattr(loop.training, "train_step", reads)
+    with watch.installed():
+        model, optimizer, _ = loop.training.setup_model_and_optimizer(None)
+        train, valid, test = loop.training.build_train_valid_test_data_iterators(None)
+        for iteration in range(2):
+            loop.training.train_step(train, model, optimizer, iteration=iteration)
+    seconds = watch.write("complete")["goodput"]["seconds"]
+    assert seconds["data"] >= 0.2 and seconds["step"] + seconds["compile"] < 0.2
+    reading = [("in step 2, reading a micro batch", True), ("in step 2", False)]
+    assert said[-5:] == ["in step 2", *reading, *reading]
+    assert next(valid) == 7 and test is None
+    with pytest.raises(StopIteration):
+        next(valid)
 
 
 def test_a_step_in_which_another_rank_compiled_is_booked_as_compile(watched, monkeypatch):
@@ -612,6 +641,26 @@ def test_a_step_that_is_not_finite_ends_the_run_before_a_checkpoint(watched, col
     assert not saved
 
 
+def test_a_step_that_megatron_ends_to_run_it_again_elsewhere_is_no_step(watched, monkeypatch):
+    """As train_step returns when a result was rejected twice (schedule.rerun_mode): no losses, save
+    the step before, exit with 16."""
+    watch, loop = watched
+    step = loop.train_step
+
+    def rejected(iterator, model, optimizer, iteration=None):
+        if iteration < 2:
+            return step(iterator, model, optimizer, iteration=iteration)
+        return {}, True, True, True, 16, None, None, 0
+
+    monkeypatch.setattr(loop.training, "train_step", rejected)
+    with watch.installed():
+        model, optimizer, _ = loop.training.setup_model_and_optimizer(None)
+        done = [loop.training.train_step(None, model, optimizer, iteration=n) for n in range(3)]
+    assert done[2] == ({}, True, True, True, 16, None, None, 0)
+    assert watch.iteration == 2
+    assert watch.write("failed", "16")["series"]["step"] == [1, 2]
+
+
 def test_a_loop_that_breaks_leaves_a_receipt_that_says_so(watched, tmp_path):
     from megacpp_mcore.training.gpu.train import _record_end
 
@@ -652,6 +701,7 @@ def test_a_run_that_megatron_resumes_goes_on_in_its_receipt(watched, tmp_path):
     from megatron.training import get_args as megatron_args
 
     from megacpp_mcore.training.gpu.watch import Watch
+    from megacpp_mcore.training.heartbeat import Heartbeat
 
     watch, loop = watched
     with watch.installed():
@@ -659,7 +709,7 @@ def test_a_run_that_megatron_resumes_goes_on_in_its_receipt(watched, tmp_path):
     watch.write("interrupted", "stopped")
     megatron_args().iteration = loop.first = 2  # Megatron has loaded the checkpoint of step 2
     loop.steps = 4
-    again = Watch(watch.launch, Goodput())
+    again = Watch(watch.launch, Goodput(), Heartbeat(tmp_path / "heartbeat", 0, None))
     with again.installed():
         loop.run()
     again.write("complete")

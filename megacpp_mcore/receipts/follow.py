@@ -14,6 +14,7 @@ from megacpp_mcore.receipts.reader import Receipt, read
 from megacpp_mcore.receipts.text import gib, number, percent
 
 _ENDED = ("complete", "interrupted", "failed")
+_ALIVE_S = 60  # a rank at work writes its heartbeat every 5 s; one that was killed leaves it
 
 
 def follow(run: Path, interval_s: float) -> Iterator[str]:
@@ -67,10 +68,12 @@ def _line(receipt: Receipt) -> str:
 
 
 def _ranks(run: Path) -> dict[int, dict[str, Any]]:
-    """rank -> its last heartbeat."""
+    """rank -> its last heartbeat, of those at work."""
     found = {}
     for path in sorted((run / "heartbeat").glob("rank-*.json")):
         try:
+            if time.time() - os.stat(path).st_mtime > _ALIVE_S:
+                continue
             found[int(path.stem.removeprefix("rank-"))] = json.loads(read_regular(path))
         except (OSError, ValueError):
             continue

@@ -106,7 +106,7 @@ class RunReceipt:
         self._stride = info["stride"]
         self._cold_steps = [cold for cold in info["cold_steps"] if cold <= step]
         self._gaps = [gap for gap in info["gaps"] if gap["step"] <= step]
-        self._goodput.resume(earlier["goodput"], sum(series["ms"][keep:]) * self._stride / 1000)
+        self._goodput.resume(earlier["goodput"], self._lost_s(earlier, keep))
         self._last_step, self._tokens = step, tokens
         self._peak = earlier["result"]["peak_memory_bytes"] or 0
         self._head["created"] = earlier["created"]
@@ -126,6 +126,14 @@ class RunReceipt:
                 f"from step {step + 1} on with another {', '.join(changed)}; the steps before "
                 "count as cold"
             )
+
+    def _lost_s(self, earlier: dict[str, Any], keep: int) -> float:
+        """Step time of the rows from `keep` on. On a GPU a cold step's is booked as compile."""
+        rows, cold = earlier["series"], earlier["series_info"]["cold_steps"]
+        dropped = list(zip(rows["step"], rows["ms"], strict=True))[keep:]
+        compiled_s = sum(ms for step, ms in dropped if step in cold) / 1000
+        compiled_s = min(compiled_s, earlier["goodput"]["segments"][-1]["seconds"]["compile"])
+        return sum(ms for _, ms in dropped) * self._stride / 1000 - compiled_s
 
     def step(
         self,
@@ -212,8 +220,9 @@ class RunReceipt:
         losses.append(self._finite(step, "evaluation", loss))
 
     def note(self, sentence: str) -> None:
-        """Add what a reader of the receipt must know."""
-        self._head["notes"].append(sentence)
+        """Add what a reader of the receipt must know, once however often the run is resumed."""
+        if sentence not in self._head["notes"]:
+            self._head["notes"].append(sentence)
 
     def write(
         self, status: str = "running", reason: str | None = None, **result: Any

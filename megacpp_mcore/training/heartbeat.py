@@ -1,10 +1,11 @@
 """A heartbeat of every rank: a rank that makes no progress ends the run, which names it.
 
-The loop calls `beat` at every micro batch, step and save. Beside it a thread writes the rank's last
-beat into FOLDER/rank-N.json, and after `timeout_s` seconds without one it dumps the stacks of all
-threads, names the rank that is behind all others, and ends the process. The other ranks wait for it
-in a collective, so they time out, too, and every rank's stacks are in the log. A rank whose
-interpreter is stuck as well (the thread needs it) is ended by `faulthandler`'s timer.
+The loop calls `beat` at every step, evaluation and save, and `note` where a rank reads data. Beside
+it a thread writes the rank's last word into FOLDER/rank-N.json, and after `timeout_s` seconds
+without one it dumps the stacks of all threads, names the rank that is behind all others, and ends
+the process. The other ranks wait for it in a collective, so they time out, too, and every rank's
+stacks are in the log. A rank whose interpreter is stuck as well (the thread needs it) is ended by
+`faulthandler`'s timer.
 """
 
 import faulthandler
@@ -36,14 +37,18 @@ class Heartbeat:
     ) -> None:  # fmt: skip
         self._folder, self._rank, self._timeout = folder, rank, timeout_s
         self._on_timeout = on_timeout
-        self._count, self._doing, self._at = 0, "starting", time.time()
+        self._count, self._doing, self._alone = 0, "starting", False
+        self._at, self._since = time.time(), time.monotonic()  # a set clock is no hang
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "Heartbeat":
         if self._timeout is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
+            if self._rank == 0:
+                self._forget_ranks_of_a_larger_run()
             self.beat("starting")
+            self._write()  # in the place of an earlier run's
             self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
             self._thread.start()
         return self
@@ -56,25 +61,40 @@ class Heartbeat:
             faulthandler.cancel_dump_traceback_later()
             self._path(self._rank).unlink(missing_ok=True)
 
+    def _forget_ranks_of_a_larger_run(self) -> None:
+        """A run that was killed leaves its files."""
+        for path in self._folder.glob("rank-*.json"):
+            number = path.stem.removeprefix("rank-")
+            if number.isdecimal() and int(number) >= int(os.environ.get("WORLD_SIZE", "1")):
+                path.unlink(missing_ok=True)
+
     def beat(self, doing: str) -> None:
-        """The rank makes progress: it begins `doing`."""
-        self._count, self._doing, self._at = self._count + 1, doing, time.time()
+        """The rank makes progress: it begins `doing`, as every rank does, so beats are counted."""
+        self._count += 1
+        self.note(doing)
+
+    def note(self, doing: str, *, alone: bool = False) -> None:
+        """Progress that not every rank makes. alone: the rank waits for no other meanwhile."""
+        self._doing, self._alone = doing, alone
+        self._at, self._since = time.time(), time.monotonic()
         if self._timeout is not None:
             faulthandler.dump_traceback_later(self._timeout + _GRACE_S, exit=True)
 
     def _watch(self) -> None:
         while not self._stop.wait(min(5.0, self._timeout / 8)):
             self._write()
-            if time.time() - self._at > self._timeout:
+            if time.monotonic() - self._since > self._timeout:
                 self._end()
 
+    def _word(self) -> dict[str, Any]:
+        return {"count": self._count, "doing": self._doing, "alone": self._alone, "at": self._at,
+                "host": socket.gethostname(), "pid": os.getpid()}  # fmt: skip
+
     def _write(self) -> None:
-        content = {"count": self._count, "doing": self._doing, "at": self._at,
-                   "host": socket.gethostname(), "pid": os.getpid()}  # fmt: skip
         path = self._path(self._rank)
         temporary = path.with_suffix(".tmp")  # not synced: it is for the living
         try:
-            temporary.write_text(json.dumps(content))
+            temporary.write_text(json.dumps(self._word()))
             temporary.replace(path)
         except OSError:
             return  # a full disk is not what this watches
@@ -88,16 +108,21 @@ class Heartbeat:
         os._exit(EXIT_STATUS)
 
     def verdict(self) -> str:
-        """The sentence that names the rank which is behind all others, and what it was doing."""
-        ranks = {self._rank: {"count": self._count, "doing": self._doing, "at": self._at,
-                              "host": socket.gethostname()}}  # fmt: skip
+        """The sentence that names the rank which is behind all others, and what it was doing. Of
+        those with as many beats it is one that waited for no other, else the first to be silent."""
+        ranks = {self._rank: self._word()}
         for path in self._folder.glob("rank-*.json"):
             try:
                 number, found = int(path.stem.removeprefix("rank-")), json.loads(read_regular(path))
                 ranks.setdefault(number, found)
             except (OSError, ValueError):
                 continue
-        last = min(ranks, key=lambda number: (ranks[number]["count"], ranks[number]["at"]))
+
+        def order(number: int) -> tuple[int, bool, float]:
+            word = ranks[number]
+            return word["count"], not word.get("alone"), word["at"]
+
+        last = min(ranks, key=order)
         found = ranks[last]
         return (
             f"rank {last} on {found['host']} has made no progress for "

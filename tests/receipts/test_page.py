@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import re
 import threading
+import time
 from html.parser import HTMLParser
 
 import pytest
@@ -163,6 +165,18 @@ def test_a_run_is_followed_until_it_ends(two, tmp_path):
     write(run / "receipt.json", receipt)
     thread.join(10)
     assert not thread.is_alive() and lines[-1].startswith("complete, step ")
+
+
+def test_ranks_that_were_killed_are_not_waited_for(two, tmp_path):
+    run = tmp_path / "dead"
+    (run / "heartbeat").mkdir(parents=True)
+    beat = run / "heartbeat" / "rank-3.json"
+    beat.write_text(json.dumps({"count": 3, "doing": "in step 4", "at": 0, "host": "h"}))
+    os.utime(beat, (time.time() - 600,) * 2)
+    with pytest.raises(ReceiptError, match="neither a receipt nor a rank at work"):
+        next(follow(run, 0.01))
+    write(run / "receipt.json", read(two[0] / "receipt.json"))
+    assert len(list(follow(run, 0.01))) == 1
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

@@ -387,6 +387,31 @@ def test_a_resumed_run_drops_what_came_after_the_checkpoint(tmp_path):
     assert document["notes"] == ["resumed from the checkpoint of step 40"]
 
 
+def test_what_a_lost_step_compiled_was_no_step_time(tmp_path):
+    path, clock = tmp_path / "r.json", samples.Clock()
+    useful = samples.train(path, steps=40, status="running")["goodput"]["seconds"]["step"]
+    ledger = Goodput(clock=clock)
+    run = resumed(path, 40, goodput=ledger)
+    for step, (category, seconds) in enumerate([("compile", 60.0), *[("step", 0.9)] * 4], 41):
+        with ledger.span(category):
+            clock.sleep(seconds)
+        run.step(step, tokens=8, ms=1000 * seconds, loss=2.0)
+    run.write("failed", "a loss that is not finite")
+    seconds = resumed(path, 40).write()["goodput"]["seconds"]
+    assert seconds["step"] == pytest.approx(useful)
+    assert seconds["lost"] == pytest.approx(4 * 0.9) and seconds["compile"] >= 60
+
+
+def test_a_note_stands_once_however_often_a_run_is_resumed(tmp_path):
+    path = tmp_path / "r.json"
+    samples.train(path, steps=3, status="running")
+    for _ in range(3):
+        run = resumed(path, 3)
+        run.note("the yardstick")
+        run.write()
+    assert read(path)["notes"].count("the yardstick") == 1
+
+
 def test_a_resume_drops_gaps_and_cold_marks_after_the_checkpoint(tmp_path):
     path = tmp_path / "r.json"
     run = samples.start(path)

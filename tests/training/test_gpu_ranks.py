@@ -136,6 +136,26 @@ def test_ranks_that_save_on_sigterm_have_the_time(module, tmp_path):
     assert len(list(tmp_path.glob("saved*"))) == 2
 
 
+def test_a_sigterm_before_the_ranks_are_there_ends_the_launcher(module, tmp_path):
+    (tmp_path / "a_rank_that_notes.py").write_text(
+        "import sys, time; open(sys.argv[1], 'w'); time.sleep(100)"
+    )
+    note = tmp_path / "started"
+    code = (
+        "import os, signal, sys; from megacpp_mcore.training.gpu.torchrun import run_ranks\n"
+        "from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent\n"
+        "start = LocalElasticAgent._start_workers\n"
+        "def term(agent, group):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM); return start(agent, group)\n"
+        "LocalElasticAgent._start_workers = term\n"
+        f"e = run_ranks('a_rank_that_notes', [{str(note)!r}], 1); print(e.reason)\n"
+        "sys.exit(e.status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (143, "SIGTERM ended the launcher and its ranks\n")
+    assert not note.exists()
+
+
 def test_the_launcher_takes_its_ranks_with_it(launcher, marked):
     """SIGTERM, as a cluster sends it: no rank is left behind."""
     process, rank = launcher

@@ -191,6 +191,50 @@ def test_the_rank_that_is_behind_is_named(tmp_path):
     assert mine.verdict().startswith("rank 3 on ")
 
 
+def test_a_rank_that_reads_is_named_before_those_that_wait_for_it(tmp_path):
+    """One of two tensor-parallel ranks reads for both; the other has said nothing in this step."""
+    reads, waits = Heartbeat(tmp_path, 0, 1e6), Heartbeat(tmp_path, 1, 1e6)
+    with reads, waits:
+        for heartbeat in (waits, reads):
+            heartbeat.beat("in step 1")
+        for _ in range(4):
+            reads.note("in step 1, reading a micro batch", alone=True)
+            reads.note("in step 1")
+        reads._write(), waits._write()
+        assert reads.verdict().startswith("rank 1 on ")  # the first to be silent
+        reads.note("in step 1, reading a micro batch", alone=True)
+        reads._write()
+        for heartbeat in (waits, reads):
+            named = heartbeat.verdict()
+            assert named.startswith("rank 0 on ") and named.endswith("reading a micro batch")
+        waits.beat("in step 2")
+        assert waits.verdict().startswith("rank 0 on ")
+
+
+def test_ranks_of_an_earlier_and_larger_run_are_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    now = time.time()
+    heartbeats(tmp_path, r1=(3, now - 9000), r2=(2, now - 9000), r7=(1, now - 9000))
+    (tmp_path / "rank-old.json").write_text("junk")
+    first, second = Heartbeat(tmp_path, 0, 1e6), Heartbeat(tmp_path, 1, 1e6)
+    with first, second:
+        for step in range(5):
+            for heartbeat in (second, first):
+                heartbeat.beat(f"in step {step}")
+        assert first.verdict().startswith("rank 1 on ") and "h1" not in first.verdict()
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-old.json"]
+
+
+def test_a_clock_that_is_set_is_no_hang(tmp_path, monkeypatch):
+    ended, clock = [], time.time
+    with Heartbeat(tmp_path, 0, 2.0, on_timeout=ended.append) as heartbeat:
+        monkeypatch.setattr(os, "_exit", lambda status: ended.append(status))
+        heartbeat.beat("working")
+        monkeypatch.setattr(time, "time", lambda: clock() + 3600)
+        time.sleep(0.6)
+        assert not ended
+
+
 def test_a_process_that_hangs_ends_with_its_stacks(tmp_path):
     script = (
         "import sys, time; from pathlib import Path\n"

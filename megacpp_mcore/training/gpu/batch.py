@@ -1,7 +1,6 @@
 """One micro batch in Megatron's loop: reading it, the forward step, and the masked loss."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -30,19 +29,14 @@ _KEYS = (
 )  # fmt: skip
 
 
-Reading = Callable[[], contextlib.AbstractContextManager]
-
-
 def get_batch(
-    data_iterator: Iterator[dict[str, Any]] | None, config, vp_stage: int | None = None,
-    reading: Reading = contextlib.nullcontext,
-) -> Batch:  # fmt: skip
+    data_iterator: Iterator[dict[str, Any]] | None, config, vp_stage: int | None = None
+) -> Batch:
     """This rank's part of the next micro batch; every value is None on a rank that needs none.
 
     The first tensor-parallel rank reads the batch and broadcasts it; under context parallelism each
     rank has a part of the sequence. tokens, labels, position_ids [b, s] int64, loss_mask [b, s]
-    float32; with packed documents b is 1 and cu_seqlens has their offsets. reading: a context
-    manager around the wait for the data loader.
+    float32; with packed documents b is 1 and cu_seqlens has their offsets.
     """
     args = get_args()
     packed = args.dataloader_inter_document_masking
@@ -54,11 +48,7 @@ def get_batch(
     if not (has_tokens or packed):
         return dict.fromkeys(_KEYS)
     tp_rank = mpu.get_tensor_model_parallel_rank()
-    batch: Batch = {}
-    if tp_rank == 0:
-        with reading():
-            sample = next(data_iterator)
-        batch = _to_device(sample)
+    batch: Batch = _to_device(next(data_iterator)) if tp_rank == 0 else {}
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=packed,
@@ -133,10 +123,7 @@ def checked_loss(loss_mask: torch.Tensor, total: torch.Tensor) -> tuple:
     return total, tokens, {"lm loss": report}
 
 
-def forward_step(
-    data_iterator: Iterator[dict[str, Any]] | None, model: torch.nn.Module,
-    reading: Reading = contextlib.nullcontext,
-) -> tuple:  # fmt: skip
+def forward_step(data_iterator: Iterator[dict[str, Any]] | None, model: torch.nn.Module) -> tuple:
     """Megatron's forward_step_func: the summed loss of the next micro batch, and its loss_func.
 
     On other pipeline stages than the last, hidden states instead of the loss.
@@ -144,7 +131,7 @@ def forward_step(
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
-    batch = get_batch(data_iterator, get_model_config(model), vp_stage, reading)
+    batch = get_batch(data_iterator, get_model_config(model), vp_stage)
     documents = packed_documents(batch)
     timers("batch-generator").stop()
     output = model(

@@ -64,7 +64,7 @@ def run_ranks(module: str, argv: Sequence[str], count: int) -> RanksOutcome:
 class _TermHandedOn:
     """SIGTERM goes on to the ranks, which save and end: torchrun's agent would give them 30 s.
 
-    A second one ends them at once.
+    A second one ends them at once. Without a rank yet, the agent ends as torchrun's does.
     """
 
     def __init__(self) -> None:
@@ -78,11 +78,17 @@ class _TermHandedOn:
         signal.signal(signal.SIGTERM, self._before)
 
     def _hand_on(self, number: int, frame: Any) -> None:
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
         self.came += 1
+        told = False
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
                 if _RANK in child.cmdline():
                     child.send_signal(signal.SIGKILL if self.came > 1 else number)
+                    told = True
+        if not told:
+            raise SignalException("no rank is there yet", signal.SIGTERM)
 
 
 def _first_failure(failures: dict[int, Any]) -> tuple[int, Any]:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import sys
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -176,14 +175,6 @@ def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
     rank, timeout = int(os.environ["RANK"]), launch.recipe.launch.heartbeat_timeout_s
     heartbeat = Heartbeat(launch.out / "heartbeat", rank, timeout, _record_for_torchrun)
     watch = Watch(launch, goodput, heartbeat)
-
-    @contextlib.contextmanager
-    def reading():
-        heartbeat.beat(f"reading a micro batch of step {watch.iteration + 1}")
-        with goodput.span("data"):
-            yield
-        heartbeat.beat(f"computing a micro batch of step {watch.iteration + 1}")
-
     with captured_steps_released(), heartbeat:
         try:
             with watch.installed():
@@ -191,7 +182,7 @@ def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
                     config_container(launch, args),
                     datasets_provider,
                     ModelType.encoder_or_decoder,
-                    partial(step, reading=reading),
+                    step,
                 )
         except BaseException as error:
             _record_end(watch, error)

@@ -52,11 +52,9 @@ class Watch:
     """Goodput and the receipt of a run. receipt: None before the model is built, and on every rank
     but the one that keeps it."""
 
-    def __init__(
-        self, launch: Launch, goodput: Goodput, heartbeat: Heartbeat | None = None
-    ) -> None:  # fmt: skip
-        self.launch, self.goodput = launch, goodput
-        self._beat = heartbeat.beat if heartbeat else lambda doing: None
+    def __init__(self, launch: Launch, goodput: Goodput, heartbeat: Heartbeat) -> None:
+        self.launch, self.goodput, self._heartbeat = launch, goodput, heartbeat
+        self._doing = "starting"  # what the last beat said
         self.path = launch.out / "receipt.json"
         self.receipt: RunReceipt | None = None
         self.iteration = 0
@@ -172,9 +170,29 @@ class Watch:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         return receipt
 
+    def _beat(self, doing: str) -> None:
+        self._doing = doing
+        self._heartbeat.beat(doing)
+
     def _data(self, call: Callable, given: dict[str, Any]) -> Any:
         with self.goodput.span("data"):
-            return call()
+            iterators = call()
+        for iterator in filter(None, iterators):
+            iterator.iterable = self._read(iterator.iterable)
+        return iterators
+
+    def _read(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """A data loader's micro batches; what waits for one is booked and named so. Measured here,
+        for a captured step's are read by Megatron, not by our forward step."""
+        end = object()
+        while True:
+            self._heartbeat.note(f"{self._doing}, reading a micro batch", alone=True)
+            with self.goodput.span("data"):
+                batch = next(batches, end)
+            self._heartbeat.note(self._doing)
+            if batch is end:
+                return
+            yield batch
 
     def _step(self, call: Callable, given: dict[str, Any]) -> Any:
         self._beat(f"in step {given['iteration'] + 1}")
@@ -198,7 +216,9 @@ class Watch:
         milliseconds = (time.perf_counter() - started) * 1000
         if first and self._memory:
             self._memory.stop()
-        losses, norm = done[0], done[5]
+        losses, should_exit, norm = done[0], done[3], done[5]
+        if should_exit:  # a result was rejected: the step is to be run again, by another process
+            return done
         self.iteration = given["iteration"] + 1
         self._check_finite(losses, norm)
         if self.receipt is None:
