@@ -95,7 +95,7 @@ def run_list(args: argparse.Namespace) -> int:
     """Print every patch of the lane."""
     from megacpp_mcore.patching import manifest
 
-    lane = manifest.load(args.lane).check_diffs()
+    lane = manifest.load(args.lane)
     if args.json:
         rows = [dataclasses.asdict(patch) for patch in lane.patches]
         for row in rows:
@@ -116,7 +116,7 @@ def run_status(args: argparse.Namespace) -> int:
     """Print the state of every package and patch."""
     from megacpp_mcore.patching import manifest, state
 
-    rows = state.status(manifest.load(args.lane).check_diffs(), args.site)
+    rows = state.status(manifest.load(args.lane), args.site)
     if args.json:
         _print_json(rows)
     else:

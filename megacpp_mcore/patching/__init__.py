@@ -51,7 +51,7 @@ def applied(package: str) -> frozenset[str]:
     found = state.read(lane, package)
     if found.interrupted:
         raise PatchError(f"{package}: {found.interrupted}")
-    return found.applied(lane)
+    return frozenset(found.applied)
 
 
 def missing(ids: Iterable[str]) -> tuple[str, ...]:

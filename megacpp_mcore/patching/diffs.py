@@ -51,7 +51,7 @@ class FileDiff:
     hunks: tuple[Hunk, ...]
 
 
-# the patches of the lane that touch one file: (patch id, its diff), in order
+# the patches of the lane that touch one file: (patch id, its diff, ...), in order
 Chain = Sequence[tuple[str, FileDiff]]
 
 
@@ -157,13 +157,16 @@ def apply(diff: FileDiff, before: bytes | None, name: str) -> bytes:
     return compose(before, [(name, diff)], {name})
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(slots=True)
 class _Line:
     """A line of a file, with the patch that wrote it and the one that removed it."""
 
     data: bytes
     origin: str = ""
     removed_by: str = ""
+
+    def is_in(self, chosen: Collection[str]) -> bool:
+        return (not self.origin or self.origin in chosen) and self.removed_by not in chosen
 
 
 def compose(pristine: bytes | None, chain: Chain, chosen: Collection[str]) -> bytes | None:
@@ -172,61 +175,51 @@ def compose(pristine: bytes | None, chain: Chain, chosen: Collection[str]) -> by
     Raises DependencyError when a chosen patch builds on lines of one not chosen, and PatchError
     when the chain itself does not apply to `pristine`.
     """
-    full = [_Line(data) for data in split_lines(pristine or b"")]  # with every patch so far
-    ours = list(full)  # with the chosen ones: the same objects
+    weave = [_Line(data) for data in split_lines(pristine or b"")]
     exists = ours_exist = pristine is not None
     where = ""
-    for patch, diff in chain:
+    for patch, diff, *_ in chain:
         where = f"{patch}: {diff.path}"
         if diff.creates == exists:
             known = "must not exist" if exists else "does not exist"
             raise PatchError(f"{where}: the file {known} here")
         exists, ours_exist = True, ours_exist or patch in chosen
-        data = [line.data for line in full]
-        places = [check_hunk(hunk, data, where) for hunk in diff.hunks]
-        done = len(full)
-        for hunk, at in reversed([*zip(diff.hunks, places, strict=True)]):
-            end = at + len(hunk.source)
-            if end > done:
-                raise PatchError(f"{where}: hunk {hunk.number + 1} overlaps the one before it")
-            done, block = at, full[at:end]
-            full[at:end] = new = _edited(hunk, block, patch)
-            if patch in chosen:
-                at = _find(block, ours, f"{where}: hunk {hunk.number}")
-                ours[at : at + len(block)] = new
-    if not all(line.data.endswith(b"\n") for line in ours[:-1]):
+        weave = _woven(weave, patch, diff, chosen)
+    ours = [line.data for line in weave if line.is_in(chosen)]
+    if not all(data.endswith(b"\n") for data in ours[:-1]):
         raise PatchError(f"{where}: a line without newline would not be the last one")
-    return b"".join(line.data for line in ours) if ours_exist else None
+    return b"".join(ours) if ours_exist else None
 
 
-def _edited(hunk: Hunk, block: Sequence[_Line], patch: str) -> list[_Line]:
-    """The lines of a hunk's block with the hunk in them."""
-    rest, result = iter(block), []
-    for kind, data in hunk.lines:
-        line = _Line(data, patch) if kind == "+" else next(rest)
-        if kind == "-":
-            line.removed_by = patch
-        else:
-            result.append(line)
-    return result
-
-
-def _find(block: Sequence[_Line], ours: Sequence[_Line], where: str) -> int:
-    """The index of the block's own lines in `ours`, where nothing stands between them.
-
-    Raises DependencyError when a patch that is not chosen wrote one, or removed one in between.
-    """
-    needs = [line.origin for line in block if line not in ours]
-    start = ours.index(block[0]) if block and not needs else 0
-    if block and not needs:
-        there = ours[start : ours.index(block[-1]) + 1]
-        needs = [line.removed_by for line in there if line not in block and line.removed_by]
-    if needs:
-        text = f"{where} builds on lines that patch {needs[0]!r} changes: it needs it"
-        error = DependencyError(text)
-        error.needs = needs[0]
-        raise error
-    return start
+def _woven(weave: list[_Line], patch: str, diff: FileDiff, chosen: Collection[str]) -> list[_Line]:
+    """The lines of every version so far, and those of one more patch. Raises as `compose` does."""
+    standing = [index for index, line in enumerate(weave) if not line.removed_by]
+    data = [weave[index].data for index in standing]
+    woven: list[_Line] = []
+    done = 0  # lines of `weave` that are in `woven`
+    for hunk in diff.hunks:
+        at = check_hunk(hunk, data, f"{patch}: {diff.path}")
+        where = f"{patch}: {diff.path}: hunk {hunk.number}"
+        block = standing[at : at + len(hunk.source)]
+        if block and block[0] < done:
+            raise PatchError(f"{where} overlaps the one before it")
+        for line in weave[block[0] : block[-1] + 1] if block and patch in chosen else ():
+            if line.is_in(chosen) == bool(line.removed_by):
+                error = DependencyError(
+                    f"{where} builds on lines that patch {line.removed_by or line.origin!r} "
+                    f"changes: it needs it. Patches that share lines go on and off together: apply "
+                    f"with --only {line.removed_by or line.origin} as well, or revert both"
+                )
+                error.needs = line.removed_by or line.origin
+                raise error
+        for kind, text in hunk.lines:
+            end = block[0] if block else done
+            woven += weave[done:end]
+            woven.append(_Line(text, patch) if kind == "+" else weave[block.pop(0)])
+            done = end if kind == "+" else end + 1
+            if kind == "-":
+                woven[-1].removed_by = patch
+    return woven + weave[done:]
 
 
 def closure(pristine: bytes | None, chain: Chain, ids: Collection[str]) -> frozenset[str]:

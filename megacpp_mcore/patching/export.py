@@ -32,7 +32,7 @@ def export(
     it builds on, which the message names. author: "Name <address>", default git's own user.
     Raises PatchError for an unknown id, no author, or originals that cannot be had.
     """
-    (patch,) = manifest.check_diffs().select([patch_id])
+    (patch,) = manifest.select([patch_id])
     body, needs = _diff(manifest, patch, folder)
     message = [_safe(text) for text in _reasons(patch)]
     repository, tag = _UPSTREAM.get(patch.package, (patch.package, str))
@@ -63,8 +63,8 @@ def export(
 
 def _diff(manifest: Manifest, patch: Patch, folder: Path | None) -> tuple[bytes, list[str]]:
     """The diff against the release, and the patches to apply first."""
-    touching = manifest.touching(patch.package)
-    if all(touching[file.path][0][0].id == patch.id for file in patch.files):
+    links = manifest.links(patch.package)
+    if all(links[file.path][0].id == patch.id for file in patch.files):
         return diffs.body_of(patch.text), []
     found = state.read(manifest, patch.package, folder)
     if found.installed is None or found.problem or found.interrupted:
@@ -73,21 +73,16 @@ def _diff(manifest: Manifest, patch: Patch, folder: Path | None) -> tuple[bytes,
             f"patch {patch.id!r} shares a file with an earlier patch, so its export needs the "
             f"original file: {reason}"
         )
-    files = {
-        file.path: (
-            state.original(manifest, found, file.path),
-            manifest.chain(patch.package, file.path),
-        )
-        for file in patch.files
-    }
+    originals = {file.path: found.original(file.path) for file in patch.files}
     chosen, before = frozenset({patch.id}), frozenset()
     while chosen != before:
         before = chosen
-        chosen = chosen.union(*(diffs.closure(*each, chosen) for each in files.values()))
+        for path, original in originals.items():
+            chosen |= diffs.closure(original, links[path], chosen)
     first = chosen - {patch.id}
     body = b"".join(
-        diffs.make(path, diffs.compose(*each, first), diffs.compose(*each, chosen))
-        for path, each in files.items()
+        diffs.make(path, found.composed(path, first), found.composed(path, chosen))
+        for path in originals
     )
     return body, [each.id for each in manifest.patches if each.id in first]
 

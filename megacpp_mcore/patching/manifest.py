@@ -7,14 +7,13 @@ key. A patch without a reproducing test cannot be in the manifest.
 import functools
 import hashlib
 import importlib.resources
-import itertools
 import os
 import re
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from megacpp_mcore.files import read_regular
 from megacpp_mcore.patching import PatchError, diffs
@@ -26,6 +25,7 @@ ABSENT = "absent"  # stands for the sha256 of a file that does not exist
 FOLDER = ".megacpp_patches"  # the lane's own folder in a site, never a patch's target
 NAME = re.compile(r"[a-z0-9]+([._-][a-z0-9]+)*")  # of a patch and of a package
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_TEXTS = ("id", "package", "file", "reason", "drop_when", "test", "needs")
 
 
 def sha256(data: bytes | None) -> str:
@@ -56,9 +56,22 @@ class PatchedFile:
     after: str
 
 
+class Link(NamedTuple):
+    """One patch among those that touch a file. source: the patch file's name."""
+
+    id: str
+    diff: FileDiff
+    before: str
+    after: str
+    source: str
+
+
 @dataclass(frozen=True)
 class Patch:
-    """One entry of the manifest; the fields are the keys of `[[patch]]`."""
+    """One entry of the manifest; the fields are the keys of `[[patch]]`.
+
+    needs: "cpu" or "gpu", where the reproducing test can run.
+    """
 
     id: str
     package: str
@@ -66,7 +79,7 @@ class Patch:
     reason: str
     drop_when: str
     test: str
-    needs: str  # "cpu" or "gpu": where the reproducing test can run
+    needs: str
     upstream: Mapping[str, str]
     files: tuple[PatchedFile, ...]
     defect: int | None
@@ -88,17 +101,18 @@ class Patch:
         if not diffs.header_of(self.text):
             raise PatchError(f"{self.file}: the reason is missing above the first `diff --git`")
         parsed = {diff.path: diff for diff in diffs.parse(self.text, self.file)}
-        listed = {file.path: file for file in self.files}
-        if parsed.keys() != listed.keys():
+        listed = [file.path for file in self.files]
+        if parsed.keys() != set(listed):
             raise PatchError(
                 f"patch {self.id!r}: files: the manifest lists {_names(listed)}, "
                 f"{self.file} changes {_names(parsed)}"
             )
-        for path, diff in parsed.items():
-            if diff.creates != (listed[path].before == ABSENT):
+        for file in self.files:
+            creates = parsed[file.path].creates
+            if creates != (file.before == ABSENT):
                 raise PatchError(
-                    f"patch {self.id!r}: {path}: sha256_before is {listed[path].before!r}, but "
-                    f"{self.file} {'creates' if diff.creates else 'changes'} the file"
+                    f"patch {self.id!r}: {file.path}: sha256_before is {file.before!r}, but "
+                    f"{self.file} {'creates' if creates else 'changes'} the file"
                 )
         return parsed
 
@@ -115,17 +129,22 @@ class Manifest:
         """The patches of one package, in order."""
         return tuple(patch for patch in self.patches if patch.package == package)
 
-    def touching(self, package: str) -> dict[str, list[tuple[Patch, PatchedFile]]]:
-        """path -> the patches that touch it, in order, each with its digests of that file."""
-        result: dict[str, list[tuple[Patch, PatchedFile]]] = {}
-        for patch in self.of(package):
-            for file in patch.files:
-                result.setdefault(file.path, []).append((patch, file))
-        return result
+    def links(self, package: str) -> dict[str, list[Link]]:
+        """path -> the patches that touch it, in order: a chain that `diffs.compose` takes.
 
-    def chain(self, package: str, path: str) -> list[tuple[str, FileDiff]]:
-        """(patch id, its diff) of every patch that touches the file, in order."""
-        return [(patch.id, patch.diffs[path]) for patch, _ in self.touching(package)[path]]
+        Raises PatchError for one that does not start from what the one before it leaves.
+        """
+        result: dict[str, list[Link]] = {}
+        for patch in self.of(package):
+            for path, before, after in ((f.path, f.before, f.after) for f in patch.files):
+                chain = result.setdefault(path, [])
+                if chain and chain[-1].after != before:
+                    raise PatchError(
+                        f"patch {patch.id!r}: files: {path}: sha256_before is {before}, but "
+                        f"patch {chain[-1].id!r} before it leaves {chain[-1].after}"
+                    )
+                chain.append(Link(patch.id, patch.diffs[path], before, after, patch.file))
+        return result
 
     def select(self, ids: Collection[str]) -> tuple[Patch, ...]:
         """The patches named, in the lane's order; all when none is named. Refuses an unknown id."""
@@ -135,12 +154,6 @@ class Manifest:
                 raise PatchError(f"unknown patch {name!r}; the lane has {_names(known)}")
         return tuple(patch for patch in self.patches if not ids or patch.id in ids)
 
-    def check_diffs(self) -> "Manifest":
-        """Parse every patch file. Raises PatchError for the first one that is not as it should."""
-        for patch in self.patches:
-            _ = patch.diffs
-        return self
-
 
 def shipped_lane() -> Path:
     """The folder of the lane that comes with this package."""
@@ -148,7 +161,7 @@ def shipped_lane() -> Path:
 
 
 def load(lane: Path | str | None = None) -> Manifest:
-    """Read `manifest.toml` of the folder `lane` (default: the shipped one), checked.
+    """Read `manifest.toml` of the folder `lane` (default: the shipped one) and its patch files.
 
     Raises PatchError naming the entry and the key that is unknown, missing or wrong.
     """
@@ -163,26 +176,26 @@ def load(lane: Path | str | None = None) -> Manifest:
     packages: dict[str, str] = {}
     for number, entry in enumerate(table["package"], 1):
         where = f"[[package]] {number}"
-        _keys(entry, {"name": str, "version": str}, {}, where)
+        _keys(entry, dict.fromkeys(("name", "version"), str), {}, where)
         name = entry["name"]
         _check(NAME.fullmatch(name), where, f"name: {name!r} is not a normalized package name")
         _check(name not in packages, where, f"name: {name!r} is given twice")
         packages[name] = entry["version"]
     entries = enumerate(table.get("patch", ()), 1)
     patches = tuple(_patch(entry, number, packages, lane) for number, entry in entries)
-    _unique([patch.id for patch in patches], "[[patch]]", "id")
-    _unique([patch.file for patch in patches], "[[patch]]", "file")
+    for key in ("id", "file"):
+        _unique([getattr(patch, key) for patch in patches], "[[patch]]", key)
     manifest = Manifest(lane, packages, patches)
     for package in packages:
-        _check_chains(manifest, package)
+        manifest.links(package)
     return manifest
 
 
 def _patch(entry: Any, number: int, packages: Mapping[str, str], lane: Path) -> Patch:
     named = isinstance(entry, dict) and isinstance(entry.get("id"), str)
     where = f"patch {entry['id']!r}" if named else f"[[patch]] {number}"
-    texts = dict.fromkeys(("id", "package", "file", "reason", "drop_when", "test", "needs"), str)
-    _keys(entry, {**texts, "upstream": dict, "files": list}, {"defect": int}, where)
+    required = {**dict.fromkeys(_TEXTS, str), "upstream": dict, "files": list}
+    _keys(entry, required, {"defect": int}, where)
     words = f"id: {entry['id']!r} is not words of a-z and 0-9 joined by '-'"
     _check(NAME.fullmatch(entry["id"]), where, words)
     _one_of(entry["package"], packages, where, "package")
@@ -196,8 +209,7 @@ def _patch(entry: Any, number: int, packages: Mapping[str, str], lane: Path) -> 
     _check(entry["files"], where, "files: at least one is needed")
     files = tuple(_file(file, f"{where}: files") for file in entry["files"])
     _unique([file.path for file in files], where, "files.path")
-    fields = {key: entry[key] for key in (*texts, "upstream")}
-    return Patch(**fields, files=files, defect=entry.get("defect"), lane=lane)
+    return Patch(**{"defect": None, **entry, "files": files}, lane=lane)
 
 
 def _file(entry: Any, where: str) -> PatchedFile:
@@ -223,28 +235,18 @@ def _upstream(upstream: Mapping[str, Any], where: str) -> None:
         _check(wanted, where, f"{key}: {verb} when state is {state!r}")
 
 
-def _check_chains(manifest: Manifest, package: str) -> None:
-    """Several patches on one file: each starts from what the one before it leaves."""
-    for path, entries in manifest.touching(package).items():
-        for (earlier, left), (later, right) in itertools.pairwise(entries):
-            if right.before != left.after:
-                raise PatchError(
-                    f"patch {later.id!r}: files: {path}: sha256_before is {right.before}, but "
-                    f"patch {earlier.id!r} before it leaves {left.after}"
-                )
-
-
 def _keys(table: Any, required: Mapping[str, type], optional: Mapping[str, type], where: str):
+    """Refuse a table with an unknown key, without a required one, or with a value of other type."""
     known = {**required, **optional}
     _check(isinstance(table, dict), where, f"is {table!r}, not a table")
     for key in table:
         _check(key in known, where, f"unknown key {key!r}; known: {_names(known)}")
-    for key, kind in known.items():
-        _check(key in table or key in optional, where, f"key {key!r} is missing")
-        value = table.get(key)
-        if key in table:
-            _check(type(value) is kind, where, f"{key}: {value!r} is not of type {kind.__name__}")
-            _check(kind is not str or value.strip(), where, f"{key}: is empty")
+    for key in required:
+        _check(key in table, where, f"key {key!r} is missing")
+    for key, value in table.items():
+        kind = known[key]
+        _check(type(value) is kind, where, f"{key}: {value!r} is not of type {kind.__name__}")
+        _check(kind is not str or value.strip(), where, f"{key}: is empty")
 
 
 def _check(holds: Any, where: str, otherwise: str) -> None:

@@ -44,7 +44,7 @@ def new(
     here when draft.needs is "gpu". folder: site-packages with the whole lane applied.
     Returns the files written and the proof. Raises PatchError, with nothing written, otherwise.
     """
-    manifest = load(lane).check_diffs()
+    manifest = load(lane)
     inside = test.resolve().parent == (lane / REPRODUCERS).resolve()
     test_name = test.name if inside else f"{re.sub('[-.]', '_', draft.id)}.py"
     if not edited.is_dir():
@@ -108,7 +108,7 @@ def _changes(manifest: Manifest, edited: Path, folder: Path | None) -> tuple[str
         for path in sorted(edited.rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts
     }
-    found, rows = _owner(manifest, {path.split("/")[0] for path in files}, folder)
+    found, record = _owner(manifest, {path.split("/")[0] for path in files}, folder)
     changes: Changes = {}
     for path, file in files.items():
         live, after = found.installed.site / path, file.read_bytes()
@@ -118,14 +118,14 @@ def _changes(manifest: Manifest, edited: Path, folder: Path | None) -> tuple[str
         if b"\0" in after:
             raise PatchError(f"{file}: is not a text file")
         # The installed file must be what the lane, or the wheel, puts there.
-        entries = manifest.touching(found.package).get(path)
-        if entries and sha256(before) != entries[-1][1].after:
+        chain = found.links.get(path)
+        if chain and sha256(before) != chain[-1].after:
             raise PatchError(
                 f"{live} does not have the whole lane: run `megacpp patch apply` first, and edit a "
                 f"copy of the patched file"
             )
-        row = rows.get(path, "").rstrip("\r\n")
-        if not entries and before is not None and row != site.record_row(path, before, ""):
+        row = record.rows.get(path, "").rstrip("\r\n")
+        if not chain and before is not None and row != record.row(path, before).rstrip("\r\n"):
             raise PatchError(
                 f"{live} is not the file that {found.package}'s RECORD lists: edit a copy, not the "
                 f"installed file"
@@ -138,18 +138,17 @@ def _changes(manifest: Manifest, edited: Path, folder: Path | None) -> tuple[str
 
 def _owner(
     manifest: Manifest, tops: set[str], folder: Path | None
-) -> tuple[state.PackageState, dict[str, str]]:
-    """The package that has all the folders `tops`, and its RECORD's rows."""
+) -> tuple[state.PackageState, site.Record]:
+    """The package that has all the folders `tops`, and its RECORD."""
     for package in manifest.packages:
         found = state.read(manifest, package, folder)
         if found.installed is None:
             continue
-        record = found.installed.site / found.installed.record
-        rows = {path: line for path, line in site.record_lines(record.read_bytes()) if path}
-        if tops and tops <= {path.split("/")[0] for path in rows}:
+        record = site.Record((found.installed.site / found.installed.record).read_bytes())
+        if tops and tops <= {path.split("/")[0] for path in record.rows if path}:
             if found.problem or found.interrupted:
                 raise PatchError(found.problem or found.interrupted)
-            return found, rows
+            return found, record
     raise PatchError(
         f"the edited files are below {', '.join(sorted(tops)) or 'nothing'}: no installed package "
         f"of the lane ({', '.join(manifest.packages)}) has all of these folders"

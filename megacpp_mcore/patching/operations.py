@@ -8,11 +8,19 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacpp_mcore.patching import DependencyError, PatchError, diffs, site, state, transaction
+from megacpp_mcore.patching import PatchError, site, state, transaction
 from megacpp_mcore.patching.manifest import ABSENT, Manifest, Patch, sha256
-from megacpp_mcore.patching.state import PackageState
-from megacpp_mcore.patching.store import LEDGER, Entry, Store, digest, ledger_bytes
-from megacpp_mcore.patching.transaction import Plan, Step, no_step
+from megacpp_mcore.patching.state import OUTDATED, PARTIAL, PackageState
+from megacpp_mcore.patching.store import (
+    LEDGER,
+    UNREADABLE,
+    Entry,
+    Kept,
+    Store,
+    digest,
+    ledger_bytes,
+)
+from megacpp_mcore.patching.transaction import Plan, Step, file_mode, no_step
 
 WAIT = 30.0  # seconds to wait for another run on the same site
 _SLACK = 1 << 20  # bytes left free for the journal, the ledger and file system blocks
@@ -55,8 +63,7 @@ def change(
     must be; nothing has been changed then, except that a run broken off earlier may have been
     finished (its message says so).
     """
-    selected = manifest.check_diffs().select(only)
-    request = _Request(operation, manifest, folder, selected, not only)
+    request = _Request(operation, manifest, folder, manifest.select(only), not only)
     notes: list[str] = []
     with contextlib.ExitStack() as locks:
         try:
@@ -72,12 +79,9 @@ def change(
         except PatchError as error:
             raise type(error)("; ".join([*notes, str(error)])) from error
         states = [state.read(manifest, package, folder) for package in manifest.packages]
-    applied = {
-        found.package: tuple(p.id for p in manifest.patches if p.id in found.applied(manifest))
-        for found in states
-        if found.installed is not None
-    }
-    changed = [str(p.store.site / each.path) for p in plans for each in p.actions if each.patched]
+    applied = {found.package: found.applied for found in states if found.installed}
+    switched = [(plan.store.site, switch.action) for plan in plans for switch in plan.switches]
+    changed = [str(folder / action.path) for folder, action in switched if action.patched]
     return Outcome(operation, tuple(changed), applied, (*notes, *absent))
 
 
@@ -120,82 +124,62 @@ def _plans(request: _Request) -> tuple[list[Plan], list[str]]:
     Everything is checked and nothing written. Raises PatchError.
     """
     manifest, where = request.manifest, request.folder or "this interpreter's site-packages"
-    sites: dict[Path, list[PackageState]] = {}
+    plans: dict[Path, Plan] = {}
     absent: list[str] = []
     for package in dict.fromkeys(patch.package for patch in request.selected):
         found = state.read(manifest, package, request.folder)
-        leftovers = found.foreign_version and found.files and request.operation == "revert"
+        leftovers = not found.links and found.files and request.operation == "revert"
         if found.problem and not (leftovers and request.whole):
             raise PatchError(f"{found.problem}. Nothing was changed")
         if found.installed is not None:
-            sites.setdefault(found.installed.site, []).append(found)
+            folder = found.installed.site
+            plan = plans.setdefault(folder, Plan(Store(folder), Store(folder).ledger()))
+            _plan_package(request, found, plan)
         elif request.whole:
             count = len(manifest.of(package))
             absent.append(f"{package} is not installed: its {count} patches are left out")
         else:
             raise PatchError(f"{package} {found.pinned} is not installed in {where}")
-    if not sites:
+    if not plans:
         raise PatchError(
             f"none of {', '.join(manifest.packages)} is installed in {where}: there is nothing to "
             f"{request.operation}"
         )
-    plans = [_site_plan(request, folder, packages) for folder, packages in sites.items()]
-    plans = [plan for plan in plans if plan.actions]
-    for plan in plans:
+    for folder, plan in plans.items():  # the packages' files, their RECORDs, and last the ledger
+        plan.add(LEDGER, ledger_bytes(plan.ledger), 0o644, digest(folder / LEDGER), "")
+        plan.switches.sort(key=lambda switch: not switch.action.patched)
+    writing = [plan for plan in plans.values() if plan.switches]
+    for plan in writing:
         _check_writable(plan)
-    return plans, absent
+    return writing, absent
 
 
-def _site_plan(request: _Request, folder: Path, packages: Sequence[PackageState]) -> Plan:
-    """The packages' files, then their RECORDs, then the ledger, which is the last to change."""
-    plan = Plan(Store(folder))
-    ledger = plan.store.ledger()
-    records = []
-    for found in packages:
-        path, package = found.installed.record, found.package
-        record = (folder / path).read_bytes()
-        ledger[package], rows = _plan_files(request, found, plan, record)
-        mode = transaction.file_mode(folder / path)
-        records.append((path, site.record_with(record, rows), mode, sha256(record), package))
-    for each in records:
-        plan.add(*each)
-    plan.add(LEDGER, ledger_bytes(ledger), 0o644, digest(folder / LEDGER), "")
-    return plan
-
-
-def _plan_files(
-    request: _Request, found: PackageState, plan: Plan, record: bytes
-) -> tuple[Entry, dict[str, str | None]]:
-    """Add a package's files to the plan; returns its new ledger entry and RECORD's new rows."""
-    manifest, package, folder = request.manifest, found.package, found.installed.site
+def _plan_package(request: _Request, found: PackageState, plan: Plan) -> None:
+    """Add a package's files, its RECORD and its ledger entry to the plan."""
+    package, installed, old = found.package, found.installed, found.entry
     wanted, paths = _targets(request, found)
-    site.check_inside(folder, package, [*paths, found.installed.record])
-    version = plan.versions[package] = found.installed.version
-    old = found.entry or Entry(version)
-    new = Entry(version, wanted, {**old.files}, {**old.rows})
-    end = "\r\n" if record.split(b"\n", 1)[0].endswith(b"\r") else "\n"
-    standing, rows = dict(site.record_lines(record)), {}
-    touching = {} if found.problem else manifest.touching(package)
+    site.check_inside(installed.site, package, [*paths, installed.record])
+    record = site.Record((installed.site / installed.record).read_bytes())
+    rows: dict[str, str | None] = {}
+    new = Entry(installed.version, wanted, {**old.files}, {**old.rows})
     for path in paths:
-        target = original = state.original(manifest, found, path)
-        if path in touching:
-            target = _composed(manifest, package, path, original, wanted)
+        original = found.original(path)
+        target = found.composed(path, wanted) if path in found.links else original
         now, pristine = found.files[path].found, sha256(original)
-        mode = old.files.get(path, {}).get("mode", transaction.file_mode(folder / path))
+        mode = old.files[path].mode if path in old.files else file_mode(installed.site / path)
         plan.add(path, target, mode, now, package, pristine)
         # RECORD's line for the unpatched file: remembered, standing there now, or worked out.
-        row = None if original is None else site.record_row(path, original, end)
-        row = old.rows.get(path, standing.get(path) if now == pristine else row)
-        if target == original:
-            rows[path] = row
-            new.files.pop(path, None)
-            new.rows.pop(path, None)
-        else:
-            rows[path] = site.record_row(path, target, end)
-            new.files[path] = {"before": pristine, "after": sha256(target), "mode": mode}
+        row = record.rows.get(path) if now == pristine else record.row(path, original)
+        row = rows[path] = new.rows.pop(path, row)
+        new.files.pop(path, None)
+        if target != original:
+            rows[path] = record.row(path, target)
+            new.files[path] = Kept(pristine, sha256(target), mode)
             new.rows[path] = row
             plan.originals += [original] if original is not None else []
-    return new, rows
+    path = installed.site / installed.record
+    plan.add(installed.record, record.with_rows(rows), file_mode(path), digest(path), package)
+    plan.versions[package], plan.ledger[package] = installed.version, new
 
 
 def _targets(request: _Request, found: PackageState) -> tuple[list[str], list[str]]:
@@ -204,66 +188,41 @@ def _targets(request: _Request, found: PackageState) -> tuple[list[str], list[st
     Raises PatchError when a file was changed by someone else, or a patch not named stands half
     applied in the way.
     """
-    applying, patches = request.operation == "apply", request.manifest.of(found.package)
+    patches, now = request.manifest.of(found.package), found.applied
     named = [patch for patch in patches if patch in request.selected]
-    ids = {patch.id for patch in named}
-    now = found.applied(request.manifest)
     paths = dict.fromkeys(file.path for patch in named for file in patch.files)
     if request.whole:
-        paths, now = found.files, frozenset()
+        paths, now = found.files, ()
     for path in paths:
-        _refuse_drift(found, path, request.whole)
+        file, where = found.files[path], f"{found.package}: {found.installed.site / path}"
+        if file.is_a(OUTDATED) and not request.whole:
+            raise PatchError(f"{where} was patched by another release of the lane: name no patch")
+        if file.applied is None and not file.is_a(OUTDATED):
+            what = "is missing" if file.found == ABSENT else f"has sha256 {file.found}"
+            what = "cannot be read" if file.found == UNREADABLE else what
+            raise PatchError(
+                f"{where} {what}: the lane knows no such state, so someone else changed it. "
+                f"Nothing was changed. Undo that change, or reinstall: {found.installed.reinstall}"
+            )
     for patch in () if request.whole else patches:
         in_the_way = paths.keys() & {file.path for file in patch.files}
-        if patch not in named and in_the_way and found.of(patch)[0] == state.PARTIAL:
+        if patch not in named and in_the_way and found.of(patch)[0] == PARTIAL:
             raise PatchError(
-                f"patch {patch.id!r} is {state.PARTIAL} on a file that this would change: name it "
-                f"as well, or name none"
+                f"patch {patch.id!r} is {PARTIAL} on a file that this would change: name it as "
+                f"well, or name none"
             )
-    wanted = now | ids if applying else now - ids
-    return [patch.id for patch in patches if patch.id in wanted], list(paths)
-
-
-def _refuse_drift(found: PackageState, path: str, whole: bool) -> None:
-    file = found.files[path]
-    where = f"{found.package}: {found.installed.site / path}"
-    if file.is_outdated and not whole:
-        raise PatchError(f"{where} was patched by another release of the lane: name no patch")
-    if file.applied is None and not file.is_outdated:
-        what = "is missing" if file.found == ABSENT else f"has sha256 {file.found}"
-        raise PatchError(
-            f"{where} {what}: the lane knows no such state, so someone else changed it. Nothing "
-            f"was changed. Undo that change, or reinstall: {found.installed.reinstall}"
-        )
-
-
-def _composed(
-    manifest: Manifest, package: str, path: str, original: bytes | None, wanted: list[str]
-) -> bytes | None:
-    """The file with the patches `wanted`, after each patch was found to leave what it promises."""
-    entries, data = manifest.touching(package)[path], original
-    last = max((n for n, (patch, _) in enumerate(entries, 1) if patch.id in wanted), default=0)
-    for patch, file in entries[:last]:
-        data = diffs.apply(patch.diffs[path], data, patch.id)
-        if sha256(data) != file.after:
-            raise PatchError(
-                f"patch {patch.id!r}: files: {path}: sha256_after is {file.after}, but "
-                f"{patch.file} leaves {sha256(data)}. Nothing was changed"
-            )
-    try:
-        return diffs.compose(original, manifest.chain(package, path), wanted)
-    except DependencyError as error:
-        raise PatchError(
-            f"{error}. Patches that share lines go on and off together: apply with --only "
-            f"{error.needs} as well, or revert both"
-        ) from error
+    if request.operation == "apply":
+        wanted = [patch.id for patch in patches if patch in named or patch.id in now]
+    else:
+        wanted = [patch.id for patch in patches if patch not in named and patch.id in now]
+    return wanted, list(paths)
 
 
 def _check_writable(plan: Plan) -> None:
     """Refuse a read-only folder, a package on another file system, and a full disk."""
     folder = plan.store.site
     _check_folder(folder)
-    paths = [folder / action.path for action in plan.actions]
+    paths = [folder / action.path for action, *_ in plan.switches]
     for path in (path for path in paths if path != folder / LEDGER):
         if not path.parent.is_dir():
             relative = path.relative_to(folder)
@@ -275,7 +234,7 @@ def _check_writable(plan: Plan) -> None:
                 f"{path.parent} is on another file system than {folder}: its files cannot be "
                 f"switched by a rename"
             )
-    data = [*(new for new, _ in plan.new if new is not None), *plan.originals]
+    data = [*(new for _, new, _ in plan.switches if new is not None), *plan.originals]
     old = sum(path.stat().st_size for path in paths if path.exists())
     needed, free = sum(map(len, data)) + old + _SLACK, shutil.disk_usage(folder).free
     if free < needed:

@@ -56,7 +56,7 @@ def port(
     target: a new folder for the lane of `version`: every patch that applies, refreshed. Raises
     PatchError when no package of the lane has that version.
     """
-    selected = manifest.check_diffs().select(only)
+    selected = manifest.select(only)
     found = [site.find(package, folder) for package in manifest.packages]
     there = {each.package: each.site for each in found if each and each.version == version}
     if not there or any(only and patch.package not in there for patch in selected):
@@ -128,8 +128,8 @@ def _merged(
             absent = f"{patch.package} {pinned.pinned} is not installed"
             raise PatchError(pinned.problem or absent)
         for path in patch.diffs:
-            ours = state.composed(manifest, pinned, path, [*earlier, patch.id])
-            old = state.composed(manifest, pinned, path, earlier)
+            ours = pinned.composed(path, [*earlier, patch.id])
+            old = pinned.composed(path, earlier)
             after[path] = _three_way(git, ours, old, theirs[path])
     except PatchError as error:  # of the pinned package: another version, changed by hand, ...
         return replace(textual, details=(*textual.details, f"not merged: {error}")), theirs
@@ -186,7 +186,7 @@ def _write(
             entry["files"] = file_tables(changes[patch.id])
     document["patch"] = kept
     write_atomically(target / MANIFEST, tomlkit.dumps(document))
-    load(target).check_diffs()
+    load(target)
 
 
 def _file(

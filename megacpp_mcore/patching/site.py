@@ -13,7 +13,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,11 +78,14 @@ def _installed(package: str, site: Path, infos: list[Path]) -> Installed:
     if info.suffix == ".egg-info":
         raise PatchError(f"{package}: {info} is a development checkout; {wheels_only}")
     distribution = importlib.metadata.Distribution.at(info)
+    name = "METADATA"
     try:
-        direct_url = json.loads(distribution.read_text("direct_url.json") or "{}")
+        version = distribution.version
+        name = "direct_url.json"
+        direct_url = json.loads(distribution.read_text(name) or "{}")
         editable = direct_url.get("dir_info", {}).get("editable", False)
     except (ValueError, AttributeError) as error:
-        raise PatchError(f"{package}: {info}/direct_url.json: cannot be read: {error}") from error
+        raise PatchError(f"{package}: {info}/{name}: cannot be read: {error}") from error
     if editable:
         url = direct_url.get("url")
         raise PatchError(f"{package}: is an editable install of {url}; {wheels_only}")
@@ -91,7 +94,7 @@ def _installed(package: str, site: Path, infos: list[Path]) -> Installed:
             f"{package}: {info} has no RECORD, so neither pip nor uv installed it and nothing says "
             f"which files are its own; install the wheel"
         )
-    return Installed(package, distribution.version, site, info)
+    return Installed(package, version, site, info)
 
 
 def check_inside(site: Path, package: str, paths: Iterable[str]) -> None:
@@ -124,26 +127,31 @@ def shadowed(installed: Installed, paths: Iterable[str]) -> str:
     return ""
 
 
-def record_lines(data: bytes) -> list[tuple[str | None, str]]:
-    """RECORD's lines, each with the path that it is for; None for a blank one."""
-    lines = io.StringIO(data.decode("utf-8"))
-    return [(next(csv.reader([line]))[0] if line.strip() else None, line) for line in lines]
+class Record:
+    """RECORD by its rows. rows: path -> its line; None -> a blank one."""
 
+    def __init__(self, data: bytes) -> None:
+        self._lines = io.StringIO(data.decode("utf-8", "surrogateescape")).readlines()
+        self._paths = [(next(csv.reader([line])) or [None])[0] for line in self._lines]
+        self._end = "\r\n" if self._lines and self._lines[0].endswith("\r\n") else "\n"
+        self.rows = dict(zip(self._paths, self._lines, strict=True))
 
-def record_row(path: str, data: bytes, end: str) -> str:
-    """The line that RECORD has for a file with these bytes (PEP 376, urlsafe base64)."""
-    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-    text = io.StringIO()
-    csv.writer(text, lineterminator=end).writerow((path, f"sha256={digest}", len(data)))
-    return text.getvalue()
+    def row(self, path: str, data: bytes | None) -> str | None:
+        """The line for a file with these bytes (PEP 376, urlsafe base64); None for no file."""
+        if data is None:
+            return None
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        text = io.StringIO()
+        csv.writer(text, lineterminator=self._end).writerow((path, f"sha256={digest}", len(data)))
+        return text.getvalue()
 
+    def with_rows(self, rows: Mapping[str, str | None]) -> bytes:
+        """The bytes with some rows replaced: path -> its new line, or None to take it out.
 
-def record_with(data: bytes, rows: dict[str, str | None]) -> bytes:
-    """RECORD with some rows replaced, every other byte as it was.
-
-    rows: path -> its new line, or None to take it out. A path without a row is added first, so that
-    taking it out again restores the bytes even of a RECORD whose last line has no end.
-    """
-    rest = dict(rows)
-    lines = [rest.pop(path) if path in rest else line for path, line in record_lines(data)]
-    return "".join(line for line in [*rest.values(), *lines] if line is not None).encode("utf-8")
+        A path without a row is added first, so that taking it out again restores the bytes even of
+        a RECORD whose last line has no end.
+        """
+        rest = dict(rows)
+        kept = [rest.pop(path, line) for path, line in zip(self._paths, self._lines, strict=True)]
+        lines = [line for line in [*rest.values(), *kept] if line is not None]
+        return "".join(lines).encode("utf-8", "surrogateescape")

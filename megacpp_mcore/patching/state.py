@@ -1,12 +1,13 @@
 """What is applied: read from the files' digests, never from a note that they were changed."""
 
 import contextlib
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megacpp_mcore.patching import PatchError, diffs, site
-from megacpp_mcore.patching.manifest import ABSENT, FOLDER, Manifest, Patch, sha256
+from megacpp_mcore.patching.manifest import ABSENT, FOLDER, Link, Manifest, Patch, sha256
 from megacpp_mcore.patching.store import Action, Entry, Store, digest
 
 APPLIED = "applied"
@@ -17,23 +18,21 @@ OUTDATED = "applied by another release of the lane"
 UNFINISHED = "unfinished"
 
 
-@dataclass(frozen=True)
+@dataclass
 class FileState:
-    """One file that the lane manages.
+    """One file that the lane manages, and its digest.
 
     applied: the patches in it, or None when its bytes are none that the lane makes. other says what
     they are then: OUTDATED, left by another release of the lane, with the original kept;
     UNFINISHED, found or written by a run that is not finished; else DRIFTED.
     """
 
-    path: str
     found: str
-    applied: frozenset[str] | None
+    applied: frozenset[str] | None = None
     other: str = DRIFTED
 
-    @property
-    def is_outdated(self) -> bool:
-        return self.applied is None and self.other == OUTDATED
+    def is_a(self, condition: str) -> bool:
+        return self.applied is None and self.other == condition
 
 
 @dataclass
@@ -41,41 +40,107 @@ class PackageState:
     """One pinned package in one site.
 
     problem: why the lane cannot work on it (another version, editable, ...), else "". installed is
-    None when it is absent. interrupted: the unfinished or running operation, else "".
+    None when it is absent. interrupted: the unfinished or running operation, else "". entry: the
+    ledger's, empty without one. links: path -> the patches that touch it; none in another version.
     """
 
+    manifest: Manifest
     package: str
-    pinned: str
     installed: site.Installed | None = None
     problem: str = ""
     interrupted: str = ""
-    entry: Entry | None = None
+    entry: Entry = field(default_factory=lambda: Entry(""))
+    links: Mapping[str, list[Link]] = field(default_factory=dict)
     files: dict[str, FileState] = field(default_factory=dict)
 
     @property
-    def foreign_version(self) -> bool:
-        """Whether another version than the pinned one is installed."""
-        return self.installed is not None and self.installed.version != self.pinned
+    def pinned(self) -> str:
+        return self.manifest.packages[self.package]
+
+    @property
+    def patches(self) -> tuple[Patch, ...]:
+        """The lane's patches of this package, none where it cannot be worked on."""
+        return self.manifest.of(self.package) if self.installed and not self.problem else ()
+
+    @property
+    def applied(self) -> tuple[str, ...]:
+        """The patches whose every file has them, in order."""
+        return tuple(patch.id for patch in self.patches if self.of(patch)[0] == APPLIED)
 
     def of(self, patch: Patch) -> tuple[str, list[str]]:
         """One of the six states above, and the files that make it so (drifted, half applied)."""
-        files = [self.files[file.path] for file in patch.files]
+        files = {file.path: self.files[file.path] for file in patch.files}
         for condition in (DRIFTED, UNFINISHED, OUTDATED):
-            those = [f.path for f in files if f.applied is None and f.other == condition]
-            if those:
+            if those := [path for path, file in files.items() if file.is_a(condition)]:
                 return condition, those
-        without = [file.path for file in files if patch.id not in file.applied]
+        without = [path for path, file in files.items() if patch.id not in file.applied]
         if not without:
             return APPLIED, []
         return (NOT_APPLIED, []) if len(without) == len(files) else (PARTIAL, without)
 
-    def patches(self, manifest: Manifest) -> tuple[Patch, ...]:
-        """The lane's patches of this package, none where it cannot be worked on."""
-        return manifest.of(self.package) if self.installed and not self.problem else ()
+    def original(self, path: str) -> bytes | None:
+        """The bytes of a managed file before any patch; None for one that a patch creates.
 
-    def applied(self, manifest: Manifest) -> frozenset[str]:
-        """The patches whose every file has them."""
-        return frozenset(p.id for p in self.patches(manifest) if self.of(p)[0] == APPLIED)
+        From the file itself, the store, or by undoing the patches in it; always checked by digest.
+        Raises PatchError when none of the three has them.
+        """
+        chain, file, live = self.links.get(path, []), self.files[path], self.installed.site / path
+        wanted = chain[0].before if chain else self.entry.files[path].before
+        if wanted == ABSENT:
+            return None
+        if file.found == wanted:
+            return live.read_bytes()
+        data = Store(self.installed.site).original(wanted)
+        if data is None and file.applied and file.found in [link.after for link in chain]:
+            data = live.read_bytes()
+            for link in reversed(chain):
+                if link.id in file.applied:
+                    data = diffs.apply(diffs.reverse(link.diff), data, link.id)
+        if sha256(data) == wanted:
+            return data
+        raise PatchError(
+            f"{self.package}: {path}: its original bytes (sha256 {wanted}) are not kept any more; "
+            f"reinstall it: {self.installed.reinstall}"
+        )
+
+    def composed(self, path: str, ids: Collection[str]) -> bytes | None:
+        """The bytes of a file of the manifest with the patches `ids`.
+
+        Raises PatchError as `original` and `diffs.compose` do, and where a patch does not leave
+        what the manifest promises.
+        """
+        original = data = self.original(path)
+        chain = self.links[path]
+        while chain and chain[-1].id not in ids:
+            chain = chain[:-1]
+        for link in chain:
+            data = diffs.apply(link.diff, data, link.id)
+            if sha256(data) != link.after:
+                raise PatchError(
+                    f"patch {link.id!r}: files: {path}: sha256_after is {link.after}, but "
+                    f"{link.source} leaves {sha256(data)}. Nothing was changed"
+                )
+        return diffs.compose(original, chain, ids)
+
+    def examine(self, path: str) -> FileState:
+        """A file: after the first n patches, some of them, of another release, or drifted."""
+        store, kept = Store(self.installed.site), self.entry.files.get(path)
+        file = self.files[path] = FileState(digest(store.site / path))
+        chain = self.links.get(path, [])
+        stages = [chain[0].before, *(link.after for link in chain)] if chain else []
+        if file.found in stages:
+            file.applied = frozenset(link.id for link in chain[: stages.index(file.found)])
+        elif kept and not chain and file.found == kept.before:
+            file.applied = frozenset()
+        elif kept and file.found == kept.after:
+            whole = kept.before == ABSENT or store.original(kept.before) is not None
+            file.other = OUTDATED if whole or not chain else DRIFTED
+            if whole and chain and kept.before == stages[0]:
+                some = frozenset(self.entry.patches).intersection(link.id for link in chain)
+                with contextlib.suppress(PatchError):
+                    if sha256(self.composed(path, some)) == file.found:
+                        file.applied = some
+        return file
 
 
 def read(manifest: Manifest, package: str, folder: Path | None = None) -> PackageState:
@@ -83,7 +148,7 @@ def read(manifest: Manifest, package: str, folder: Path | None = None) -> Packag
 
     Writes nothing. Raises PatchError only for a damaged store.
     """
-    state = PackageState(package, manifest.packages[package])
+    state = PackageState(manifest, package)
     try:
         state.installed = installed = site.find(package, folder)
     except PatchError as error:
@@ -94,25 +159,21 @@ def read(manifest: Manifest, package: str, folder: Path | None = None) -> Packag
     if installed is None:
         return state
     entry = kept[0].ledger().get(package)
-    state.entry = entry if entry and entry.version == installed.version else None
-    if state.foreign_version:
+    if entry and entry.version == installed.version:
+        state.entry = entry
+    if installed.version == state.pinned:
+        state.links = manifest.links(package)
+        if folder is None:
+            state.problem = site.shadowed(installed, state.links)
+    else:
         there = f"{package} {installed.version} is installed"
         state.problem = f"{there}, the lane is for {state.pinned}"
-    else:
-        for path in manifest.touching(package):
-            state.files[path] = _managed(manifest, state, path)
-        if folder is None:
-            state.problem = site.shadowed(installed, state.files)
-    for path, record in (state.entry.files if state.entry else {}).items():
-        if path not in state.files:  # another release of the lane has patched it
-            found = digest(installed.site / path)
-            pristine = frozenset() if found == record["before"] else None
-            other = OUTDATED if found == record["after"] else DRIFTED
-            state.files[path] = FileState(path, found, pristine, other)
+    for path in {**state.links, **state.entry.files}:  # the ledger's: another release patched them
+        state.examine(path)
     for action in actions or _unfinished(kept, package)[1]:  # a run may have begun meanwhile
         file = state.files.get(action.path)
-        if file and file.other == DRIFTED and file.found in (action.before, action.after):
-            state.files[file.path] = replace(file, other=UNFINISHED)
+        if file and file.is_a(DRIFTED) and file.found in (action.before, action.after):
+            file.other = UNFINISHED
     return state
 
 
@@ -122,82 +183,24 @@ def stores(folder: Path | None) -> list[Store]:
     return [Store(path) for path in dict.fromkeys(folders) if (path / FOLDER).is_dir()]
 
 
-def _unfinished(kept: Sequence[Store], package: str) -> tuple[str, list[Action]]:
+def _unfinished(kept: Collection[Store], package: str) -> tuple[str, list[Action]]:
     """(what is unfinished or running, its files) of one package, from the first such journal."""
     for store in kept:
-        journal = store.read_journal() or {"actions": []}
-        actions = [action for action in journal["actions"] if action.package == package]
+        journal = store.read_journal()
+        actions = [each for each in journal.actions if each.package == package] if journal else []
         if actions:
             switched = sum(digest(store.site / each.path) == each.after for each in actions)
             holder = store.holder()
             how = f"in progress ({holder})" if holder else "interrupted"
             todo = "" if holder else "; `megacpp patch apply` or `revert` finishes it first"
             return (
-                f"{journal['operation']} of {journal['started']} by pid {journal['pid']} is {how}: "
+                f"{journal.operation} of {journal.started} by pid {journal.pid} is {how}: "
                 f"{switched} of {len(actions)} files switched{todo}"
             ), actions
     return "", []
 
 
-def _managed(manifest: Manifest, state: PackageState, path: str) -> FileState:
-    """A file of the manifest: after the first n patches, after some of them, or drifted."""
-    found = digest(state.installed.site / path)
-    entries = manifest.touching(state.package)[path]
-    ids = [patch.id for patch, _ in entries]
-    stages = [entries[0][1].before, *(file.after for _, file in entries)]
-    if found in stages:
-        return FileState(path, found, frozenset(ids[: stages.index(found)]))
-    record = state.entry.files.get(path) if state.entry else None
-    if record is None or found != record["after"]:
-        return FileState(path, found, None)
-    original = Store(state.installed.site).original(record["before"])
-    if record["before"] != ABSENT and original is None:
-        return FileState(path, found, None)
-    some = frozenset(state.entry.patches).intersection(ids)
-    if record["before"] == stages[0]:
-        with contextlib.suppress(PatchError):
-            made = diffs.compose(original, manifest.chain(state.package, path), some)
-            if sha256(made) == found:
-                return FileState(path, found, some)
-    return FileState(path, found, None, OUTDATED)
-
-
-def original(manifest: Manifest, state: PackageState, path: str) -> bytes | None:
-    """The bytes of a managed file before any patch; None for one that a patch creates.
-
-    From the file itself, the store, or by undoing the patches in it; always checked by digest.
-    Raises PatchError when none of the three has them.
-    """
-    entries = None if state.problem else manifest.touching(state.package).get(path)
-    wanted = entries[0][1].before if entries else state.entry.files[path]["before"]
-    if wanted == ABSENT:
-        return None
-    file, live = state.files[path], state.installed.site / path
-    if file.found == wanted:
-        return live.read_bytes()
-    data = Store(state.installed.site).original(wanted)
-    if data is None and file.applied and file.found in {known.after for _, known in entries}:
-        data = live.read_bytes()
-        for name, diff in reversed(manifest.chain(state.package, path)):
-            if name in file.applied:
-                data = diffs.apply(diffs.reverse(diff), data, name)
-    if sha256(data) == wanted:
-        return data
-    raise PatchError(
-        f"{state.package}: {path}: its original bytes (sha256 {wanted}) are not kept any more; "
-        f"reinstall it: {state.installed.reinstall}"
-    )
-
-
-def composed(
-    manifest: Manifest, state: PackageState, path: str, ids: Collection[str]
-) -> bytes | None:
-    """A managed file's bytes with the patches `ids`; see `original` and `diffs.compose`."""
-    pristine = original(manifest, state, path)
-    return diffs.compose(pristine, manifest.chain(state.package, path), ids)
-
-
-def status(manifest: Manifest, folder: Path | None = None) -> list[dict]:
+def status(manifest: Manifest, folder: Path | None = None) -> list[dict[str, Any]]:
     """What `megacpp patch status` shows, one dict a package, ready for JSON.
 
     Keys: package, pinned, installed (version or None), site, problem, interrupted, patches (id,
@@ -207,12 +210,11 @@ def status(manifest: Manifest, folder: Path | None = None) -> list[dict]:
     rows = []
     for found in (read(manifest, package, folder) for package in manifest.packages):
         patches = []
-        for patch in found.patches(manifest):
+        for patch in found.patches:
             condition, files = found.of(patch)
             patches.append({"id": patch.id, "state": condition, "files": files})
-        known = {file.path for patch in found.patches(manifest) for file in patch.files}
-        outdated = [path for path, file in found.files.items() if file.is_outdated]
-        leftovers = [path for path in outdated if path not in known]
+        known = {file.path for patch in found.patches for file in patch.files}
+        outdated = [path for path, file in found.files.items() if file.is_a(OUTDATED)]
         row = {
             "package": found.package,
             "pinned": found.pinned,
@@ -221,9 +223,9 @@ def status(manifest: Manifest, folder: Path | None = None) -> list[dict]:
             "problem": found.problem,
             "interrupted": found.interrupted,
             "patches": patches,
-            "leftovers": leftovers,
+            "leftovers": [path for path in outdated if path not in known],
         }
-        quiet = not (found.problem or found.interrupted or leftovers)
+        quiet = not (found.problem or found.interrupted or row["leftovers"])
         row["complete"] = quiet and all(patch["state"] == APPLIED for patch in patches)
         rows.append(row)
     return rows

@@ -18,35 +18,50 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 from megacpp_mcore.files import read_regular, write_atomically
 from megacpp_mcore.patching import PatchError
 from megacpp_mcore.patching.manifest import ABSENT, FOLDER, is_digest, is_target, sha256
 
 LEDGER = f"{FOLDER}/state.json"
+UNREADABLE = "unreadable"  # stands for the sha256 of what is no file or cannot be read
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the ledger knows of a patched file: both digests, and the mode of the original."""
+
+    before: str
+    after: str
+    mode: int
 
 
 @dataclass
 class Entry:
-    """The ledger's record of one package. Raises ValueError for what the lane does not write.
+    """The ledger's record of one package.
 
-    patches: ids in order. files: path -> {"before", "after": digests, "mode": of the original}.
-    rows: path -> its original line in RECORD, None when it had none.
+    patches: ids in order. rows: path -> its original line in RECORD, None when it had none.
     """
 
     version: str
     patches: list[str] = field(default_factory=list)
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    files: dict[str, Kept] = field(default_factory=dict)
     rows: dict[str, str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for path, file in self.files.items():
-            digests = is_digest(file["before"]) and is_digest(file["after"])
-            if not (is_target(path) and digests and type(file["mode"]) is int):
-                raise ValueError(f"{path!r} is not a file that the lane writes")
+            _check(path, is_target(path), file.before, file.after)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What was applied in one site. packages: name -> Entry."""
+
+    packages: dict[str, Entry]
 
 
 @dataclass(frozen=True)
@@ -55,8 +70,7 @@ class Action:
 
     before, original, after: digests of the file as it is now, as the wheel has it, as it shall be.
     package: "" for the lane's ledger. patched: not mere bookkeeping (RECORD, the ledger). staged:
-    the new file's name in `stage/`. Raises ValueError when a damaged or planted journal could lead
-    out of the site by it.
+    the new file's name in `stage/`.
     """
 
     path: str
@@ -71,9 +85,25 @@ class Action:
         known = self.path == LEDGER if self.package == "" else is_target(self.path)
         if self.package and not self.patched:
             known = re.fullmatch(r"[^/\\\s]+\.dist-info/RECORD", self.path)
-        digests = all(map(is_digest, (self.before, self.original, self.after)))
-        if not (known and digests and re.fullmatch(r"\d+(\.old)?", self.staged)):
-            raise ValueError(f"{self.path!r} is not a file that the lane writes")
+        known = known and re.fullmatch(r"\d+(\.old)?", self.staged)
+        _check(self.path, known, self.before, self.original, self.after)
+
+
+def _check(path: str, known: Any, *digests: str) -> None:
+    """Refuse what a damaged or planted file could lead out of the site by."""
+    if not (known and all(map(is_digest, digests))):
+        raise ValueError(f"{path!r} is not a file that the lane writes")
+
+
+@dataclass
+class Journal:
+    """A run that may be unfinished. versions: package -> the installed version that it changes."""
+
+    operation: str
+    pid: int
+    started: str
+    versions: dict[str, str]
+    actions: list[Action]
 
 
 class Store:
@@ -88,33 +118,22 @@ class Store:
 
     def ledger(self) -> dict[str, Entry]:
         """package -> Entry; empty when nothing is applied. Raises PatchError when damaged."""
-        with self._reading(self.site / LEDGER) as table:
-            packages = table["packages"] if table else {}
-            return {name: Entry(**entry) for name, entry in packages.items()}
+        ledger = self._read(self.site / LEDGER, Ledger)
+        return ledger.packages if ledger else {}
 
-    def read_journal(self) -> dict[str, Any] | None:
-        """The unfinished run's journal, or None. Raises PatchError when it is damaged.
+    def read_journal(self) -> Journal | None:
+        """The unfinished run's journal, or None. Raises PatchError when it is damaged."""
+        return self._read(self.journal, Journal)
 
-        Keys: operation, pid, started, versions (package -> version), actions.
-        """
-        with self._reading(self.journal) as table:
-            if table is None:
-                return None
-            known = {key: table[key] for key in ("operation", "pid", "started")}
-            actions = [Action(**action) for action in table["actions"]]
-            return {**known, "versions": dict(table["versions"]), "actions": actions}
-
-    @contextlib.contextmanager
-    def _reading(self, path: Path) -> Iterator[dict | None]:
-        """The table in a file of the store, None without one. Refuses what cannot be read."""
+    def _read(self, path: Path, kind: Any) -> Any:
+        """The table in a file of the store as a `kind`, None without one; else refused."""
         try:
-            try:
-                table = json.loads(read_regular(path))
-            except FileNotFoundError:
-                table = None
-            if table is not None and table["schema"] != 1:
-                raise ValueError(f"schema {table['schema']} is not known")
-            yield table
+            table = json.loads(read_regular(path))
+            if (schema := table.pop("schema")) != 1:
+                raise ValueError(f"schema {schema} is not known")
+            return _typed(table, kind)
+        except FileNotFoundError:
+            return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise PatchError(
                 f"{path}: cannot be read ({error}); reinstall the patched packages, then delete "
@@ -149,7 +168,7 @@ class Store:
         try:
             shutil.rmtree(self.stage, ignore_errors=True)
             ledger = self.ledger()
-            kept = {file["before"] for entry in ledger.values() for file in entry.files.values()}
+            kept = {file.before for entry in ledger.values() for file in entry.files.values()}
             for path in [*self.path.glob("pristine/*"), *self.path.glob("*.tmp")]:
                 if path.name not in kept:
                     path.unlink()
@@ -215,6 +234,25 @@ class Store:
             return "it has just ended"
 
 
+def _typed(value: Any, kind: Any) -> Any:
+    """A value of JSON as a dataclass, list[...], dict[str, ...], a union or a plain type.
+
+    Raises TypeError or KeyError for anything else, at any depth.
+    """
+    of, hints = get_origin(kind), get_args(kind)
+    allowed = hints if of is UnionType else (dict if is_dataclass(kind) else of or kind,)
+    if type(value) not in allowed:
+        raise TypeError(f"{value!r} is not of type {allowed[0].__name__}")
+    if of is list:
+        return [_typed(each, hints[0]) for each in value]
+    if of is dict:
+        return {key: _typed(each, hints[1]) for key, each in value.items()}
+    if is_dataclass(kind):
+        types = {each.name: each.type for each in fields(kind)}
+        return kind(**{key: _typed(each, types[key]) for key, each in value.items()})
+    return value
+
+
 def ledger_bytes(ledger: Mapping[str, Entry]) -> bytes | None:
     """The ledger's file; None when no package has a patch applied."""
     packages = {name: asdict(entry) for name, entry in ledger.items() if entry.patches}
@@ -223,8 +261,10 @@ def ledger_bytes(ledger: Mapping[str, Entry]) -> bytes | None:
 
 
 def digest(path: Path) -> str:
-    """The sha256 of a file, "absent" when there is none."""
+    """The sha256 of a file, "absent" when there is none, "unreadable" for a folder, a FIFO, ..."""
     try:
-        return sha256(path.read_bytes())
+        return sha256(read_regular(path))
     except (FileNotFoundError, NotADirectoryError):
         return ABSENT
+    except OSError:
+        return UNREADABLE

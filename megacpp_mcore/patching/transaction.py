@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from megacpp_mcore.files import sync, write_atomically
 from megacpp_mcore.patching import InterruptedRun, PatchError, site
 from megacpp_mcore.patching.manifest import ABSENT, sha256
-from megacpp_mcore.patching.store import Action, Store, digest
+from megacpp_mcore.patching.store import Action, Entry, Journal, Store, digest
 
 # Called before each single change to the disk with its name: tests end the process there.
 Step = Callable[[str], None]
@@ -30,17 +31,26 @@ def no_step(name: str) -> None:
     """The Step of every run but a test's."""
 
 
+class Switch(NamedTuple):
+    """One action of a plan, the new bytes (None: the file goes) and their mode."""
+
+    action: Action
+    data: bytes | None
+    mode: int
+
+
 @dataclass
 class Plan:
-    """The switches of one site, in order. new: bytes (None: the file goes) and mode of each.
+    """The switches of one site, in order.
 
-    versions: package -> installed version. originals: the bytes to keep for a revert.
+    ledger: as it shall be. versions: package -> installed version. originals: the bytes to keep
+    for a revert.
     """
 
     store: Store
+    ledger: dict[str, Entry]
     versions: dict[str, str] = field(default_factory=dict)
-    actions: list[Action] = field(default_factory=list)
-    new: list[tuple[bytes | None, int]] = field(default_factory=list)
+    switches: list[Switch] = field(default_factory=list)
     originals: list[bytes] = field(default_factory=list)
 
     def add(
@@ -56,11 +66,10 @@ class Plan:
 
         original: the wheel's digest of a patched file; "" for bookkeeping.
         """
-        after, staged = sha256(data), str(len(self.actions))
+        after, staged, patched = sha256(data), str(len(self.switches)), bool(original)
         if before != after:
-            digests = (before, original or before, after)
-            self.actions.append(Action(path, *digests, package, bool(original), staged))
-            self.new.append((data, mode))
+            action = Action(path, before, original or before, after, package, patched, staged)
+            self.switches.append(Switch(action, data, mode))
 
 
 def file_mode(path: Path) -> int:
@@ -77,13 +86,16 @@ def stage(plan: Plan, operation: str, step: Step = no_step) -> None:
     Needs the lock. Raises PatchError, with nothing changed, when the disk refuses.
     """
     store = plan.store
+    started = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    actions = [switch.action for switch in plan.switches]
+    journal = Journal(operation, os.getpid(), started, plan.versions, actions)
     try:
         shutil.rmtree(store.stage, ignore_errors=True)
         store.stage.mkdir()
         for data in plan.originals:
             step("keep an original")
             store.keep(data)
-        for action, (data, mode) in zip(plan.actions, plan.new, strict=True):
+        for action, data, mode in plan.switches:
             old, new = store.site / action.path, store.stage / action.staged
             step(f"stage {action.path}")
             if data is not None:
@@ -91,16 +103,8 @@ def stage(plan: Plan, operation: str, step: Step = no_step) -> None:
             if action.before != ABSENT:
                 _stage_one(new.with_suffix(".old"), old, old.read_bytes(), file_mode(old))
         sync(store.stage)
-        journal = {
-            "schema": 1,
-            "operation": operation,
-            "pid": os.getpid(),
-            "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-            "versions": plan.versions,
-            "actions": [asdict(action) for action in plan.actions],
-        }
         step("write the journal")
-        write_atomically(store.journal, json.dumps(journal, indent=1))
+        write_atomically(store.journal, json.dumps({"schema": 1, **asdict(journal)}, indent=1))
     except OSError as error:
         with contextlib.suppress(OSError):  # if it stays, status says so and the next run finishes
             store.journal.unlink(missing_ok=True)
@@ -136,10 +140,10 @@ def finish(store: Store, step: Step = no_step, again: bool = True) -> tuple[bool
     changed a file while others are switched, InterruptedRun when the disk fails.
     """
     journal = store.read_journal()
-    run = f"the {journal['operation']} that pid {journal['pid']} began"
-    versions = journal["versions"].items()
+    run = f"the {journal.operation} that pid {journal.pid} began"
+    versions = journal.versions.items()
     there = {"", *(name for name, version in versions if _version(store, name) == version)}
-    actions = [each for each in journal["actions"] if each.package in there]
+    actions = [each for each in journal.actions if each.package in there]
     for each in actions:
         site.check_inside(store.site, each.package, [each.path])
     back = [
@@ -148,7 +152,7 @@ def finish(store: Store, step: Step = no_step, again: bool = True) -> tuple[bool
     ]
     patched = [each for each in actions if each.patched]
     blocked = _first_blocked(store, actions)
-    if not patched and len(actions) < len(journal["actions"]):
+    if not patched and len(actions) < len(journal.actions):
         blocked = "the package is not the one it was"
     # A file that a patch creates may survive a reinstall, so it does not show that none took place.
     undo = blocked and any(

@@ -78,7 +78,7 @@ def verify(
     Raises PatchError when a package cannot be used (another version, drifted, ...) or nothing is
     left to prove.
     """
-    selected = manifest.check_diffs().select(only)
+    selected = manifest.select(only)
     states = [state.read(manifest, package, folder) for package in manifest.packages]
     for each in states:
         drifted = [path for path, file in each.files.items() if file.applied is None]
@@ -93,32 +93,30 @@ def verify(
     selected = tuple(patch for patch in selected if patch.package in found)
     if not selected:
         raise PatchError(f"none of {', '.join(manifest.packages)} is installed: nothing to verify")
-    return _prove(manifest, found.values(), selected, timeout)
+    return _prove(found.values(), selected, timeout)
 
 
 def _prove(
-    manifest: Manifest, found: Collection[PackageState], selected: Sequence[Patch], timeout: float
+    found: Collection[PackageState], selected: Sequence[Patch], timeout: float
 ) -> Iterator[Proof]:
     sites = [each.installed.site for each in found]
     with tempfile.TemporaryDirectory(prefix="megacpp-verify-") as scratch:
         trees = pristine, patched = Path(scratch, "pristine"), Path(scratch, "patched")
         for each in found:
-            _copy_package(manifest, each, pristine, ())
-            _copy_package(manifest, each, patched, [p.id for p in manifest.of(each.package)])
+            _copy_package(each, pristine, ())
+            _copy_package(each, patched, [patch.id for patch in each.patches])
         for patch in selected:
             runs = [run(patch.reproducer, tree, sites, timeout) for tree in trees]
             yield Proof(patch.id, *_judge(patch, *runs), *runs)
 
 
-def _copy_package(
-    manifest: Manifest, found: PackageState, target: Path, ids: Collection[str]
-) -> None:
+def _copy_package(found: PackageState, target: Path, ids: Collection[str]) -> None:
     """Copy an installed package, without caches, to `target` with exactly the patches `ids`."""
     site, without = found.installed.site, shutil.ignore_patterns("__pycache__")
     for name in {path.split("/")[0] for path in found.files} | {found.installed.info.name}:
         shutil.copytree(site / name, target / name, ignore=without, dirs_exist_ok=True)
-    for path in manifest.touching(found.package):
-        data = state.composed(manifest, found, path, ids)
+    for path in found.links:
+        data = found.composed(path, ids)
         (target / path).unlink(missing_ok=True)
         if data is not None:
             (target / path).parent.mkdir(parents=True, exist_ok=True)

@@ -54,7 +54,7 @@ def patches() -> dict[str, dict[str, Any]]:
         if here.interrupted:
             raise PatchError(f"{package}: {here.interrupted}")
         if here.installed is not None:
-            applied = here.applied(lane)
+            applied = here.applied
             found[package] = {
                 "version": here.installed.version,
                 "applied": {

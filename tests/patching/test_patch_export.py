@@ -91,7 +91,7 @@ def test_git_am_takes_each_patch_of_our_lane(patch, tmp_path):
     if found.installed is None:
         pytest.skip(f"{chosen.package} is not installed")
     for path in found.files:
-        data = state.original(lane, found, path)
+        data = found.original(path)
         if data is not None:
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / path).write_bytes(data)

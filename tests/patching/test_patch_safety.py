@@ -1,7 +1,11 @@
 """What is on the disk is not believed, and a switch that cannot go forward goes back."""
 
+import contextlib
 import json
 import os
+import re
+import shutil
+from functools import partial
 
 import pytest
 from fakelane import (
@@ -95,6 +99,68 @@ def test_a_planted_ledger_leads_nowhere(lane, site):
     with pytest.raises(PatchError, match=r"state.json: cannot be read .*then delete"):
         revert(lane, site)
     assert outside.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("name", ["state.json", "journal.json"])
+@pytest.mark.parametrize("patches", [None, 1, "beta", [[]], {}], ids=repr)
+def test_a_part_of_another_type_is_refused(lane, site, name, patches):
+    """A ledger's list of ids, a journal's actions."""
+    damage = partial(
+        re.sub, r'(?s)("patches"|"actions"): \[.*?\n? *\]', rf"\1: {json.dumps(patches)}"
+    )
+    broken_store(lane, site, name)
+    path = site / FOLDER / name
+    path.write_text(damage(path.read_text()))
+    for function in (apply, revert):
+        with pytest.raises(PatchError, match=rf"{name}: cannot be read .*then delete"):
+            function(lane, site)
+
+
+@pytest.mark.parametrize("name", ["state.json", "journal.json"])
+def test_a_table_without_its_keys_is_refused(lane, site, name):
+    broken_store(lane, site, name)
+    (site / FOLDER / name).write_text('{"schema": 1}')
+    with pytest.raises(PatchError, match=rf"{name}: cannot be read .*then delete"):
+        state.status(lane, site)
+
+
+@pytest.mark.parametrize("name", ["state.json", "journal.json"])
+def test_any_part_replaced_by_anything_is_an_answer_or_a_refusal(lane, site, name, tmp_path):
+    """What was written by hand, or by a program gone wrong, ends no command with a traceback."""
+    broken_store(lane, site, name)
+    kept = shutil.copytree(site, tmp_path / "kept")
+    table = json.loads((site / FOLDER / name).read_text())
+    for changed in [each for other in OTHERS for each in replaced(table, other)]:
+        for function in (state.status, apply, revert):
+            shutil.rmtree(site)
+            shutil.copytree(kept, site)
+            (site / FOLDER / name).write_text(json.dumps(changed))
+            with contextlib.suppress(PatchError):
+                function(lane, site)
+
+
+OTHERS = [None, True, -1, "x", [], [[]], {}]
+
+
+def broken_store(lane, site, name):
+    """A site with a ledger, or with the journal of an interrupted run."""
+    if name == "state.json":
+        apply(lane, site, ["alpha", "gamma"])
+    else:
+        kill_between_switches(lane, site)
+
+
+def replaced(value, other):
+    """`value` with one of its parts replaced by `other`, or a key left out, for each of them."""
+    yield other
+    keys = range(len(value)) if isinstance(value, list) else value if type(value) is dict else ()
+    for key in keys:
+        if type(value) is dict:
+            yield {each: part for each, part in value.items() if each != key}
+        for part in replaced(value[key], other):
+            changed = value.copy()
+            changed[key] = part
+            yield changed
 
 
 @pytest.fixture

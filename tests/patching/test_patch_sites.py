@@ -7,9 +7,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 from fakelane import ONE, ONE_G, edit, make_lane, make_site, refused, snapshot, states
 
-from megacpp_mcore.patching import manifest, state
+from megacpp_mcore.patching import PatchError, manifest, state
 from megacpp_mcore.patching.operations import apply, revert
 from megacpp_mcore.patching.store import FOLDER
 
@@ -76,6 +77,38 @@ def test_links_out_of_the_site(lane, site):
     (site / ONE_PATH).symlink_to(outside)
     refused(apply, "one.py is a link to .*cache.py", lane, site)
     assert outside.read_bytes() == ONE
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_no_file_is_a_drifted_one(lane, site, make, patched):
+    """A FIFO without a writer is not waited for."""
+    if patched:
+        apply(lane, site)
+    (site / ONE_PATH).unlink()
+    make(site / ONE_PATH)
+    assert set(states(lane, site).values()) == {"drifted"}
+    for function in (apply, revert):
+        with pytest.raises(PatchError, match=r"one.py cannot be read: .*someone else changed it"):
+            function(lane, site)
+    assert not (site / ONE_PATH).is_file()
+
+
+def test_a_record_that_is_no_utf8_keeps_its_bytes(lane, site):
+    record = site / "fakepkg-1.0.dist-info/RECORD"
+    record.write_bytes(b"fakepkg/caf\xe9.txt,,\n" + record.read_bytes())
+    before = snapshot(site)
+    apply(lane, site)
+    assert record.read_bytes().count(b"fakepkg/caf\xe9.txt,,\n") == 1
+    revert(lane, site)
+    assert snapshot(site) == before
+
+
+def test_metadata_that_is_no_utf8(lane, site):
+    (site / "fakepkg-1.0.dist-info/METADATA").write_bytes(b"Name: fakepkg\nVersion: \xff\n")
+    refused(apply, "fakepkg-1.0.dist-info/METADATA: cannot be read", lane, site)
+    (row,) = state.status(lane, site)
+    assert "METADATA: cannot be read" in row["problem"] and not row["complete"]
 
 
 def test_hard_links_of_a_package_cache_keep_their_bytes(lane, site):

@@ -100,7 +100,7 @@ def test_new_writes_a_patch_that_works(proving_lane, site, edited, tmp_path):
     written, proof = new.new(proving_lane.lane, draft(), edited, tmp_path / "test_it.py", site)
     assert [path.name for path in written] == ["delta.patch", "delta.py", "manifest.toml"]
     assert proof.verdict == "proved"
-    lane = manifest.load(proving_lane.lane).check_diffs()
+    lane = manifest.load(proving_lane.lane)
     delta = lane.patches[-1]
     assert delta.reason == "why delta\n\nMore."
     assert sorted(delta.diffs) == ["fakepkg/one.py", "fakepkg/sub/three.py"]
