@@ -26,6 +26,9 @@ CHEAP = [
     ("report", "show", "nowhere.json"),
     ("data", "check", "nowhere"),
     ("recipe", "show", "nope"),
+    ("generate", "nowhere"),
+    ("evaluate", "nowhere", "--data", "nowhere"),
+    ("export", "nowhere", "--out", "new"),
 ]
 
 

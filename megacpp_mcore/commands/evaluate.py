@@ -52,11 +52,13 @@ def run(args: argparse.Namespace) -> int:
     if args.tokens < 1 or not (args.order is None or 2 <= args.order <= 16):
         raise MegacppError("--tokens must be at least 1, --order from 2 to 16")
     documents = _range(args.documents)
-    from megacpp_mcore.inference import loading
+    from megacpp_mcore.inference.trained import trained
     from megacpp_mcore.training.data.files import read_pair
 
-    source = loading.trained(args.run_folder, args.iteration)
+    source = trained(args.run_folder, args.iteration)
     pair = read_pair(args.data, vocab_size=source.recipe["model"]["vocab_size"])
+    from megacpp_mcore.inference import loading  # imports torch
+
     device = device_of(args)
     with loading.loaded(source, device=device, dtype=args.dtype) as loaded:
         result = _judge(args, source, pair, documents, loaded)

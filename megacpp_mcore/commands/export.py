@@ -39,10 +39,12 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export, and say what was written."""
-    from megacpp_mcore.inference import export, loading
+    from megacpp_mcore.inference.trained import trained
     from megacpp_mcore.recipe.source import shipped
 
-    source = loading.trained(args.run_folder, args.iteration)
+    source = trained(args.run_folder, args.iteration)
+    from megacpp_mcore.inference import export  # imports torch
+
     config = export.export(source, args.out, args.tokenizer, blocks=args.blocks)
     size = sum(path.stat().st_size for path in args.out.rglob("*.safetensors"))
     print(

@@ -74,13 +74,14 @@ def device_of(args: argparse.Namespace) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Generate, and print text as it comes or JSON at the end."""
+    from megacpp_mcore.inference.trained import trained
+
+    source = trained(args.run_folder, args.iteration)
+    texts = [*args.prompts, *map(_read, args.files)] or [""]
+    from megacpp_mcore.inference import loading  # imports torch
     from megacpp_mcore.inference.sampling import Sampling
 
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    texts = [*args.prompts, *map(_read, args.files)] or [""]
-    from megacpp_mcore.inference import loading
-
-    source = loading.trained(args.run_folder, args.iteration)
     with loading.loaded(source, device=device_of(args), dtype=args.dtype) as loaded:
         return _write(args, source, loaded, texts, sampling)
 

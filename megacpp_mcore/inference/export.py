@@ -10,11 +10,12 @@ import torch
 
 from megacpp_mcore.files import read_regular, write_atomically
 from megacpp_mcore.inference import standalone
-from megacpp_mcore.inference.loading import Loaded, Trained, loaded
+from megacpp_mcore.inference.loading import Loaded, loaded
 from megacpp_mcore.inference.names import Names
 from megacpp_mcore.inference.recipe import MODEL_SECTIONS, InferenceError
 from megacpp_mcore.inference.safetensors import read_safetensors, write_safetensors
 from megacpp_mcore.inference.text import check_tokenizer
+from megacpp_mcore.inference.trained import Trained
 from megacpp_mcore.inference.upstream import PACKAGES, from_upstream, read_weights, to_upstream
 
 FORMAT = "megacpp-nam56r-1"

@@ -1,8 +1,7 @@
-"""A run's folder as a model on one device: which checkpoint, of which recipe, and its weights."""
+"""A checkpoint as a model on one device."""
 
 import contextlib
 import io
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,61 +11,14 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.files import read_regular
 from megacpp_mcore.inference.recipe import InferenceError, check_letters, on_one_device
+from megacpp_mcore.inference.trained import Trained
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.recipe.lowering import lower
-from megacpp_mcore.training.checkpoints import checksums, folder
+from megacpp_mcore.training.checkpoints import checksums
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ANY_FAILURE = (Exception, CheckpointException)  # the latter is a BaseException
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A checkpoint with the recipe of the run that wrote it. recipe: as `Recipe.to_dict`."""
-
-    name: str
-    recipe: Mapping[str, Any]
-    checkpoint: Path
-    iteration: int
-
-    @property
-    def tokenizer_sha256(self) -> str | None:
-        """Of the tokenizer.json that the run's data was made with; None: bytes, or not known."""
-        return (self.recipe.get("data") or {}).get("tokenizer_sha256")
-
-
-def trained(run: Path, iteration: int | None = None) -> Trained:
-    """The newest complete checkpoint of a run of either lane, or that of `iteration`.
-
-    run: the --out folder of `megacpp train`, which has the receipt. On GPUs the checkpoints are in
-    the recipe's checkpoint.save; if that is relative, it is looked for from the current folder.
-    Raises InferenceError, which says what is missing.
-    """
-    receipt = run / "receipt.json"
-    try:
-        entry = json.loads(read_regular(receipt))["recipe"]
-        name, recipe = str(entry["name"]), dict(entry["content"])
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise InferenceError(
-            f"{run} is not the folder of a run: {receipt} cannot be read ({error}); name the --out "
-            "of `megacpp train`"
-        ) from error
-    saved = (recipe.get("checkpoint") or {}).get("save")
-    folders = [run / "checkpoints", *([Path(saved)] if isinstance(saved, str) else [])]
-    found = {number: place for place in reversed(folders) for number in folder.complete(place)}
-    if not found:
-        raise InferenceError(
-            f"no complete checkpoint in {' or '.join(map(str, folders))}: train with "
-            "checkpoint.save_interval (and on GPUs checkpoint.save) set"
-        )
-    number = max(found) if iteration is None else iteration
-    if number not in found:
-        listed = ", ".join(map(str, sorted(found)))
-        raise InferenceError(f"--iteration {number}: there are checkpoints of iterations {listed}")
-    checkpoint = folder.path_of(found[number], number)
-    return Trained(name, recipe, checkpoint, number)
 
 
 @dataclass(frozen=True)

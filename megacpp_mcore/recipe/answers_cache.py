@@ -71,9 +71,9 @@ def _installation() -> list[Any]:
     names = ("megatron-core", "torch", "transformer-engine")
     spec = importlib.util.find_spec("megatron")
     roots = [Path(place) for place in spec.submodule_search_locations] if spec else []
-    own = Path(__file__).parent
+    own = Path(__file__).parents[1] / "stack"
     files = [root / name for root in roots for name in _FILES]
-    files += [own / "check.py", own.parent / "stack/bridges.py"]
+    files += [own / "megatron_arguments.py", own / "bridges.py"]
     return [
         [_version(name) for name in names],
         [hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()],

@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from megacpp_mcore.files import cache_folder
 from megacpp_mcore.kernels.nvcc import find_nvcc
 from megacpp_mcore.stack.cuda_packages import (
@@ -285,19 +283,18 @@ def _ended(*_: object) -> None:
 
 @contextlib.contextmanager
 def _running(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen]:
-    """A process whose compilers end with this block, also when it is left by Ctrl-C or SIGTERM."""
+    """A process whose compilers end with this block, also when it is left by Ctrl-C or SIGTERM,
+    and with this process, also when that is killed."""
     before = signal.signal(signal.SIGTERM, _ended)
+    supervised = [sys.executable, "-m", "megacpp_mcore.stack.supervised", str(os.getpid())]
     child = subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        [*supervised, *command], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     try:
         yield child
     finally:
-        if child.poll() is None:
-            for process in [*psutil.Process(child.pid).children(recursive=True), child]:
-                with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                    process.terminate()
+        child.terminate()
         child.stdout.close()
         child.wait()
         signal.signal(signal.SIGTERM, before)

@@ -12,8 +12,9 @@ import torch
 from megacpp_mcore import cli
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.inference import evaluate
-from megacpp_mcore.inference.loading import loaded, trained
+from megacpp_mcore.inference.loading import loaded
 from megacpp_mcore.inference.ngrams import NGrams, Text
+from megacpp_mcore.inference.trained import trained
 from megacpp_mcore.training.data.build import build
 from megacpp_mcore.training.data.datasets import split_documents
 from megacpp_mcore.training.data.files import DataError, kinds_of, packed_kinds, read_pair

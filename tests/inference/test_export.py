@@ -17,10 +17,11 @@ from megacpp_mcore import cli, receipts
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.inference import export, standalone
 from megacpp_mcore.inference.importing import import_model
-from megacpp_mcore.inference.loading import Loaded, Trained, built, load_weights, loaded, trained
+from megacpp_mcore.inference.loading import Loaded, built, load_weights, loaded
 from megacpp_mcore.inference.names import exported_name
 from megacpp_mcore.inference.recipe import on_one_device
 from megacpp_mcore.inference.safetensors import read_safetensors, write_safetensors
+from megacpp_mcore.inference.trained import Trained, trained
 from megacpp_mcore.inference.upstream import from_upstream, read_weights, to_upstream
 from megacpp_mcore.kernels.mamba3 import mamba3_scan
 from megacpp_mcore.recipe import load_recipe

@@ -9,10 +9,11 @@ from megacpp_mcore import cli
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.inference.context import GenerationContext
 from megacpp_mcore.inference.generate import Generation, fill
-from megacpp_mcore.inference.loading import built, load_weights, loaded, trained
+from megacpp_mcore.inference.loading import built, load_weights, loaded
 from megacpp_mcore.inference.recipe import on_one_device
 from megacpp_mcore.inference.sampling import Sampling
 from megacpp_mcore.inference.text import Bytes, check_ids, check_tokenizer, tokenizer_of
+from megacpp_mcore.inference.trained import trained
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.terminal import printable
 

@@ -6,9 +6,10 @@ import torch
 
 from megacpp_mcore.inference import loading, standalone
 from megacpp_mcore.inference.export import _config
-from megacpp_mcore.inference.loading import Loaded, Trained, built
+from megacpp_mcore.inference.loading import Loaded, built
 from megacpp_mcore.inference.names import Names
 from megacpp_mcore.inference.recipe import on_one_device
+from megacpp_mcore.inference.trained import Trained
 from megacpp_mcore.recipe import load_recipe
 
 VARIANTS = {

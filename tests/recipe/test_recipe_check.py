@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import subprocess
 import typing
 
 import pytest
@@ -107,6 +108,25 @@ def test_megatron_is_the_pinned_one(reports):
 def test_megatrons_refusal_is_told_in_its_own_words(reports):
     report = reports["refused"]
     assert not report.ok and report.rows == () and "/no/such/file" in report.refused
+
+
+def test_a_new_process_answers_the_same_without_most_imports(reports, monkeypatch):
+    """`reports` come from a process that has imported all of Megatron."""
+    done, run = [], subprocess.run
+
+    def kept(*words, **options):
+        done.append(run(*words, **options))
+        return done[-1]
+
+    monkeypatch.setattr(recipe_check.subprocess, "run", kept)
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+    asked = {**RECIPES, "refused": REFUSED}
+    found = recipe_check.check([load_recipe(*item) for item in asked.values()])
+    assert found == [reports[name] for name in asked]
+    lines = done[0].stderr.splitlines()
+    imported = {line.rpartition("|")[2].strip() for line in lines}
+    assert "megatron.training.arguments" in imported
+    assert not imported & {"sympy", "setuptools", "torch._inductor", "torch._dynamo"}
 
 
 def test_a_difference_is_found(reports):
