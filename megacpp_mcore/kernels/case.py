@@ -19,6 +19,8 @@ from megacpp_mcore.surfaces.registry import REGISTRY
 from megacpp_mcore.surfaces.workload import Workload
 
 if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
     from megacpp_mcore.recipe import Recipe
 
 Tensors = dict[str, Tensor]
@@ -155,6 +157,20 @@ class Case(ABC):
         accumulator = torch.finfo(torch.promote_types(dtype, torch.float32))
         rounded = self.roundings(name) ** 0.5 * torch.finfo(dtype).eps / 2
         return rounded + self.terms(name) ** 0.5 * accumulator.eps
+
+
+def transformer_config(device: str, dtype: torch.dtype, **fields: Any) -> "TransformerConfig":
+    """Megatron's, of one layer with these fields on a device."""
+    from megatron.core.transformer import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=1,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        use_cpu_initialization=device == "cpu",
+        **fields,
+    )
 
 
 class CaseError(MegacppError):

@@ -80,7 +80,7 @@ SURFACE = Surface(
     "norm",
     (
         _backend(
-            "triton", "megacpp_mcore.layers.parts:triton_norm", _triton,
+            "triton", "megacpp_mcore.layers.norm:FusedRMSNorm", _triton,
             ruled_out=_triton_ruled_out,
             role="chosen",
             removes="the addition of the residual's gradient, which the backward kernel reads with "
@@ -89,7 +89,7 @@ SURFACE = Surface(
             exit_when="Transformer Engine's fused residual norm is as fast over a whole step",
         ),
         _backend(
-            TE, "megacpp_mcore.layers.parts:te_norm", transformer_engine,
+            TE, "megatron.core.extensions.transformer_engine:TENorm", transformer_engine,
             removes="a read and a write of the activations between the square sum and the scaling",
             dtypes="bf16, fp16, fp32; sums in fp32", fallback=REFERENCE,
             exit_when="no LayerNorm and no zero-centred weight is asked for",
@@ -102,7 +102,7 @@ SURFACE = Surface(
             },
         ),
         reference(
-            "megacpp_mcore.layers.parts:torch_norm", _torch,
+            "megacpp_mcore.layers.norm:TorchNorm", _torch,
             removes="nothing: torch.nn.RMSNorm and LayerNorm, sequence parallelism added",
             layout="[..., h], normalised over h",
             dtypes="bf16, fp16, fp32", receipt="norm.json", tests=(*_TESTS, *STACK_TESTS),

@@ -69,7 +69,7 @@ def test_behind_every_router_it_is_megatrons_layer(process, monkeypatch, name): 
 def test_squared_relu_is_megatrons(process):  # noqa: F811
     more = {"gated_linear_unit": False, "activation_func": squared_relu}
     ours = layer(MegacppMoELayer, "alltoall", FusedExperts, **more)
-    theirs = layer(MoELayer, "allgather", sequential_experts(), **more)
+    theirs = layer(MoELayer, "allgather", sequential_experts, **more)
     theirs.router.load_state_dict(ours.router.state_dict())
     names = "linear_fc1", "linear_fc2"
     with torch.no_grad():

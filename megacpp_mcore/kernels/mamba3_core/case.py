@@ -75,7 +75,7 @@ class Mamba3CoreCase(Case):
     def workload(self, device: str, dtype: torch.dtype) -> Workload:
         layout = SimpleNamespace(
             tp=1, local_heads=self.heads, scan_groups=self.groups, head_dim=self.head_dim,
-            state_dim=self.state_dim, angles=self.angles,
+            state_dim=self.state_dim, rank=1, angles=self.angles,
         )  # fmt: skip
         settings = Mamba3Settings(chunk_size=self.chunk_size)
         return surface.workload(device, SimpleNamespace(params_dtype=dtype), layout, settings, {})

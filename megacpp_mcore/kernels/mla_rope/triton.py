@@ -15,6 +15,7 @@ from torch import Tensor
 from megacpp_mcore.kernels.device_guard import device_of
 from megacpp_mcore.kernels.mla_rope import triton_kernels
 from megacpp_mcore.kernels.mla_rope.inputs import MLARopeInputError, RotaryTable, check_inputs
+from megacpp_mcore.kernels.strides import readable
 
 DTYPES = ("bfloat16", "float16", "float32")
 _BOUNDS_BLOCK = 64
@@ -63,7 +64,7 @@ def _forward(
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v, (s, b, heads, ...)."""
-    q, kv, k_pos = _readable(q), _readable(kv), _readable(k_pos)
+    q, kv, k_pos = readable(q), readable(kv), readable(k_pos)
     q_out, k, v = _outputs(q, kv, qk_head_dim)
     _launch(
         triton_kernels.forward, (q, kv, k_pos), (q_out, k, v),
@@ -96,7 +97,7 @@ def _backward(
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, kv and k_pos."""
-    dq, dk, dv = _readable(dq), _readable(dk), _readable(dv)
+    dq, dk, dv = readable(dq), readable(dk), readable(dv)
     gradients = _gradient_outputs(dq, dv, qk_head_dim)
     _launch(
         triton_kernels.backward, (dq, dk, dv), gradients,
@@ -141,7 +142,7 @@ class _InPlace(torch.autograd.Function):
     def forward(ctx, q, kv, k_pos, cos, sin, cu_seqlens, qk_head_dim, interleaved):
         ctx.save_for_backward(cos, sin, cu_seqlens)
         ctx.options = qk_head_dim, interleaved
-        kv, k_pos = _readable(kv), _readable(k_pos)
+        kv, k_pos = readable(kv), readable(k_pos)
         _, k, v = _outputs(q, kv, qk_head_dim, with_q=False)
         _launch(
             triton_kernels.forward, (q, kv, k_pos), (q, k, v),
@@ -155,18 +156,13 @@ class _InPlace(torch.autograd.Function):
         if not dq.is_contiguous():  # its reader wants rows as q's were
             found = _backward(dq, dk, dv, *tables, *ctx.options)
             return *found, None, None, None, None, None
-        dk, dv = _readable(dk), _readable(dv)
+        dk, dv = readable(dk), readable(dv)
         _, dkv, dk_pos = _gradient_outputs(dq, dv, qk_head_dim, with_q=False)
         _launch(
             triton_kernels.backward, (dq, dk, dv), (dq, dkv, dk_pos),
             tables, dq.shape, qk_head_dim, dv.shape[-1], interleaved,
         )  # fmt: skip
         return dq, dkv, dk_pos, None, None, None, None, None
-
-
-def _readable(x: Tensor) -> Tensor:
-    """x itself when a head's dims are contiguous, else a copy."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _launch(
