@@ -17,24 +17,10 @@ from megacpp_mcore.kernels.strides import readable
 
 
 def m2rnn_core(
-    projected: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    W: Tensor,
-    D: Tensor,
-    norm_weight: Tensor,
-    *,
-    heads: int,
-    k_dim: int,
-    v_dim: int,
-    eps: float,
-    chunk_size: int,
-    grad_clamp: float | None,
-    tanh: str,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
+    projected: Tensor, conv_weight: Tensor, conv_bias: Tensor, A_log: Tensor, dt_bias: Tensor,
+    W: Tensor, D: Tensor, norm_weight: Tensor, *, heads: int, k_dim: int, v_dim: int, eps: float,
+    chunk_size: int, grad_clamp: float | None, tanh: str, cu_seqlens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`megacpp_mcore.kernels.m2rnn_core.m2rnn_core` on cuda; shapes are described there.
 
     Sizes and dtypes as `kernels.m2rnn.cuda.m2rnn` takes them. A_log, dt_bias, W and D are float32.

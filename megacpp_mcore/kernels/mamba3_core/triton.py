@@ -24,26 +24,11 @@ _BYTES = 16  # in_proj's rows are padded to multiples of them
 
 
 def mamba3_core(
-    projected: Tensor,
-    dt_bias: Tensor,
-    B_weight: Tensor,
-    C_weight: Tensor,
-    B_bias: Tensor,
-    C_bias: Tensor,
-    D: Tensor,
-    *,
-    heads: int,
-    head_dim: int,
-    groups: int,
-    state_dim: int,
-    angles: int,
-    decay: str,
-    decay_floor: float,
-    eps: float,
-    cu_seqlens: Tensor | None = None,
-    initial_state: Mamba3State | None = None,
-    return_final_state: bool = False,
-) -> Tensor | tuple[Tensor, Mamba3State]:
+    projected: Tensor, dt_bias: Tensor, B_weight: Tensor, C_weight: Tensor, B_bias: Tensor,
+    C_bias: Tensor, D: Tensor, *, heads: int, head_dim: int, groups: int, state_dim: int,
+    angles: int, decay: str, decay_floor: float, eps: float, cu_seqlens: Tensor | None = None,
+    initial_state: Mamba3State | None = None, return_final_state: bool = False,
+) -> Tensor | tuple[Tensor, Mamba3State]:  # fmt: skip
     """`megacpp_mcore.kernels.mamba3_core.mamba3_core`, in bfloat16; shapes are described there.
 
     Raises Mamba3InputError for a projection that is not bfloat16, an empty one, one whose rows are

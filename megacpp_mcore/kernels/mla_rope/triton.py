@@ -25,16 +25,9 @@ _TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 
 
 def mla_rope(
-    q: Tensor,
-    kv: Tensor,
-    k_pos: Tensor,
-    rotary: RotaryTable,
-    *,
-    qk_head_dim: int,
-    cu_seqlens: Tensor | None = None,
-    interleaved: bool = True,
-    in_place: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, kv: Tensor, k_pos: Tensor, rotary: RotaryTable, *, qk_head_dim: int,
+    cu_seqlens: Tensor | None = None, interleaved: bool = True, in_place: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `megacpp_mcore.kernels.mla_rope.mla_rope`, for the dtypes of DTYPES."""
     check_inputs(q, kv, k_pos, rotary, qk_head_dim, cu_seqlens)
     if q.dtype not in _TORCH_DTYPES:
@@ -54,15 +47,9 @@ def mla_rope(
 
 @torch.library.custom_op("megacpp::mla_rope", mutates_args=())
 def _forward(
-    q: Tensor,
-    kv: Tensor,
-    k_pos: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cu_seqlens: Tensor | None,
-    qk_head_dim: int,
-    interleaved: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, kv: Tensor, k_pos: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None,
+    qk_head_dim: int, interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q, k and v, (s, b, heads, ...)."""
     q, kv, k_pos = readable(q), readable(kv), readable(k_pos)
     q_out, k, v = _outputs(q, kv, qk_head_dim)
@@ -87,15 +74,9 @@ def _(q, kv, k_pos, cos, sin, cu_seqlens, qk_head_dim, interleaved):
 
 @torch.library.custom_op("megacpp::mla_rope_backward", mutates_args=())
 def _backward(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cu_seqlens: Tensor | None,
-    qk_head_dim: int,
-    interleaved: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None,
+    qk_head_dim: int, interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, kv and k_pos."""
     dq, dk, dv = readable(dq), readable(dk), readable(dv)
     gradients = _gradient_outputs(dq, dv, qk_head_dim)
@@ -166,15 +147,10 @@ class _InPlace(torch.autograd.Function):
 
 
 def _launch(
-    kernel,
-    sources: tuple[Tensor, Tensor, Tensor],
-    targets: tuple[Tensor, Tensor, Tensor],
-    tables: tuple[Tensor, Tensor, Tensor | None],
-    shape: torch.Size,
-    qk_head_dim: int,
-    v_dim: int,
+    kernel, sources: tuple[Tensor, Tensor, Tensor], targets: tuple[Tensor, Tensor, Tensor],
+    tables: tuple[Tensor, Tensor, Tensor | None], shape: torch.Size, qk_head_dim: int, v_dim: int,
     interleaved: bool,
-) -> None:
+) -> None:  # fmt: skip
     """One program a token. shape: of q. q or its gradient may be its own target."""
     tokens, batch, heads, dim = shape
     if not tokens * batch * heads:

@@ -168,14 +168,9 @@ def _parts(qkv: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _launch(
-    sources: tuple[Tensor, Tensor, Tensor | None],
-    targets: tuple[Tensor, Tensor, Tensor | None],
-    angles: Tensor,
-    cu_seqlens: Tensor | None,
-    interleaved: bool,
-    mscale: float,
-    backward: bool,
-) -> None:
+    sources: tuple[Tensor, Tensor, Tensor | None], targets: tuple[Tensor, Tensor, Tensor | None],
+    angles: Tensor, cu_seqlens: Tensor | None, interleaved: bool, mscale: float, backward: bool,
+) -> None:  # fmt: skip
     """One program a token."""
     tokens, batch, groups, ratio, dim = sources[0].shape
     if not tokens * batch:
