@@ -17,8 +17,7 @@ from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
 
-
-_MAX_HIDDEN_SIZE = 16384
+MAX_HIDDEN_SIZE = 16384  # of a row, which a program of our kernel holds
 
 
 def workload(device: str, config) -> Workload:
@@ -58,8 +57,8 @@ def _triton_kind(workload: Workload) -> str | None:
             "recompute.layernorm: Megatron frees what a recomputed norm returns, and this one also "
             "returns the residual"
         )
-    if (hidden := workload.size("hidden_size", 0)) > _MAX_HIDDEN_SIZE:
-        return f"hidden_size {hidden}: a program holds a row of at most {_MAX_HIDDEN_SIZE}"
+    if (hidden := workload.size("hidden_size", 0)) > MAX_HIDDEN_SIZE:
+        return f"hidden_size {hidden}: a program holds a row of at most {MAX_HIDDEN_SIZE}"
     return _torch(workload)
 
 
