@@ -5,6 +5,7 @@ a backend that has been loaded is called. The bench and the admission suite know
 surface but its case.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,6 +20,8 @@ from megacpp_mcore.surfaces.registry import REGISTRY
 from megacpp_mcore.surfaces.workload import Workload
 
 if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
     from megacpp_mcore.recipe import Recipe
 
 Tensors = dict[str, Tensor]
@@ -155,6 +158,39 @@ class Case(ABC):
         accumulator = torch.finfo(torch.promote_types(dtype, torch.float32))
         rounded = self.roundings(name) ** 0.5 * torch.finfo(dtype).eps / 2
         return rounded + self.terms(name) ** 0.5 * accumulator.eps
+
+
+class OperatorCase(Case):
+    """Of a surface whose backends are called as its definition is.
+
+    definition: the operator in plain torch.
+    """
+
+    definition: ClassVar[Any]
+
+    @abstractmethod
+    def call(self, operator: Any, **tensors: Tensor) -> Tensors:
+        """The outputs of the definition, or of a backend that has been loaded."""
+
+    def reference(self, **tensors: Tensor) -> Tensors:
+        return self.call(self.definition, **tensors)
+
+    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
+        return BoundBackend(functools.partial(self.call, implementation))
+
+
+def transformer_config(device: str, dtype: torch.dtype, **fields: Any) -> "TransformerConfig":
+    """Megatron's, of one layer with these fields on a device."""
+    from megatron.core.transformer import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=1,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        use_cpu_initialization=device == "cpu",
+        **fields,
+    )
 
 
 class CaseError(MegacppError):

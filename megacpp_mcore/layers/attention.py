@@ -11,11 +11,11 @@ from torch import Tensor
 from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.mla_rope import RotaryTable
-from megacpp_mcore.kernels.mla_rope.reference import rotate
 from megacpp_mcore.kernels.rope_qk import RopeQK
+from megacpp_mcore.kernels.rope_qk.reference import rotate
 from megacpp_mcore.layers.core_attention import window_of
 from megacpp_mcore.layers.documents import document_offsets
-from megacpp_mcore.layers.inference_state import Rows, attend, rotate_at
+from megacpp_mcore.layers.inference_state import Rows, attend, check_context, rotate_at
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.surfaces import rope_qk
 from megacpp_mcore.surfaces.workload import current_device
@@ -61,11 +61,7 @@ class SelfAttention(upstream.SelfAttention):
         """
         context = deprecate_inference_params(inference_context, inference_params)
         if context is not None and context.is_static_batching():
-            if packed_seq_params is not None:
-                raise AttentionError(
-                    "packed documents are not supported at inference; pass one sequence per batch "
-                    "row"
-                )
+            check_context(context, packed_seq_params)
             return self._infer(hidden_states, context, rotary_pos_emb)
         fused = self.rope is not None and self._uses_rope() and rotary_pos_emb is not None
         if fused and context is None:
@@ -97,7 +93,7 @@ class SelfAttention(upstream.SelfAttention):
             mscale = self._yarn_concentration_factor
             table = RotaryTable.of(angles.to(torch.promote_types(q.dtype, torch.float32)), mscale)
             angles = rotate_at(table, rows.positions)
-            q, k = (self._rotate(x, angles) for x in (q, k))
+            q, k = (rotate(x, *angles, self.config.rotary_interleaved) for x in (q, k))
         cache = rows.store(self.layer_number, k.transpose(0, 1), v.transpose(0, 1))
         k, v = (x.transpose(1, 2) for x in cache)  # (b, g, t, d)
         q = q.permute(1, 2, 0, 3).unflatten(1, (k.shape[1], -1))
@@ -106,16 +102,6 @@ class SelfAttention(upstream.SelfAttention):
         y = attend(q, k, v, rows.positions, scale=scale, window=window)
         y = y.flatten(1, 2).permute(2, 0, 1, 3).flatten(2)
         return apply_module(self.linear_proj)(y.to(hidden_states.dtype))
-
-    def _rotate(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """x [s, b, heads, d] at the angles of its tokens, paired as Megatron's GQA pairs them."""
-        rotated = rotate(x, *angles, interleaved=self.config.rotary_interleaved)
-        if not self.config.rotary_interleaved:
-            return rotated
-        # `rotate` leaves the elements of a pair apart; here they stay neighbours.
-        pairs = 2 * angles[0].shape[-1]
-        together = rotated[..., :pairs].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-        return torch.cat((together, rotated[..., pairs:]), dim=-1)
 
     def get_query_key_value_tensors(
         self, hidden_states, key_value_states=None, output_gate=False, split_qkv=True

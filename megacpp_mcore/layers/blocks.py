@@ -41,9 +41,10 @@ from megacpp_mcore.layers.dispatched import (
     DispatchedNorm,
     DispatchedRouter,
 )
-from megacpp_mcore.layers.m2rnn import M2RNNMixer, M2RNNMixerSubmodules
-from megacpp_mcore.layers.mamba3 import Mamba3Mixer, Mamba3MixerSubmodules
+from megacpp_mcore.layers.m2rnn import M2RNNMixer
+from megacpp_mcore.layers.mamba3 import Mamba3Mixer
 from megacpp_mcore.layers.mamba3_layer import Mamba3Layer
+from megacpp_mcore.layers.mixer import MixerSubmodules
 from megacpp_mcore.layers.mla import AbsorbedMLASelfAttention, MLALayer, MLASelfAttention
 from megacpp_mcore.layers.moe import MegacppMoELayer
 from megacpp_mcore.layers.parts import Linears
@@ -68,10 +69,7 @@ class StackParts:
 
 
 def mamba3_layer(parts: StackParts) -> ModuleSpec:
-    mixer = ModuleSpec(
-        module=Mamba3Mixer,
-        submodules=Mamba3MixerSubmodules(in_proj=parts.linears.column, out_proj=parts.linears.row),
-    )
+    mixer = ModuleSpec(module=Mamba3Mixer, submodules=_projections(parts))
     return ModuleSpec(
         module=Mamba3Layer,
         submodules=MambaLayerSubmodules(
@@ -96,8 +94,11 @@ def mixer_layer(
 
 
 def m2rnn_layer(parts: StackParts) -> ModuleSpec:
-    submodules = M2RNNMixerSubmodules(in_proj=parts.linears.column, out_proj=parts.linears.row)
-    return mixer_layer(parts, ModuleSpec(module=M2RNNMixer, submodules=submodules))
+    return mixer_layer(parts, ModuleSpec(module=M2RNNMixer, submodules=_projections(parts)))
+
+
+def _projections(parts: StackParts) -> MixerSubmodules:
+    return MixerSubmodules(in_proj=parts.linears.column, out_proj=parts.linears.row)
 
 
 def deltanet_layer(parts: StackParts) -> ModuleSpec:

@@ -60,7 +60,7 @@ class DispatchedNorm:
         cls, config, hidden_size: int, eps: float = 1e-5, has_residual: bool = False
     ) -> torch.nn.Module:
         workload = norm_surface.workload(current_device(), config)
-        norm = dispatch.decide("norm", workload, plugin_settings(config).backends).load()()
+        norm = dispatch.decide("norm", workload, plugin_settings(config).backends).load()
         return build_norm(norm, config, hidden_size, eps, has_residual)
 
 
@@ -83,7 +83,7 @@ class DispatchedExperts:
     def __new__(cls, num_local_experts: int, config, pg_collection=None, name=None):
         plugin = plugin_settings(config)
         workload = moe_experts.workload(current_device(), config, plugin.optimizer)
-        build = dispatch.decide("moe_experts", workload, plugin.backends).load()()
+        build = dispatch.decide("moe_experts", workload, plugin.backends).load()
         experts = build(num_local_experts, config, pg_collection=pg_collection, name=name)
         if "experts" in plugin.recompute.moe:
             for name in {"forward", "routed"} & set(dir(experts)):

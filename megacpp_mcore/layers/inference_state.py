@@ -14,7 +14,36 @@ from megacpp_mcore.errors import MegacppError
 
 
 class InferenceStateError(MegacppError):
-    """A static inference context that is full, or that has no entry of a layer."""
+    """An inference context that is not static, is full, or has no entry of a layer; or documents
+    that are packed."""
+
+
+def check_context(context: Any, packed_seq_params: Any) -> None:
+    """Raise InferenceStateError for what no layer of ours keeps a state of."""
+    if not context.is_static_batching():
+        raise InferenceStateError(
+            f"{type(context).__name__}: dynamic batching is not supported by megacpp's layers; use "
+            "a StaticInferenceContext"
+        )
+    if packed_seq_params is not None:
+        raise InferenceStateError(
+            "packed documents are not supported at inference; pass one sequence per batch row"
+        )
+
+
+def entry_of(context: Any, layer: int) -> Any | None:
+    """What the layer has left in the context, None before the first token.
+
+    Raises InferenceStateError for a layer that has not seen the tokens before.
+    """
+    if context.sequence_len_offset == 0:
+        return None
+    if layer not in context.key_value_memory_dict:
+        raise InferenceStateError(
+            f"layer {layer} has no state at token {context.sequence_len_offset}: run the prompt "
+            "through the model with the same inference context first"
+        )
+    return context.key_value_memory_dict[layer]
 
 
 class AttentionCache(NamedTuple):
@@ -57,21 +86,16 @@ class Rows:
 
         Raises InferenceStateError for a layer that has not seen the tokens before.
         """
-        entries = self.context.key_value_memory_dict
-        fresh = self.context.sequence_len_offset == 0
-        if fresh or layer not in entries:
-            if not fresh:
-                raise InferenceStateError(
-                    f"layer {layer} has no cache at token {self.context.sequence_len_offset}: run "
-                    "the prompt through the model with the same inference context first"
-                )
-            entries[layer] = AttentionCache(
+        entry = entry_of(self.context, layer)
+        if entry is None:
+            entry = AttentionCache(
                 *(x.new_zeros(x.shape[0], self.capacity, *x.shape[2:]) for x in (keys, values))
             )
+            self.context.key_value_memory_dict[layer] = entry
         row = torch.arange(keys.shape[0], device=keys.device)[:, None]
-        for cache, new in zip(entries[layer], (keys, values), strict=True):
+        for cache, new in zip(entry, (keys, values), strict=True):
             cache[row, self.positions] = new
-        return AttentionCache(*(cache[:, : self.end] for cache in entries[layer]))
+        return AttentionCache(*(cache[:, : self.end] for cache in entry))
 
 
 _MOST_SCORES = 1 << 26  # elements of the float32 scores that are in memory at once

@@ -17,7 +17,6 @@ in_proj's all-gather and out_proj's reduce-scatter. The norm's sum of squares is
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -30,7 +29,6 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import deprecate_inference_params
 from torch import Tensor
 
@@ -40,8 +38,9 @@ from megacpp_mcore.kernels.documents import bounds_to_end, positions
 from megacpp_mcore.kernels.m2rnn import m2rnn_step
 from megacpp_mcore.kernels.m2rnn_core.prep import conv_and_decay, gated_norm
 from megacpp_mcore.layers.documents import document_offsets
+from megacpp_mcore.layers.inference_state import check_context, entry_of
 from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout, M2RNNMixerError
-from megacpp_mcore.layers.mixer import RecurrentMixer
+from megacpp_mcore.layers.mixer import MixerSubmodules, RecurrentMixer
 from megacpp_mcore.layers.settings import PluginSettings, plugin_settings
 from megacpp_mcore.surfaces import m2rnn as m2rnn_surface
 from megacpp_mcore.surfaces import m2rnn_core as m2rnn_core_surface
@@ -50,14 +49,6 @@ from megacpp_mcore.surfaces.workload import current_device
 
 _FP32_PARAMETERS = ("W", "A_log", "dt_bias", "D")
 _A_RANGE = (1.0, 16.0)  # exp(A_log) is initialised uniformly in it, as in Mamba-2
-
-
-@dataclass
-class M2RNNMixerSubmodules:
-    """in_proj: a column-parallel linear. out_proj: a row-parallel linear."""
-
-    in_proj: ModuleSpec | type
-    out_proj: ModuleSpec | type
 
 
 class M2RNNState(NamedTuple):
@@ -87,7 +78,7 @@ class M2RNNMixer(RecurrentMixer):
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: M2RNNMixerSubmodules,
+        submodules: MixerSubmodules,
         layer_number: int,
         pg_collection: ProcessGroupCollection,
         *,
@@ -174,8 +165,8 @@ class M2RNNMixer(RecurrentMixer):
         packed_seq_params: THD documents packed into one row (b = 1); state and convolution are
         reset at the start of each document. Tokens after the last document form one more.
         inference_context: static batching only; it keeps the state between calls. Raises
-        M2RNNMixerError for dynamic batching, packed documents at inference, another packed format,
-        and an attention bias.
+        InferenceStateError for dynamic batching and for packed documents at inference, and
+        M2RNNMixerError for another packed format and an attention bias.
         """
         context = deprecate_inference_params(inference_context, inference_params)
         if attention_bias is not None:
@@ -210,24 +201,9 @@ class M2RNNMixer(RecurrentMixer):
         self, hidden_states: Tensor, context, packed_seq_params: PackedSeqParams | None
     ) -> tuple[Tensor, Tensor | None]:
         """`step` from the state that the static inference context keeps for this layer."""
-        if not context.is_static_batching():
-            raise M2RNNMixerError(
-                f"{type(context).__name__} (dynamic batching) is not supported by the M2RNN mixer; "
-                "use a StaticInferenceContext"
-            )
-        if packed_seq_params is not None:
-            raise M2RNNMixerError(
-                "packed documents are not supported at inference; pass one sequence per batch row"
-            )
-        states = context.key_value_memory_dict
-        if context.sequence_len_offset == 0:
-            states[self.layer_number] = self.zero_state(hidden_states.shape[1])
-        if self.layer_number not in states:
-            raise M2RNNMixerError(
-                f"layer {self.layer_number} has no state at token {context.sequence_len_offset}: "
-                "run the prompt through the model with the same inference context first"
-            )
-        *out, states[self.layer_number] = self.step(hidden_states, states[self.layer_number])
+        check_context(context, packed_seq_params)
+        state = entry_of(context, self.layer_number) or self.zero_state(hidden_states.shape[1])
+        *out, context.key_value_memory_dict[self.layer_number] = self.step(hidden_states, state)
         return tuple(out)
 
     def zero_state(self, batch: int) -> M2RNNState:

@@ -14,7 +14,6 @@ group, state), and SISO's B_bias and C_bias have no rank axis.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from megatron.core.tensor_parallel import (
@@ -23,7 +22,6 @@ from megatron.core.tensor_parallel import (
     get_cuda_rng_tracker,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import deprecate_inference_params
 from torch import Tensor
 
@@ -32,8 +30,9 @@ from megacpp_mcore.hybrid.block_settings import Mamba3Settings
 from megacpp_mcore.kernels.mamba3 import mamba3_step
 from megacpp_mcore.kernels.mamba3_core.prep import mamba3_prep
 from megacpp_mcore.layers.documents import document_offsets
+from megacpp_mcore.layers.inference_state import check_context, entry_of
 from megacpp_mcore.layers.mamba3_layout import IN_PROJ_PARTS, Mamba3Layout, Mamba3MixerError
-from megacpp_mcore.layers.mixer import RecurrentMixer
+from megacpp_mcore.layers.mixer import MixerSubmodules, RecurrentMixer
 from megacpp_mcore.layers.param_gather import wait_for_param_gather
 from megacpp_mcore.layers.settings import PluginSettings, plugin_settings
 from megacpp_mcore.surfaces import mamba3_core as mamba3_core_surface
@@ -42,14 +41,6 @@ from megacpp_mcore.surfaces.backend import REFERENCE
 from megacpp_mcore.surfaces.workload import current_device
 
 _NORM_EPS = 1e-5  # of the B and C norms, as in upstream's module; not configurable there either
-
-
-@dataclass
-class Mamba3MixerSubmodules:
-    """in_proj: a column-parallel linear; out_proj: a row-parallel one."""
-
-    in_proj: ModuleSpec | type
-    out_proj: ModuleSpec | type
 
 
 class Mamba3Mixer(RecurrentMixer):
@@ -65,7 +56,7 @@ class Mamba3Mixer(RecurrentMixer):
     def __init__(
         self,
         config,
-        submodules: Mamba3MixerSubmodules,
+        submodules: MixerSubmodules,
         d_model: int,
         layer_number: int | None = None,
         pg_collection=None,
@@ -156,7 +147,7 @@ class Mamba3Mixer(RecurrentMixer):
 
         packed_seq_params: THD documents packed into one row (b = 1); each starts from a zero state.
         inference_context: static batching only; it keeps the state between calls. Raises
-        Mamba3MixerError for dynamic batching, and for inference with packed documents.
+        InferenceStateError for dynamic batching, and for inference with packed documents.
         """
         inference_context = deprecate_inference_params(inference_context, inference_params)
         if inference_context is not None:
@@ -233,22 +224,8 @@ class Mamba3Mixer(RecurrentMixer):
 
     def _infer(self, projected: Tensor, context, packed_seq_params) -> Tensor:
         """`_core`, from the state that the static inference context keeps for this layer."""
-        if not context.is_static_batching():
-            raise Mamba3MixerError(
-                "dynamic batching is not supported by the Mamba-3 mixer; use a "
-                "StaticInferenceContext"
-            )
-        if packed_seq_params is not None:
-            raise Mamba3MixerError(
-                "packed documents are not supported at inference; pass one sequence per batch row"
-            )
-        states = context.key_value_memory_dict
-        state = states.get(self.layer_number) if context.sequence_len_offset else None
-        if context.sequence_len_offset and state is None:
-            raise Mamba3MixerError(
-                f"layer {self.layer_number} has no state at token {context.sequence_len_offset}: "
-                "run the prompt through the model with the same inference context first"
-            )
+        check_context(context, packed_seq_params)
+        states, state = context.key_value_memory_dict, entry_of(context, self.layer_number)
         carried = {"initial_state": state, "return_final_state": True}
         if self.fused is not None and (state is None or projected.shape[0] > 1):
             y, states[self.layer_number] = self._fused(projected, None, **carried)

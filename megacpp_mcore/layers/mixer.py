@@ -1,7 +1,7 @@
 """Base class of the M and R mixers: projections, float32 parameters, checkpoints, recomputation."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
     make_sharded_tensors_for_checkpoint,
@@ -19,6 +19,14 @@ from torch import Tensor
 
 from megacpp_mcore.layers.precision import fp8_compatible_linear
 from megacpp_mcore.layers.recompute import recomputed
+
+
+@dataclass
+class MixerSubmodules:
+    """in_proj: a column-parallel linear. out_proj: a row-parallel linear."""
+
+    in_proj: ModuleSpec | type
+    out_proj: ModuleSpec | type
 
 
 class RecurrentMixer(MegatronModule):

@@ -32,7 +32,7 @@ from megacpp_mcore.kernels.mla_rope import RotaryTable
 from megacpp_mcore.kernels.mla_rope.reference import rotate
 from megacpp_mcore.layers import mla_down
 from megacpp_mcore.layers.documents import document_offsets
-from megacpp_mcore.layers.inference_state import Rows, attend, rotate_at
+from megacpp_mcore.layers.inference_state import Rows, attend, check_context, rotate_at
 from megacpp_mcore.layers.param_gather import wait_for_param_gather
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.surfaces import mla_rope
@@ -98,10 +98,7 @@ class _DispatchedMLA(upstream.MLASelfAttention):
                 hidden_states, attention_mask, key_value_states, context, *args,
                 packed_seq_params=packed_seq_params, **kwargs,
             )  # fmt: skip
-        if packed_seq_params is not None:
-            raise MLAError(
-                "packed documents are not supported at inference; pass one sequence per batch row"
-            )
+        check_context(context, packed_seq_params)
         return self._infer(hidden_states, context)
 
     def _infer(self, hidden_states: Tensor, context) -> tuple[Tensor, Tensor | None]:

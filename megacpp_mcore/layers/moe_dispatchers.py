@@ -73,13 +73,15 @@ class GatheredTokenDispatcher(MoEAllGatherTokenDispatcher):
 
     Experts that `routed` get the tokens as they are, with the map and weights of this rank's
     experts: nothing is sorted, and no size depends on the routing. The tokens travel while the
-    router computes (`begin`), and their sums return while the shared expert does. Other experts get
-    what Megatron's dispatcher delivers.
+    router computes (`begin`), and their sums return while the shared expert does. Other experts,
+    and those behind a router that pads, get what Megatron's dispatcher delivers.
     """
 
     def __init__(self, *args, experts, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.delivers_whole = hasattr(experts, "routed")
+        # A router that pads what an expert gets gives a token more than topk experts.
+        padded = self.config.moe_pad_expert_input_to_capacity
+        self.delivers_whole = hasattr(experts, "routed") and not padded
         self._tokens: tuple[Tensor, Pending] | None = None
         self.on_gradient: Callable[[Tensor], None] | None = None
 

@@ -1,7 +1,6 @@
 """Building blocks of stack specs, one function per backend of the surfaces' registry."""
 
 from dataclasses import dataclass
-from functools import partial
 
 
 @dataclass(frozen=True)
@@ -36,53 +35,18 @@ def megatron_linears() -> Linears:
     return Linears(ColumnParallelLinear, RowParallelLinear, ColumnParallelLinear, is_te=False)
 
 
-def triton_norm() -> type:
-    """Our RMSNorm, which adds the residual's gradient in its backward kernel."""
-    from megacpp_mcore.layers.norm import FusedRMSNorm
-
-    return FusedRMSNorm
-
-
-def te_norm() -> type:
-    """Transformer Engine's RMSNorm or LayerNorm, as the config says."""
-    from megatron.core.extensions.transformer_engine import TENorm
-
-    return TENorm
-
-
-def torch_norm() -> type:
-    """torch's RMSNorm or LayerNorm, as the config says."""
-    from megacpp_mcore.layers.norm import TorchNorm
-
-    return TorchNorm
-
-
-def te_experts():
+def te_experts(*args, **kwargs):
     """Transformer Engine's grouped GEMM over the local experts."""
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
-    return TESpecProvider().grouped_mlp_modules(True)
+    return TESpecProvider().grouped_mlp_modules(True)(*args, **kwargs)
 
 
-def sequential_experts():
+def sequential_experts(*args, **kwargs):
     """One MLP per expert, run one after another."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    return partial(SequentialMLP, submodules=mlp)
-
-
-def grouped_mm_experts():
-    """torch's grouped matrix product over the local experts."""
-    from megacpp_mcore.layers.experts import GroupedMMExperts
-
-    return GroupedMMExperts
-
-
-def fused_experts():
-    """Kernels of our own around torch's grouped matrix product."""
-    from megacpp_mcore.layers.experts import FusedExperts
-
-    return FusedExperts
+    return SequentialMLP(*args, submodules=mlp, **kwargs)

@@ -13,14 +13,14 @@ from megacpp_mcore.surfaces.support import (
     import_reason,
     whatever_the_machine,
 )
-from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
+from megacpp_mcore.surfaces.workload import Workload
 
 if TYPE_CHECKING:
     from megacpp_mcore.hybrid.block_settings import M2RNNSettings
     from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout
     from megacpp_mcore.recipe import Recipe
 
-PARTS = (m2rnn.SURFACE.name,)
+_INSIDE = m2rnn.SURFACE.name
 
 
 def workload(
@@ -30,27 +30,14 @@ def workload(
     settings: "M2RNNSettings",
     requests: Mapping[str, str],
 ) -> Workload:
-    """heads: of one tensor-parallel rank. requests: the recipe's [backends]."""
-    return Workload.of(
-        device,
-        dtype_of(config),
-        heads=layout.local_heads,
-        k_head_dim=layout.k_dim,
-        v_head_dim=layout.v_dim,
-        chunk_size=settings.chunk_size,
-        tensor_model_parallel_size=layout.tp,
-        parts=mixer_core.named(PARTS, requests),
-    )
+    """As of `m2rnn`, and requests: the recipe's [backends]."""
+    inside = m2rnn.workload(device, config, layout, settings)
+    return mixer_core.around(inside, _INSIDE, layout.tp, requests)
 
 
 def of_recipe(recipe: "Recipe", device: str) -> Workload | None:
-    if "R" not in recipe.plan.letters:
-        return None
-    from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout
-
-    config = config_of(recipe)
-    layout = M2RNNLayout.of(config, recipe.m2rnn, recipe.parallel.tensor_model_parallel_size)
-    return workload(device, config, layout, recipe.m2rnn, recipe.backends)
+    ranks, inside = recipe.parallel.tensor_model_parallel_size, m2rnn.of_recipe(recipe, device)
+    return inside and mixer_core.around(inside, _INSIDE, ranks, recipe.backends)
 
 
 def _options(workload: Workload) -> str | None:

@@ -1,7 +1,6 @@
 """Surface `mamba3_core`: everything between an M block's projections, as one operator."""
 
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from megacpp_mcore.surfaces import mamba3_scan, mixer_core
@@ -14,14 +13,14 @@ from megacpp_mcore.surfaces.support import (
     import_reason,
     whatever_the_machine,
 )
-from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
+from megacpp_mcore.surfaces.workload import Workload
 
 if TYPE_CHECKING:
     from megacpp_mcore.hybrid.block_settings import Mamba3Settings
     from megacpp_mcore.layers.mamba3_layout import Mamba3Layout
     from megacpp_mcore.recipe import Recipe
 
-PARTS = (mamba3_scan.SURFACE.name,)
+_INSIDE = mamba3_scan.SURFACE.name
 
 
 def workload(
@@ -31,32 +30,20 @@ def workload(
     settings: "Mamba3Settings",
     requests: Mapping[str, str],
 ) -> Workload:
-    """Of a SISO block. heads, groups: of one tensor-parallel rank. requests: the recipe's
-    [backends]."""
-    return Workload.of(
-        device,
-        dtype_of(config),
-        heads=layout.local_heads,
-        groups=layout.scan_groups,
-        head_dim=layout.head_dim,
-        state_dim=layout.state_dim,
-        angles=layout.angles,
-        chunk_size=settings.chunk_size,
-        tensor_model_parallel_size=layout.tp,
-        parts=mixer_core.named(PARTS, requests),
-    )
+    """Of a SISO block, as of `mamba3_scan`, and requests: the recipe's [backends]."""
+    inside = mamba3_scan.workload(device, config, layout, settings)
+    return mixer_core.around(inside, _INSIDE, layout.tp, requests)
 
 
 def of_recipe(recipe: "Recipe", device: str) -> Workload | None:
     """None where there is no M, or it is MIMO."""
-    if "M" not in recipe.plan.letters or recipe.mamba3.variant != "siso":
+    ranks, inside = (
+        recipe.parallel.tensor_model_parallel_size,
+        mamba3_scan.of_recipe(recipe, device),
+    )
+    if inside is None or inside.size("variant") != "siso":
         return None
-    from megacpp_mcore.layers.mamba3_layout import Mamba3Layout
-
-    config, tp = config_of(recipe), recipe.parallel.tensor_model_parallel_size
-    group = SimpleNamespace(size=lambda: tp, rank=lambda: 0)
-    layout = Mamba3Layout.of(config, recipe.mamba3, SimpleNamespace(tp=group))
-    return workload(device, config, layout, recipe.mamba3, recipe.backends)
+    return mixer_core.around(inside, _INSIDE, ranks, recipe.backends)
 
 
 def _options(workload: Workload) -> str | None:

@@ -1,16 +1,26 @@
 """What `mamba3_core` and `m2rnn_core` share: an operator with another surface inside of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from megacpp_mcore.surfaces.workload import Workload
 
 
-def named(parts: Sequence[str], requests: Mapping[str, str]) -> tuple[str, ...]:
-    """Which of the surfaces inside have their backend named: in `requests`, a recipe's [backends],
-    or in MEGACPP_BACKENDS."""
+def around(inside: Workload, surface: str, ranks: int, requests: Mapping[str, str]) -> Workload:
+    """Of an operator with `surface` inside, of which `inside` is asked.
+
+    ranks: of tensor parallelism. requests: a recipe's [backends]; where they, or MEGACPP_BACKENDS,
+    name a backend of the surface inside, that is one of the `parts`.
+    """
     from megacpp_mcore import dispatch  # which imports every surface
 
-    return tuple(name for name in parts if dispatch.requested(name, requests) != dispatch.AUTO)
+    named = dispatch.requested(surface, requests) != dispatch.AUTO
+    return Workload.of(
+        inside.device,
+        inside.dtype,
+        **dict(inside.sizes),
+        tensor_model_parallel_size=ranks,
+        parts=(surface,) if named else (),
+    )
 
 
 def options(workload: Workload, over_ranks: str) -> str | None:

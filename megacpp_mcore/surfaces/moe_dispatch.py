@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megacpp_mcore.surfaces import deep_ep, moe_experts
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
-from megacpp_mcore.surfaces.support import always, cuda_only
+from megacpp_mcore.surfaces.support import always, cuda_only, whatever_the_machine
 from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 
 if TYPE_CHECKING:
@@ -206,11 +206,6 @@ def _slower_gathered(workload: Workload) -> str | None:
     return found or _every_token_goes(workload)
 
 
-def _ruled_out(*reasons):
-    """The recipe is refused for the first of `reasons`, which hold on any machine."""
-    return lambda recipe, workload: next(filter(None, (why(workload) for why in reasons)), None)
-
-
 _TESTS = ("tests/layers/test_moe.py", "tests/layers/test_moe_dispatch.py")
 _GPU_TESTS = (*_TESTS, "tests/gpu/test_moe_dispatch_gpu.py")
 _NO_RECEIPT = (
@@ -225,7 +220,7 @@ SURFACE = Surface(
     (
         _backend(
             UNMOVED, "megacpp_mcore.layers.moe_dispatchers:UnmovedTokenDispatcher", _unmoved,
-            role="chosen", ruled_out=_ruled_out(_every_expert_is_here),
+            role="chosen", ruled_out=whatever_the_machine(_every_expert_is_here),
             removes="the permuted copies of the tokens, where every expert is on this rank and the "
             "experts gather their tokens themselves",
             layout="tokens [s, b, h] as they are, the router's map and weights", fallback=LOCAL,
@@ -233,7 +228,7 @@ SURFACE = Surface(
         ),
         _backend(
             LOCAL, "megacpp_mcore.layers.moe_dispatchers:LocalTokenDispatcher", _local,
-            ruled_out=_ruled_out(_every_expert_is_here),
+            ruled_out=whatever_the_machine(_every_expert_is_here),
             removes="the sort of chunks from other ranks and the host's wait for the counts, where "
             "every expert is on this rank",
             layout="tokens [t, h] sorted by expert, counts [experts] on the device",
@@ -243,7 +238,7 @@ SURFACE = Surface(
         _backend(
             DEEPEP, "megacpp_mcore.layers.deepep:DeepEPTokenDispatcher", _deepep,
             opt_in=True, role="experimental",
-            ruled_out=_ruled_out(_exchange, _deepep_shapes), tests=_GPU_TESTS,
+            ruled_out=whatever_the_machine(_exchange, _deepep_shapes), tests=_GPU_TESTS,
             removes="copies of a token to one rank: each goes once to every rank that has one of "
             "its experts, and its partial sums are added up as they return. Within a host",
             layout="tokens [r, h] in the order of arrival, top-k [r, k] on the device",
@@ -262,7 +257,7 @@ SURFACE = Surface(
         ),
         _backend(
             ALLTOALL, f"{_MEGATRON}:MoEAlltoAllTokenDispatcher", _alltoall,
-            ruled_out=_ruled_out(_not_captured), tests=_GPU_TESTS,
+            ruled_out=whatever_the_machine(_not_captured), tests=_GPU_TESTS,
             removes="nothing: Megatron's, a permuted copy and NCCL's all-to-all in each direction",
             layout="tokens [t, h] sorted by expert, counts [experts] on the host",
             fallback=REFERENCE,
@@ -271,7 +266,7 @@ SURFACE = Surface(
         _backend(
             HYBRIDEP, f"{_MEGATRON}:MoEFlexTokenDispatcher", _hybridep,
             opt_in=True, role="experimental",
-            ruled_out=_ruled_out(_not_captured),
+            ruled_out=whatever_the_machine(_not_captured),
             removes="the permutation around DeepEP's exchange. Megatron's own adapter to DeepEP's "
             "branch hybrid-ep; not run by us",
             layout="tokens [t, h] sorted by expert", dtypes="bf16", fallback=ALLTOALL,

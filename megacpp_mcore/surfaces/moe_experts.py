@@ -132,7 +132,7 @@ SURFACE = Surface(
     "moe_experts",
     (
         _backend(
-            FUSED, "megacpp_mcore.layers.parts:fused_experts", _fused,
+            FUSED, "megacpp_mcore.layers.experts:FusedExperts", _fused,
             role="chosen",
             ruled_out=whatever_the_machine(_fused_kind),
             removes="where every expert is local: the permuted copies that are kept for the "
@@ -152,7 +152,7 @@ SURFACE = Surface(
             exit_when="a whole run is no faster with it than with grouped_mm",
         ),
         _backend(
-            GROUPED_MM, "megacpp_mcore.layers.parts:grouped_mm_experts", _grouped_mm,
+            GROUPED_MM, "megacpp_mcore.layers.experts:GroupedMMExperts", _grouped_mm,
             ruled_out=whatever_the_machine(_grouped),
             removes="one GEMM launch an expert, and the wait for the counts on the host. SwiGLU "
             "without bias, not in FP8, and not under Muon, which would leave its weights, one 3-d "

@@ -17,8 +17,7 @@ from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
 
-
-_MAX_HIDDEN_SIZE = 16384
+MAX_HIDDEN_SIZE = 16384  # of a row, which a program of our kernel holds
 
 
 def workload(device: str, config) -> Workload:
@@ -58,8 +57,8 @@ def _triton_kind(workload: Workload) -> str | None:
             "recompute.layernorm: Megatron frees what a recomputed norm returns, and this one also "
             "returns the residual"
         )
-    if (hidden := workload.size("hidden_size", 0)) > _MAX_HIDDEN_SIZE:
-        return f"hidden_size {hidden}: a program holds a row of at most {_MAX_HIDDEN_SIZE}"
+    if (hidden := workload.size("hidden_size", 0)) > MAX_HIDDEN_SIZE:
+        return f"hidden_size {hidden}: a program holds a row of at most {MAX_HIDDEN_SIZE}"
     return _torch(workload)
 
 
@@ -80,7 +79,7 @@ SURFACE = Surface(
     "norm",
     (
         _backend(
-            "triton", "megacpp_mcore.layers.parts:triton_norm", _triton,
+            "triton", "megacpp_mcore.layers.norm:FusedRMSNorm", _triton,
             ruled_out=_triton_ruled_out,
             role="chosen",
             removes="the addition of the residual's gradient, which the backward kernel reads with "
@@ -89,7 +88,7 @@ SURFACE = Surface(
             exit_when="Transformer Engine's fused residual norm is as fast over a whole step",
         ),
         _backend(
-            TE, "megacpp_mcore.layers.parts:te_norm", transformer_engine,
+            TE, "megatron.core.extensions.transformer_engine:TENorm", transformer_engine,
             removes="a read and a write of the activations between the square sum and the scaling",
             dtypes="bf16, fp16, fp32; sums in fp32", fallback=REFERENCE,
             exit_when="no LayerNorm and no zero-centred weight is asked for",
@@ -102,7 +101,7 @@ SURFACE = Surface(
             },
         ),
         reference(
-            "megacpp_mcore.layers.parts:torch_norm", _torch,
+            "megacpp_mcore.layers.norm:TorchNorm", _torch,
             removes="nothing: torch.nn.RMSNorm and LayerNorm, sequence parallelism added",
             layout="[..., h], normalised over h",
             dtypes="bf16, fp16, fp32", receipt="norm.json", tests=(*_TESTS, *STACK_TESTS),

@@ -104,7 +104,7 @@ def one_context_rank(workload: Workload) -> str | None:
 
 
 def whatever_the_machine(
-    reason: Callable[[Workload], str | None],
+    *reasons: Callable[[Workload], str | None],
 ) -> Callable[["Recipe", Workload], str | None]:
-    """`reason`, which depends on the workload alone, as a `ruled_out`."""
-    return lambda recipe, workload: reason(workload)
+    """The first of `reasons`, which depend on the workload alone, as a `ruled_out`."""
+    return lambda recipe, workload: next(filter(None, (why(workload) for why in reasons)), None)

@@ -252,18 +252,6 @@ class NeedsTooMuch(Norm):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 60 GiB\nmore words")
 
 
-def load_wrong():
-    return Wrong
-
-
-def load_raises():
-    return Raises
-
-
-def load_needs_too_much():
-    return NeedsTooMuch
-
-
 def test_the_recipe_of_the_environment_is_the_default(monkeypatch, capsys):
     words = " ".join(f"--set {override}" for override in SMALL)
     monkeypatch.setenv("MEGACPP_RECIPE", f"nam56r-tiny {words} --set model.hidden_size=48")
@@ -280,7 +268,8 @@ class TestFailures:
     @pytest.fixture
     def add(self, monkeypatch):
         def add(name):
-            backend = Backend(name, f"{__name__}:load_{name}", always)
+            cls = name.title().replace("_", "")
+            backend = Backend(name, f"{__name__}:{cls}", always)
             backends = (backend, *REGISTRY["norm"].backends)
             norms = replace(REGISTRY["norm"], backends=backends, workload=of_tests)
             monkeypatch.setitem(REGISTRY, "norm", norms)

@@ -191,7 +191,7 @@ def test_transformer_engines_experts_load_ours_and_ours_theirs(gated):
         groups = ProcessGroupCollection.use_mpu_process_groups()
         ours, theirs, again = (
             kind(num_local_experts=4, config=config, pg_collection=groups)
-            for kind in (FusedExperts, te_experts(), FusedExperts)
+            for kind in (FusedExperts, te_experts, FusedExperts)
         )
         load_from(ours, theirs)
         load_from(theirs, again)

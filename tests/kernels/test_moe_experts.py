@@ -102,7 +102,7 @@ class TestCheckpoint:
         with single_process(1):
             groups = ProcessGroupCollection.use_mpu_process_groups()
             build = {"config": config(), "pg_collection": groups}
-            sequential = sequential_experts()(num_local_experts=EXPERTS, **build)
+            sequential = sequential_experts(num_local_experts=EXPERTS, **build)
             ours = GroupedMMExperts(EXPERTS, **build)
             expected = shards(sequential.sharded_state_dict("mlp.experts."))
             found = shards(ours.sharded_state_dict("mlp.experts."))
@@ -125,7 +125,7 @@ class TestCheckpoint:
         more = {} if gated else SQUARED_RELU
         with single_process(1):
             groups = ProcessGroupCollection.use_mpu_process_groups()
-            kinds = FusedExperts, sequential_experts(), FusedExperts
+            kinds = FusedExperts, sequential_experts, FusedExperts
             ours, theirs, again = (
                 kind(num_local_experts=EXPERTS, config=config(**more), pg_collection=groups)
                 for kind in kinds

@@ -29,8 +29,9 @@ from megatron.core.transformer.transformer_layer import (
 from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.hybrid.block_settings import M2RNNSettings
-from megacpp_mcore.layers.m2rnn import M2RNNMixer, M2RNNMixerSubmodules
+from megacpp_mcore.layers.m2rnn import M2RNNMixer
 from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout
+from megacpp_mcore.layers.mixer import MixerSubmodules
 from megacpp_mcore.layers.norm import TorchNorm
 from megacpp_mcore.layers.settings import PluginSettings, attach
 from megacpp_mcore.training.cpu.megatron_setup import single_process
@@ -39,7 +40,7 @@ HIDDEN, K, V = 27, 5, 4
 SETTINGS = M2RNNSettings(k_head_dim=K, v_head_dim=V, chunk_size=8)  # 27 // (5 + 4) = 3 heads
 HEADS = 3
 FP32_PARAMETERS = {"W", "A_log", "dt_bias", "D"}
-LINEARS = M2RNNMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+LINEARS = MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
 
 
 @pytest.fixture(scope="module", autouse=True)

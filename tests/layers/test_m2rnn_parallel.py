@@ -16,7 +16,8 @@ def build(name, tp, sequence_parallel):
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import TransformerConfig
 
-    from megacpp_mcore.layers.m2rnn import M2RNNMixer, M2RNNMixerSubmodules
+    from megacpp_mcore.layers.m2rnn import M2RNNMixer
+    from megacpp_mcore.layers.mixer import MixerSubmodules
 
     config = TransformerConfig(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=2, tensor_model_parallel_size=tp,
@@ -24,7 +25,7 @@ def build(name, tp, sequence_parallel):
     )  # fmt: skip
     mixer = M2RNNMixer(
         config,
-        M2RNNMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+        MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
         layer_number=1,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         settings=SETTINGS,

@@ -23,7 +23,8 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.hybrid.block_settings import Mamba3Settings
 from megacpp_mcore.kernels.mamba3_core import mamba3_core
-from megacpp_mcore.layers.mamba3 import Mamba3Mixer, Mamba3MixerSubmodules
+from megacpp_mcore.layers.mamba3 import Mamba3Mixer
+from megacpp_mcore.layers.mixer import MixerSubmodules
 from megacpp_mcore.layers.norm import TorchNorm
 from megacpp_mcore.layers.settings import PluginSettings, attach
 from megacpp_mcore.training.cpu.megatron_setup import single_process
@@ -63,7 +64,7 @@ def build(settings=SISO, seed=0, **changes):
     torch.manual_seed(seed)
     mixer = ModuleSpec(
         module=Mamba3Mixer,
-        submodules=Mamba3MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+        submodules=MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
         params={"settings": settings},
     )
     spec = ModuleSpec(
@@ -270,7 +271,7 @@ class TestParameters:
         settings = Mamba3Settings(variant="mimo", mimo_rank=2, dt_min=0.01, dt_max=0.02)
         mixer = Mamba3Mixer(
             config(mamba_num_heads=512, mamba_num_groups=1),
-            Mamba3MixerSubmodules(ColumnParallelLinear, RowParallelLinear),
+            MixerSubmodules(ColumnParallelLinear, RowParallelLinear),
             HIDDEN,
             layer_number=1,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
@@ -404,7 +405,7 @@ class TestConstruction:
         with pytest.raises(MegacppError, match=message):
             Mamba3Mixer(
                 config(**changes),
-                Mamba3MixerSubmodules(ColumnParallelLinear, RowParallelLinear),
+                MixerSubmodules(ColumnParallelLinear, RowParallelLinear),
                 HIDDEN,
                 pg_collection=SimpleNamespace(tp=four_ranks),
                 settings=SISO,
@@ -413,7 +414,7 @@ class TestConstruction:
     def test_settings_and_backend_come_from_the_plugin(self):
         mixer = Mamba3Mixer(
             attach(config(), PluginSettings(mamba3=MIMO, backends={"mamba3_scan": "reference"})),
-            Mamba3MixerSubmodules(ColumnParallelLinear, RowParallelLinear),
+            MixerSubmodules(ColumnParallelLinear, RowParallelLinear),
             HIDDEN,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )

@@ -21,7 +21,8 @@ def build(name, tp, sequence_parallel):
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import TransformerConfig
 
-    from megacpp_mcore.layers.mamba3 import Mamba3Mixer, Mamba3MixerSubmodules
+    from megacpp_mcore.layers.mamba3 import Mamba3Mixer
+    from megacpp_mcore.layers.mixer import MixerSubmodules
 
     settings, groups, _ = CASES[name]
     config = TransformerConfig(
@@ -31,7 +32,7 @@ def build(name, tp, sequence_parallel):
     )  # fmt: skip
     mixer = Mamba3Mixer(
         config,
-        Mamba3MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+        MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
         HIDDEN,
         layer_number=1,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),

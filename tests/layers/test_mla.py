@@ -289,7 +289,7 @@ def test_prompt_then_tokens_is_the_whole_sequence(variant):
     with pytest.raises(MegacppError, match=f"is of {SEQ} tokens, and {SEQ + 1} are needed"):
         context.sequence_len_offset = SEQ
         ours(hidden[:1], attention_mask=None, inference_context=context)
-    with pytest.raises(MegacppError, match="has no cache at token 3"):
+    with pytest.raises(MegacppError, match="has no state at token 3"):
         other = StaticInferenceContext(BATCH, SEQ)
         other.sequence_len_offset = 3
         ours(hidden[:1], attention_mask=None, inference_context=other)

@@ -66,10 +66,26 @@ def test_behind_every_router_it_is_megatrons_layer(process, monkeypatch, name): 
         assert (actual - truth).abs().max() <= bound * truth.abs().max()
 
 
+def test_a_router_that_pads_gives_a_token_more_experts_than_topk(process, monkeypatch):  # noqa: F811
+    """Every expert gets all of the 22 tokens, each of which chose 3 of 6. Our kernels have room for
+    what was chosen: they wrote beyond it."""
+    padding = {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda x, *args, **kwargs: x)
+    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", CopyingStream())
+    monkeypatch.setattr(torch.cuda, "current_stream", CopyingStream)
+    ours = layer(MegacppMoELayer, "allgather", FusedExperts, named="allgather", **padding)
+    assert not ours.delivered_whole
+    theirs = layer(MoELayer, "alltoall", GroupedMMExperts, **padding)
+    (y, dx, _), (expected_y, expected_dx, _) = (run(one, TOKENS, False) for one in (ours, theirs))
+    bound = 4 * torch.finfo(torch.float32).eps * 24 * 6
+    for actual, truth in ((y, expected_y), (dx, expected_dx)):
+        assert (actual - truth).abs().max() <= bound * truth.abs().max() > 0
+
+
 def test_squared_relu_is_megatrons(process):  # noqa: F811
     more = {"gated_linear_unit": False, "activation_func": squared_relu}
     ours = layer(MegacppMoELayer, "alltoall", FusedExperts, **more)
-    theirs = layer(MoELayer, "allgather", sequential_experts(), **more)
+    theirs = layer(MoELayer, "allgather", sequential_experts, **more)
     theirs.router.load_state_dict(ours.router.state_dict())
     names = "linear_fc1", "linear_fc2"
     with torch.no_grad():

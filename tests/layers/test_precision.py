@@ -17,8 +17,9 @@ from megatron.core.tensor_parallel.layers import (  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 from megacpp_mcore.hybrid.block_settings import M2RNNSettings, Mamba3Settings  # noqa: E402
-from megacpp_mcore.layers.m2rnn import M2RNNMixer, M2RNNMixerSubmodules  # noqa: E402
-from megacpp_mcore.layers.mamba3 import Mamba3Mixer, Mamba3MixerSubmodules  # noqa: E402
+from megacpp_mcore.layers.m2rnn import M2RNNMixer  # noqa: E402
+from megacpp_mcore.layers.mamba3 import Mamba3Mixer  # noqa: E402
+from megacpp_mcore.layers.mixer import MixerSubmodules  # noqa: E402
 from megacpp_mcore.training.cpu.megatron_setup import single_process  # noqa: E402
 
 
@@ -57,11 +58,11 @@ def mixers(fp8: str | None, heads: int, head_dim: int = 16):
 
         groups = ProcessGroupCollection.use_mpu_process_groups()
         yield Mamba3Mixer(
-            config, Mamba3MixerSubmodules(Column, Row), 32, pg_collection=groups,
+            config, MixerSubmodules(Column, Row), 32, pg_collection=groups,
             settings=Mamba3Settings(rope_fraction=1.0),
         )  # fmt: skip
         yield M2RNNMixer(
-            config, M2RNNMixerSubmodules(Column, Row), 1, groups,
+            config, MixerSubmodules(Column, Row), 1, groups,
             settings=M2RNNSettings(k_head_dim=16, v_head_dim=head_dim, num_heads=heads),
         )  # fmt: skip
 

@@ -136,15 +136,6 @@ def serve(monkeypatch, backends):
     monkeypatch.setitem(REGISTRY, "norm", surface)
 
 
-def _loader(cls):
-    return lambda: cls
-
-
-globals().update(
-    {f"load_{cls.__name__}": _loader(cls) for cls in (Norm, *(b for b, _ in BROKEN.values()))}
-)
-
-
 @pytest.fixture
 def register(monkeypatch):
     """A function that makes a class the norm's backend `candidate`, with its facts."""
@@ -152,7 +143,7 @@ def register(monkeypatch):
     def register(cls, **changes):
         dispatch.forget()  # what an earlier candidate was
         facts = {"fallback": REFERENCE} | changes
-        backend = Backend("candidate", f"{__name__}:load_{cls.__name__}", always, **facts)
+        backend = Backend("candidate", f"{__name__}:{cls.__name__}", always, **facts)
         serve(monkeypatch, (backend, *_NORMS))
         return Subject("norm", "candidate", "cpu")
 
@@ -174,7 +165,7 @@ def test_a_broken_backend_fails(check, register):
 
 def test_a_fallback_that_is_wrong_fails(register, monkeypatch):
     subject = register(Norm, fallback="te")
-    wrong = Backend("te", f"{__name__}:load_HalfGradient", always)
+    wrong = Backend("te", f"{__name__}:HalfGradient", always)
     backends = tuple(wrong if b.name == "te" else b for b in REGISTRY["norm"].backends)
     serve(monkeypatch, backends)
     with pytest.raises(AssertionError, match="dx: error"):
@@ -192,7 +183,7 @@ def test_a_dtype_that_the_backend_skips_is_not_asked_for(register):
             assert x.dtype == torch.bfloat16
             return super().forward(x)
 
-    globals()["load_OnlyBf16"] = _loader(OnlyBf16)
+    globals()["OnlyBf16"] = OnlyBf16
     with pytest.raises(AssertionError):
         admit(register(OnlyBf16), "parity")
     admit(register(OnlyBf16, skips={"float32": "only bf16"}), "parity")

@@ -93,14 +93,10 @@ def test_the_registry_lists_a_module_for_every_surface_and_nothing_else():
 
 
 class NewNorm:
-    """A backend's implementation, as `layers/parts.py` would have it."""
+    """A backend's implementation, as `layers/norm.py` would have it."""
 
     def __new__(cls, config, hidden_size, eps):
-        return load("megacpp_mcore.layers.parts:torch_norm")()(config, hidden_size, eps)
-
-
-def new_norm():
-    return NewNorm
+        return load("megacpp_mcore.layers.norm:TorchNorm")(config, hidden_size, eps)
 
 
 class TestAThrowAway:
@@ -111,14 +107,14 @@ class TestAThrowAway:
     def surface(self, monkeypatch):
         monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE, raising=False)
         candidate = Backend(
-            "candidate", f"{__name__}:new_norm", always,
+            "candidate", f"{__name__}:NewNorm", always,
             opt_in=True, role="experimental", removes="nothing", fallback=REFERENCE,
             exit_when="this test ends",
             ruled_out=lambda recipe, workload: recipe.model.fp32_residual_connection and "fp32",
         )  # fmt: skip
         surface = Surface(
             "second_norm",
-            (candidate, reference("megacpp_mcore.layers.parts:torch_norm", always)),
+            (candidate, reference("megacpp_mcore.layers.norm:TorchNorm", always)),
             norm.of_recipe,
             case="megacpp_mcore.kernels.norm.case:NormCase",
         )

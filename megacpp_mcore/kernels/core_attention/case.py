@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
+from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors, transformer_config
 from megacpp_mcore.kernels.core_attention.reference import attention
 from megacpp_mcore.kernels.documents import (
     BENCHED_DOCUMENTS,
@@ -134,19 +134,14 @@ class CoreAttentionCase(Case):
         return document_bounds(self.batch, self.seq, self.documents)
 
     def _config(self, device: str, dtype: torch.dtype) -> Any:
-        from megatron.core.transformer import TransformerConfig
-
-        return TransformerConfig(
-            num_layers=1,
+        return transformer_config(
+            device,
+            dtype,
             hidden_size=self.heads * self.dqk,
             num_attention_heads=self.heads,
             num_query_groups=self.groups,
             kv_channels=self.dqk,
             attention_dropout=0.0,
-            params_dtype=dtype,
-            bf16=dtype == torch.bfloat16,
-            fp16=dtype == torch.float16,
-            use_cpu_initialization=device == "cpu",
         )
 
     def roundings(self, name: str) -> float:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_mcore.kernels.core_attention.varlen import padded_v, readable
+from megacpp_mcore.kernels.core_attention.varlen import padded_v
+from megacpp_mcore.kernels.strides import readable
 from megacpp_mcore.surfaces.core_attention import FLASH_4_MODULE
 
 

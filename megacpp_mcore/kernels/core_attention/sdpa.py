@@ -10,7 +10,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megacpp_mcore.kernels.core_attention.reference import attention
-from megacpp_mcore.kernels.core_attention.varlen import padded_v, readable
+from megacpp_mcore.kernels.core_attention.varlen import padded_v
+from megacpp_mcore.kernels.strides import readable
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:

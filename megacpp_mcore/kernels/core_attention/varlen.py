@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import varlen
 
+from megacpp_mcore.kernels.strides import readable
+
 _CAUSAL = (-1, 0)  # varlen_attn's window: all earlier tokens, no later ones
 
 
@@ -37,8 +39,3 @@ def padded_v(attend: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, Tensor]
         return attend(q, k, functional.pad(v, (0, q.shape[-1] - dv)))[..., :dv]
 
     return padded
-
-
-def readable(x: Tensor) -> Tensor:
-    """x, or a contiguous copy where its last axis has a stride that fused kernels cannot read."""
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
-from megacpp_mcore.kernels.linear_cross_entropy import REFERENCE
+from megacpp_mcore.kernels.case import OperatorCase, Tensors
+from megacpp_mcore.kernels.linear_cross_entropy import REFERENCE, Head
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces import linear_cross_entropy
 from megacpp_mcore.surfaces.backend import Backend
@@ -18,7 +18,7 @@ _LARGEST_LOGIT = 6  # of a billion standard normal ones
 
 
 @dataclass(frozen=True)
-class LinearCrossEntropyCase(Case):
+class LinearCrossEntropyCase(OperatorCase):
     """hidden (s, b, h), weight (V, h), labels (s, b) -> losses (s, b).
 
     weighted: with loss_weights (s, b) -> their sum, total (), as a training step has it. Backends
@@ -34,6 +34,7 @@ class LinearCrossEntropyCase(Case):
     even: bool = False
 
     surface = "linear_cross_entropy"
+    definition = REFERENCE
     inputs = ("hidden", "weight")
     fp32_tensors = ("losses", "total", "loss_weights")
     variants = ("weighted", "per_token", "mean")
@@ -90,17 +91,11 @@ class LinearCrossEntropyCase(Case):
             tensors["loss_weights"] = (drawn - 0.25).clamp(min=0) / max(1, drawn.numel())
         return tensors
 
-    def reference(self, **tensors: Tensor) -> Tensors:
-        return self._outputs(REFERENCE, tensors)
-
-    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
-        return BoundBackend(lambda **tensors: self._outputs(implementation, tensors))
-
-    def _outputs(self, head: Any, tensors: Tensors) -> Tensors:
+    def call(self, operator: Head, **tensors: Tensor) -> Tensors:
         if self.weighted:
-            total, _ = head.weighted(**tensors)
+            total, _ = operator.weighted(**tensors)
             return {"total": total}
-        return {"losses": head.per_token(**tensors)}
+        return {"losses": operator.per_token(**tensors)}
 
     def roundings(self, name: str) -> float:
         """The logits, which the exponential multiplies by their size; and on the way back the

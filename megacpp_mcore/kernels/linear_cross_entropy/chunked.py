@@ -72,16 +72,9 @@ def _name(tp_group: Any) -> str:
 
 @torch.library.custom_op("megacpp::linear_cross_entropy", mutates_args=())
 def _losses(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    logit_scale: float,
-    group: str,
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float,
+    z_loss: float, softcap: float, logit_scale: float, group: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The losses and lse, (T,) each."""
     options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     loop = ChunkLoop(hidden, weight, labels, options, group)
@@ -97,20 +90,10 @@ def _(hidden, weight, labels, *options):
 
 @torch.library.custom_op("megacpp::linear_cross_entropy_backward", mutates_args=())
 def _losses_backward(
-    d_losses: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    lse: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    logit_scale: float,
-    group: str,
-    wants_hidden: bool,
-    wants_weight: bool,
-) -> tuple[Tensor, Tensor]:
+    d_losses: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, lse: Tensor,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, logit_scale: float,
+    group: str, wants_hidden: bool, wants_weight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of hidden and weight, empty where not wanted."""
     options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     loop = ChunkLoop(hidden, weight, labels, options, group)
@@ -151,19 +134,10 @@ _losses.register_autograd(_losses_gradients, setup_context=_save_losses)
 
 @torch.library.custom_op("megacpp::weighted_linear_cross_entropy", mutates_args=())
 def _weighted(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    loss_weights: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    logit_scale: float,
-    group: str,
-    wants_hidden: bool,
-    wants_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor, ignore_index: int,
+    label_smoothing: float, z_loss: float, softcap: float, logit_scale: float, group: str,
+    wants_hidden: bool, wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The weighted sum, the losses (T,), and the gradients, empty where not wanted."""
     options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     loop = ChunkLoop(hidden, weight, labels, options, group)

@@ -76,18 +76,10 @@ def head_of(
         return per_token(hidden, weight, labels, options, tp_group)
 
     def weighted_linear_cross_entropy(
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        loss_weights: Tensor,
-        *,
-        tp_group: Any = None,
-        ignore_index: int = IGNORE_INDEX,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-    ) -> tuple[Tensor, Tensor]:
+        hidden: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor, *,
+        tp_group: Any = None, ignore_index: int = IGNORE_INDEX, label_smoothing: float = 0.0,
+        z_loss: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """sum(loss_weights * losses), differentiable in hidden and weight, and the detached losses.
 
         loss_weights: (...) float32 (float64 for float64), a loss mask among other things; a

@@ -62,17 +62,9 @@ def m2rnn(
 
 
 def check_inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    W: Tensor,
-    f: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
-    grad_clamp: float | None,
-    tanh: str,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, chunk_size: int, grad_clamp: float | None, tanh: str,
+) -> None:  # fmt: skip
     """Raise M2RNNInputError unless the arguments of `m2rnn` fit together."""
     if v.dim() != 4 or q.dim() != 4 or 0 in v.shape:
         raise M2RNNInputError(

@@ -15,17 +15,9 @@ from megacpp_mcore.kernels.m2rnn.reference import over_documents
 
 
 def m2rnn_chunked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    W: Tensor,
-    f: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int = 64,
-    grad_clamp: float | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, *, initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, chunk_size: int = 64, grad_clamp: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same values as `m2rnn_sequential`, from one opaque operator each way.
 
     Saved for the backward pass: the inputs, and the state before every chunk_size-th step. The
@@ -41,15 +33,9 @@ def m2rnn_chunked(
 
 @torch.library.custom_op("megacpp::m2rnn_chunked", mutates_args=())
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    W: Tensor,
-    f: Tensor,
-    h: Tensor,
-    chunk_size: int,
+    q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, h: Tensor, chunk_size: int,
     grad_clamp: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y, the final state, and the state before each chunk (chunks, H, V, B, K)."""
     starts = range(0, v.shape[1], chunk_size)
     y = v.new_empty(v.shape)
@@ -75,17 +61,9 @@ def _(q, k, v, W, f, h, chunk_size, grad_clamp):
 
 @torch.library.custom_op("megacpp::m2rnn_chunked_backward", mutates_args=())
 def _backward(
-    dy: Tensor | None,
-    dh: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    W: Tensor,
-    f: Tensor,
-    checkpoints: Tensor,
-    chunk_size: int,
-    grad_clamp: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dy: Tensor | None, dh: Tensor | None, q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor,
+    checkpoints: Tensor, chunk_size: int, grad_clamp: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, dW, df, dh0 from the gradients of y and of the final state; None is zeros."""
     dtype = checkpoints.dtype
     dy = torch.zeros_like(v) if dy is None else dy
@@ -202,16 +180,9 @@ def _per_row(f: Tensor, k: Tensor) -> tuple[Tensor, ...]:
 
 
 def _chunk_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    f: Tensor,
-    dy: Tensor,
-    weight: Tensor,
-    state: Tensor,
-    d_state: Tensor,
-    grad_clamp: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, dy: Tensor, weight: Tensor, state: Tensor,
+    d_state: Tensor, grad_clamp: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k (C, heads, B, K), v (C, H, V, B), f (C, H, B), W, and the first state."""
     states, z = _run_chunk(k, v, weight, f, state)
     before, after = states[:-1], states[1:]

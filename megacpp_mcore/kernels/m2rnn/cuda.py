@@ -28,18 +28,10 @@ DTYPES = tuple(CHUNK_SIZES)
 
 
 def m2rnn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    W: Tensor,
-    f: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int = 32,
-    grad_clamp: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, *, initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, chunk_size: int = 32, grad_clamp: float | None = None,
     tanh: str = "approximate",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`megacpp_mcore.kernels.m2rnn.m2rnn` on cuda; q, k and v in one of DTYPES.
 
     K is a multiple of 32, V is 16, chunk_size is one of the dtype's CHUNK_SIZES. With 16-bit inputs
@@ -114,17 +106,9 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 @torch.library.custom_op("megacpp::m2rnn_cuda", mutates_args=(), device_types="cuda")
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    W: Tensor,
-    f: Tensor,
-    initial: Tensor | None,
-    bounds: Tensor | None,
-    chunk_size: int,
-    grad_clamp: float | None,
-    exact_tanh: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, initial: Tensor | None,
+    bounds: Tensor | None, chunk_size: int, grad_clamp: float | None, exact_tanh: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y, the final state, and the state before each chunk (chunks, H, K, V)."""
     sizes = Sizes(q, k, v, bounds, chunk_size, None, exact_tanh)
     y, final_state, checkpoints = _outputs(v, f, sizes)
@@ -170,18 +154,10 @@ def _(q, k, v, W, f, initial, bounds, chunk_size, grad_clamp, exact_tanh):
 
 @torch.library.custom_op("megacpp::m2rnn_cuda_backward", mutates_args=(), device_types="cuda")
 def backward(
-    dy: Tensor | None,
-    d_final: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    W: Tensor,
-    f: Tensor,
-    bounds: Tensor | None,
-    checkpoints: Tensor,
-    chunk_size: int,
+    dy: Tensor | None, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, W: Tensor,
+    f: Tensor, bounds: Tensor | None, checkpoints: Tensor, chunk_size: int,
     grad_clamp: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, dW, df, d_initial from the gradients of y and of the final state."""
     sizes = Sizes(q, k, v, bounds, chunk_size, grad_clamp)
     if bounds is None:

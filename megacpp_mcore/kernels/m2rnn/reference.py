@@ -33,16 +33,9 @@ Recurrence = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Te
 
 
 def m2rnn_sequential(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    W: Tensor,
-    f: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    grad_clamp: float | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, *, initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, grad_clamp: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The recurrence as it is written, one step after another under autograd; the reference.
 
     Keeps every intermediate of every step alive for the backward pass.
@@ -84,15 +77,9 @@ def compute_dtype(v: Tensor) -> torch.dtype:
 
 
 def over_documents(
-    recurrence: Recurrence,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    W: Tensor,
-    f: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    recurrence: Recurrence, q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run `recurrence` on each document from its own initial state."""
     batch, _, heads, v_dim = v.shape
     documents = batch if cu_seqlens is None else cu_seqlens.numel() - 1

@@ -18,15 +18,9 @@ class Sizes:
     """The sizes of a call, from its tensors' shapes, and its schedule (slots, bundle, segments)."""
 
     def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bounds: Tensor | None,
-        chunk_size: int,
-        grad_clamp: float | None = None,
-        exact_tanh: bool = False,
-    ) -> None:
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, chunk_size: int,
+        grad_clamp: float | None = None, exact_tanh: bool = False,
+    ) -> None:  # fmt: skip
         self.batch, self.tokens, self.heads, _ = v.shape
         self.q_heads, self.k_heads, self.k_dim = q.shape[2], k.shape[2], q.shape[3]
         self.chunk = chunk_size

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from megacpp_mcore.kernels.m2rnn_core import triton_kernels as kernels
+from megacpp_mcore.kernels.strides import align, strides
 
 _CHANNELS = 64  # of a program of the convolution, at most
 # The fastest of four configurations on an H200 at 4 x 4096 tokens, 44 heads.
@@ -70,11 +71,11 @@ def before(
     seq, batch, _ = projected.shape
     mixed = projected.new_empty((seq, batch, sizes.channels))
     f = projected.new_empty((batch, seq, sizes.heads), dtype=torch.float32)
-    align, (tokens, warps) = _align(projected), _BEFORE
+    by, (tokens, warps) = align(projected), _BEFORE
     kernels.before[(triton.cdiv(seq, tokens), sizes.channels // sizes.block + 1, batch)](
         projected, weight, bias, A_log, dt_bias, starts, mixed, f, seq, batch,
-        *_strides(projected, align), TAPS=weight.shape[-1], TOKENS=tokens, BLOCK=sizes.block,
-        H_BLOCK=triton.next_power_of_2(sizes.heads), ALIGN=align, PACKED=starts is not None,
+        *strides(by, projected), TAPS=weight.shape[-1], TOKENS=tokens, BLOCK=sizes.block,
+        H_BLOCK=triton.next_power_of_2(sizes.heads), ALIGN=by, PACKED=starts is not None,
         num_warps=warps, **sizes.columns(),
     )  # fmt: skip
     return mixed, f
@@ -86,10 +87,10 @@ def behind(
     """RMSNorm((y + D v) silu(gate)), (s, b, H V). y: (b, s, H, V), contiguous."""
     seq, batch, _ = projected.shape
     out = projected.new_empty((seq, batch, sizes.values))
-    align = _align(projected)
+    by = align(projected)
     kernels.behind[(triton.cdiv(seq, _ROWS), batch)](
-        projected, mixed, y, D, norm_weight, out, seq, batch, *_strides(projected, align),
-        sizes.eps, ALIGN=align, num_warps=_NORM_WARPS, **sizes.norm(),
+        projected, mixed, y, D, norm_weight, out, seq, batch, *strides(by, projected),
+        sizes.eps, ALIGN=by, num_warps=_NORM_WARPS, **sizes.norm(),
     )  # fmt: skip
     return out
 
@@ -104,11 +105,11 @@ def behind_backward(
     dy = torch.empty_like(y)
     programs = triton.cdiv(seq, _ROWS * _BLOCKS)
     partial = D.new_empty((programs * batch, 2, sizes.values))
-    align = _align(projected, dprojected, dout)
+    by = align(projected, dprojected, dout)
     kernels.behind_backward[(programs, batch)](
         projected, mixed, y, D, norm_weight, dout, dprojected, dy, partial, seq, batch, _BLOCKS,
-        *_strides(projected, align), *_strides(dprojected, align), *_strides(dout, align),
-        sizes.eps, ALIGN=align, num_warps=_NORM_WARPS, **sizes.norm(),
+        *strides(by, projected, dprojected, dout),
+        sizes.eps, ALIGN=by, num_warps=_NORM_WARPS, **sizes.norm(),
     )  # fmt: skip
     return dy, partial.sum(0)
 
@@ -127,13 +128,13 @@ def before_backward(
     tokens, warps = _BACK
     blocks = triton.cdiv(seq, tokens)
     partial = D.new_empty((blocks * batch, sum(_partial_widths(sizes, weight.shape[-1]))))
-    align = _align(projected, dprojected)
+    by = align(projected, dprojected)
     last = columns - sizes.columns()["DECAY_AT"]
     kernels.before_backward[(blocks, sizes.channels // sizes.block + 1, batch)](
         projected, weight, bias, A_log, dt_bias, starts, D, dq, dk, dv, dy, f, df, dprojected,
-        partial, seq, *_strides(projected, align), *_strides(dprojected, align), K=sizes.k_dim,
+        partial, seq, *strides(by, projected, dprojected), K=sizes.k_dim,
         COLUMNS=columns, TAPS=weight.shape[-1], TOKENS=tokens, BLOCK=sizes.block,
-        H_BLOCK=triton.next_power_of_2(last), ALIGN=align, PACKED=starts is not None,
+        H_BLOCK=triton.next_power_of_2(last), ALIGN=by, PACKED=starts is not None,
         num_warps=warps, **sizes.columns(),
     )  # fmt: skip
     return partial.sum(0)
@@ -148,12 +149,3 @@ def parameter_gradients(sums: Tensor, weight: Tensor, sizes: Sizes) -> tuple[Ten
 def _partial_widths(sizes: Sizes, taps: int) -> tuple[int, ...]:
     """Of a program's row of sums: for weight, bias, dt_bias and A_log."""
     return (sizes.channels * taps, sizes.channels, sizes.heads, sizes.heads)
-
-
-def _align(*rows: Tensor) -> int:
-    """The largest power of two up to 16 that divides every stride."""
-    return gcd(16, *(stride for x in rows for stride in x.stride()[:-1]))
-
-
-def _strides(rows: Tensor, align: int) -> tuple[int, int]:
-    return rows.stride(0) // align, rows.stride(1) // align

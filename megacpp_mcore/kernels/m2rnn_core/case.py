@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
+from megacpp_mcore.kernels.case import OperatorCase, Tensors
 from megacpp_mcore.kernels.m2rnn_core.reference import m2rnn_core
 from megacpp_mcore.layers.row_padding import row_padding
 from megacpp_mcore.recipe import Recipe
@@ -17,7 +17,7 @@ from megacpp_mcore.surfaces.workload import Workload
 
 
 @dataclass(frozen=True)
-class M2RNNCoreCase(Case):
+class M2RNNCoreCase(OperatorCase):
     """projected (s, b, rows) -> y (s, b, H V). The columns are padded as the layer's are."""
 
     batch: int
@@ -32,6 +32,7 @@ class M2RNNCoreCase(Case):
     eps: float = 1e-5
 
     surface = "m2rnn_core"
+    definition = staticmethod(m2rnn_core)
     inputs = (
         "projected", "conv_weight", "conv_bias", "A_log", "dt_bias", "W", "D", "norm_weight",
     )  # fmt: skip
@@ -88,15 +89,9 @@ class M2RNNCoreCase(Case):
             "norm_weight": 1 + normal(values) / 4,
         }
 
-    def reference(self, **tensors: Tensor) -> Tensors:
-        return self._call(m2rnn_core, **tensors)
-
-    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
-        return BoundBackend(lambda **tensors: self._call(implementation, **tensors))
-
-    def _call(self, function: Any, **tensors: Tensor) -> Tensors:
+    def call(self, operator: Any, **tensors: Tensor) -> Tensors:
         return {
-            "y": function(
+            "y": operator(
                 **tensors, heads=self.heads, k_dim=self.k_head_dim, v_dim=self.v_head_dim,
                 eps=self.eps, chunk_size=self.chunk_size, grad_clamp=self.grad_clamp,
                 tanh=self.tanh,

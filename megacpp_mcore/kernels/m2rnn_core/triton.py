@@ -13,27 +13,14 @@ from megacpp_mcore.kernels.documents import document_starts
 from megacpp_mcore.kernels.m2rnn import M2RNNInputError, cuda
 from megacpp_mcore.kernels.m2rnn_core import around
 from megacpp_mcore.kernels.m2rnn_core.reference import check_inputs, heads_of
+from megacpp_mcore.kernels.strides import readable
 
 
 def m2rnn_core(
-    projected: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    W: Tensor,
-    D: Tensor,
-    norm_weight: Tensor,
-    *,
-    heads: int,
-    k_dim: int,
-    v_dim: int,
-    eps: float,
-    chunk_size: int,
-    grad_clamp: float | None,
-    tanh: str,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
+    projected: Tensor, conv_weight: Tensor, conv_bias: Tensor, A_log: Tensor, dt_bias: Tensor,
+    W: Tensor, D: Tensor, norm_weight: Tensor, *, heads: int, k_dim: int, v_dim: int, eps: float,
+    chunk_size: int, grad_clamp: float | None, tanh: str, cu_seqlens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`megacpp_mcore.kernels.m2rnn_core.m2rnn_core` on cuda; shapes are described there.
 
     Sizes and dtypes as `kernels.m2rnn.cuda.m2rnn` takes them. A_log, dt_bias, W and D are float32.
@@ -67,7 +54,7 @@ def _forward(
     """The output (s, b, H V), and for the backward pass: the convolved q, k, v (s, b, C), f (b, s,
     H), y (b, s, H, V) and the state before each chunk."""
     sizes = around.Sizes(heads, k_dim, v_dim, eps)
-    projected = _readable(projected)
+    projected = readable(projected)
     parameters = (x.contiguous() for x in (conv_weight, conv_bias, A_log, dt_bias, D, norm_weight))
     conv_weight, conv_bias, A_log, dt_bias, D, norm_weight = parameters
     with device_of(projected):
@@ -104,7 +91,7 @@ def _backward(
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of projected and W, of D and norm_weight in one, and of the rest in one."""
     sizes = around.Sizes(heads, k_dim, v_dim, eps)
-    projected, dout = _readable(projected), _readable(dout)
+    projected, dout = readable(projected), readable(dout)
     parameters = (x.contiguous() for x in (conv_weight, conv_bias, A_log, dt_bias, D, norm_weight))
     conv_weight, conv_bias, A_log, dt_bias, D, norm_weight = parameters
     dprojected = torch.empty(projected.shape, dtype=projected.dtype, device=projected.device)
@@ -154,8 +141,3 @@ def _gradients(ctx, douts):
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
-
-
-def _readable(rows: Tensor) -> Tensor:
-    """rows itself when a row's columns lie one behind the other, else a copy."""
-    return rows if rows.stride(-1) == 1 else rows.contiguous()

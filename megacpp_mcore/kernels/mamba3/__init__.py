@@ -72,23 +72,11 @@ def mamba3_scan(
 
 
 def mamba3_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    adt: Tensor,
-    dt: Tensor,
-    trap: Tensor,
-    angles: Tensor,
-    q_bias: Tensor,
-    k_bias: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    *,
-    state: Mamba3State,
-    mimo_v: Tensor | None = None,
-    mimo_z: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, angles: Tensor,
+    q_bias: Tensor, k_bias: Tensor, D: Tensor | None = None, z: Tensor | None = None, *,
+    state: Mamba3State, mimo_v: Tensor | None = None, mimo_z: Tensor | None = None,
     mimo_out: Tensor | None = None,
-) -> tuple[Tensor, Mamba3State]:
+) -> tuple[Tensor, Mamba3State]:  # fmt: skip
     """One more token: the arguments of `mamba3_scan` without S, and the state so far.
 
     Returns y (B, H, P) in v's dtype and the next state; `state` itself is unchanged. Raises

@@ -85,23 +85,11 @@ class Mamba3Inputs:
 
 
 def prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    adt: Tensor,
-    dt: Tensor,
-    trap: Tensor,
-    angles: Tensor,
-    q_bias: Tensor,
-    k_bias: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    *,
-    mimo_v: Tensor | None = None,
-    mimo_z: Tensor | None = None,
-    mimo_out: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, angles: Tensor,
+    q_bias: Tensor, k_bias: Tensor, D: Tensor | None = None, z: Tensor | None = None, *,
+    mimo_v: Tensor | None = None, mimo_z: Tensor | None = None, mimo_out: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-) -> Mamba3Inputs:
+) -> Mamba3Inputs:  # fmt: skip
     """Check the arguments of `mamba3_scan` (documented there) and bring them to one form.
 
     Raises Mamba3InputError naming the argument, what it is and what it should be.

@@ -16,23 +16,11 @@ _CHUNK = 64
 
 
 def mamba3_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    adt: Tensor,
-    dt: Tensor,
-    trap: Tensor,
-    angles: Tensor,
-    q_bias: Tensor,
-    k_bias: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    *,
-    chunk_size: int = _CHUNK,
-    cu_seqlens: Tensor | None = None,
-    initial_state: Mamba3State | None = None,
-    return_final_state: bool = False,
-) -> Tensor | tuple[Tensor, Mamba3State]:
+    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, angles: Tensor,
+    q_bias: Tensor, k_bias: Tensor, D: Tensor | None = None, z: Tensor | None = None, *,
+    chunk_size: int = _CHUNK, cu_seqlens: Tensor | None = None,
+    initial_state: Mamba3State | None = None, return_final_state: bool = False,
+) -> Tensor | tuple[Tensor, Mamba3State]:  # fmt: skip
     """`megacpp_mcore.kernels.mamba3.mamba3_scan`, SISO, in bfloat16; shapes are described there.
 
     With a state, which is inference, the reference runs: upstream keeps the state's angle in

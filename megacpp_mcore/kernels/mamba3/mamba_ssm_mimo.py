@@ -34,26 +34,12 @@ _KERNELS = {
 
 
 def mamba3_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    adt: Tensor,
-    dt: Tensor,
-    trap: Tensor,
-    angles: Tensor,
-    q_bias: Tensor,
-    k_bias: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    *,
-    mimo_v: Tensor | None = None,
-    mimo_z: Tensor | None = None,
-    mimo_out: Tensor | None = None,
-    chunk_size: int = _ROWS,
-    cu_seqlens: Tensor | None = None,
-    initial_state: Mamba3State | None = None,
-    return_final_state: bool = False,
-) -> Tensor | tuple[Tensor, Mamba3State]:
+    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, angles: Tensor,
+    q_bias: Tensor, k_bias: Tensor, D: Tensor | None = None, z: Tensor | None = None, *,
+    mimo_v: Tensor | None = None, mimo_z: Tensor | None = None, mimo_out: Tensor | None = None,
+    chunk_size: int = _ROWS, cu_seqlens: Tensor | None = None,
+    initial_state: Mamba3State | None = None, return_final_state: bool = False,
+) -> Tensor | tuple[Tensor, Mamba3State]:  # fmt: skip
     """`megacpp_mcore.kernels.mamba3.mamba3_scan`, MIMO with skip and gate, in bfloat16; shapes are
     described there. The kernels' own chunk is 64 / R tokens; `chunk_size` is only used by the
     reference, and dispatch does not choose this backend for a `chunk_size` other than 64.

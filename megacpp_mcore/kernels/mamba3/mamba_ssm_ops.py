@@ -24,21 +24,10 @@ _GRADIENTS = 11  # q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z
 
 @torch.library.custom_op("megacpp::mamba3_siso", mutates_args=(), device_types="cuda")
 def mamba3_siso(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    adt: Tensor,
-    dt: Tensor,
-    trap: Tensor,
-    q_bias: Tensor,
-    k_bias: Tensor,
-    angles: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    bounds: Tensor | None,
-    chunk_size: int,
-    save: bool,
-) -> list[Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor,
+    k_bias: Tensor, angles: Tensor, D: Tensor | None, z: Tensor | None, bounds: Tensor | None,
+    chunk_size: int, save: bool,
+) -> list[Tensor]:  # fmt: skip
     """y (B, S, H, P), followed, when `save` is set, by what the backward pass reads."""
     from mamba_ssm.ops.triton.mamba3.angle_dt import angle_dt_fwd
     from mamba_ssm.ops.triton.mamba3.mamba3_siso_fwd import mamba3_siso_fwd
@@ -79,22 +68,10 @@ def _(q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, bounds, chunk_size, 
 
 @torch.library.custom_op("megacpp::mamba3_siso_backward", mutates_args=(), device_types="cuda")
 def _backward(
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    adt: Tensor,
-    dt: Tensor,
-    trap: Tensor,
-    q_bias: Tensor,
-    k_bias: Tensor,
-    angles: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    bounds: Tensor | None,
-    saved: list[Tensor],
-    chunk_size: int,
-) -> list[Tensor]:
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor,
+    q_bias: Tensor, k_bias: Tensor, angles: Tensor, D: Tensor | None, z: Tensor | None,
+    bounds: Tensor | None, saved: list[Tensor], chunk_size: int,
+) -> list[Tensor]:  # fmt: skip
     """The gradients of q, k, v, adt, dt, trap, q_bias, k_bias, angles, and of D and z if given."""
     from mamba_ssm.ops.triton.mamba3 import mamba3_siso_bwd as launch
     from mamba_ssm.ops.triton.mamba3.angle_dt import angle_dt_bwd

@@ -1,17 +1,19 @@
 """Launches the kernels on either side of Mamba-3's scan, which move nothing that they need not.
 
-The math is in `reference.py`, what the kernels share in `triton_kernels.py`.
+The math is in `reference.py`, what the kernels share in `triton_kernels.py` and
+`backward_kernels.py`.
 """
 
 from dataclasses import dataclass
-from math import gcd
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from megacpp_mcore.kernels.mamba3_core import backward_kernels
 from megacpp_mcore.kernels.mamba3_core import triton_kernels as kernels
+from megacpp_mcore.kernels.strides import align, strides
 
 # The fastest configurations of tokens, warps and stages on an H200 at 4 x 4096 tokens: of seven at
 # 56 heads, N 64; at 112 heads, N 128 of 15 for `rotation_backward` and 5 for `rotate`. A product of
@@ -115,7 +117,7 @@ def steps(
     sums, before = projected.new_empty((2, batch, chunks, heads, angles), dtype=torch.float32)
     resets = projected.new_empty(chunks, dtype=torch.int32) if starts is not None else None
     at, shared = sizes.offsets, _shared(sizes, starts, projected)
-    proj = _strides(projected, shared["ALIGN"])
+    proj = strides(shared["ALIGN"], projected)
     h_block = min(64, _block(heads))
     kernels.before_scan[(chunks, triton.cdiv(heads, h_block), batch)](
         projected, dt_bias, starts, *found[:4], sums, resets, seq, chunks, *proj,
@@ -142,9 +144,9 @@ def gate_backward(
     """
     seq, batch, _ = projected.shape
     by = align(projected, dy, dprojected)
-    kernels.gate_backward[(triton.cdiv(seq, _GATE_TOKENS), sizes.heads, batch)](
+    backward_kernels.gate_backward[(triton.cdiv(seq, _GATE_TOKENS), sizes.heads, batch)](
         projected, dy, y, dprojected, seq,
-        *_strides(projected, by), *_strides(dy, by), *_strides(dprojected, by),
+        *strides(by, projected, dy, dprojected),
         H=sizes.heads, P=sizes.head_dim, P_BLOCK=triton.next_power_of_2(sizes.head_dim),
         TOKENS=_GATE_TOKENS, ALIGN=by, num_warps=8,
     )  # fmt: skip
@@ -171,26 +173,26 @@ def steps_backward(
     weight_sums = projected.new_empty((batch * spans, 2, groups, dim), dtype=torch.float32)
     step_sums = projected.new_empty((batch * chunks, heads), dtype=torch.float32)
     at, shared = sizes.offsets, _shared(sizes, starts, projected, dprojected)
-    strides = (*_strides(projected, shared["ALIGN"]), *_strides(dprojected, shared["ALIGN"]))
+    of_rows = strides(shared["ALIGN"], projected, dprojected)
     pairs, block = triton.next_power_of_2(dim) // 2, triton.next_power_of_2(heads // groups)
     step = max(1, min(_STEP, _TILES // (block * pairs)))
-    kernels.rotation_backward[(spans, groups, batch)](
+    backward_kernels.rotation_backward[(spans, groups, batch)](
         projected, found.B, found.C, B_bias, C_bias, starts, found.dt,
         found.theta.view(torch.int16), gradients.dq, gradients.dk, gradients.both, dprojected, ddt,
-        dspeed, sums, resets, bias_sums, seq, spans, *strides,
+        dspeed, sums, resets, bias_sums, seq, spans, *of_rows,
         B_AT=at["B_AT"], C_AT=at["C_AT"], ANGLE_AT=at["ANGLE_AT"], G=groups, N=dim, PAIRS=pairs,
         HEADS=block, SPAN=_SPAN, APPROXIMATE=projected.is_cuda, STAGES=_STAGES,
         num_warps=min(8, max(1, step * block * pairs // _TILE)), **shared | {"TOKENS": step},
     )  # fmt: skip
-    kernels.norms_backward[(spans, groups, batch)](
-        projected, B_weight, C_weight, dprojected, weight_sums, seq, spans, *strides, sizes.eps,
+    backward_kernels.norms_backward[(spans, groups, batch)](
+        projected, B_weight, C_weight, dprojected, weight_sums, seq, spans, *of_rows, sizes.eps,
         B_AT=at["B_AT"], C_AT=at["C_AT"], G=groups, N=dim, PAIRS=pairs, SPAN=_SPAN,
         ALIGN=shared["ALIGN"], num_warps=4,
     )  # fmt: skip
     _add_up(sums, resets, behind, reverse=True)
-    kernels.steps_backward[(chunks, batch)](
+    backward_kernels.steps_backward[(chunks, batch)](
         projected, dt_bias, starts, found.dt, gradients.dadt, gradients.dscale, gradients.dboth,
-        ddt, dspeed, behind, dprojected, step_sums, seq, chunks, spans, *strides,
+        ddt, dspeed, behind, dprojected, step_sums, seq, chunks, spans, *of_rows,
         sizes.decay_floor, *(at[name] for name in ("DT_AT", "A_AT", "TRAP_AT", "ANGLE_AT", "END")),
         COLUMNS=columns, G=groups, A_BLOCK=_block(angles), H_BLOCK=16,
         PAD_BLOCK=triton.next_power_of_2(max(1, columns - at["END"])), SPAN=_SPAN,
@@ -221,12 +223,3 @@ def _add_up(
 def _block(size: int) -> int:
     """Of a matrix product in a kernel, whose sides are at least 16."""
     return max(16, triton.next_power_of_2(size))
-
-
-def align(*rows: Tensor) -> int:
-    """The largest power of two up to 16 that divides every stride."""
-    return gcd(16, *(stride for x in rows for stride in x.stride()[:-1]))
-
-
-def _strides(rows: Tensor, align: int) -> tuple[int, int]:
-    return rows.stride(0) // align, rows.stride(1) // align

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megacpp_mcore.hybrid.block_settings import Mamba3Settings
-from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
+from megacpp_mcore.kernels.case import OperatorCase, Tensors
 from megacpp_mcore.kernels.mamba3.case import walk
 from megacpp_mcore.kernels.mamba3_core.reference import mamba3_core
 from megacpp_mcore.layers.row_padding import row_padding
@@ -21,7 +21,7 @@ from megacpp_mcore.surfaces.workload import Workload
 
 
 @dataclass(frozen=True)
-class Mamba3CoreCase(Case):
+class Mamba3CoreCase(OperatorCase):
     """projected (s, b, rows) -> y (s, b, H P), SISO.
 
     The columns are padded as the layer's are.
@@ -40,6 +40,7 @@ class Mamba3CoreCase(Case):
     eps: float = 1e-5
 
     surface = "mamba3_core"
+    definition = staticmethod(mamba3_core)
     inputs = ("projected", "dt_bias", "B_weight", "C_weight", "B_bias", "C_bias", "D")
     fp32_tensors = inputs[1:]
 
@@ -75,7 +76,7 @@ class Mamba3CoreCase(Case):
     def workload(self, device: str, dtype: torch.dtype) -> Workload:
         layout = SimpleNamespace(
             tp=1, local_heads=self.heads, scan_groups=self.groups, head_dim=self.head_dim,
-            state_dim=self.state_dim, angles=self.angles,
+            state_dim=self.state_dim, rank=1, angles=self.angles,
         )  # fmt: skip
         settings = Mamba3Settings(chunk_size=self.chunk_size)
         return surface.workload(device, SimpleNamespace(params_dtype=dtype), layout, settings, {})
@@ -93,17 +94,11 @@ class Mamba3CoreCase(Case):
             "D": normal(heads),
         }
 
-    def reference(self, **tensors: Tensor) -> Tensors:
-        return self._call(mamba3_core, **tensors)
-
-    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
-        return BoundBackend(lambda **tensors: self._call(implementation, **tensors))
-
-    def _call(self, function: Any, **tensors: Tensor) -> Tensors:
+    def call(self, operator: Any, **tensors: Tensor) -> Tensors:
         sizes = (
             "heads", "head_dim", "groups", "state_dim", "angles", "decay", "decay_floor", "eps"
         )  # fmt: skip
-        return {"y": function(**tensors, **{name: getattr(self, name) for name in sizes})}
+        return {"y": operator(**tensors, **{name: getattr(self, name) for name in sizes})}
 
     def roundings(self, name: str) -> float:
         """As of the scan's case: three products' operands and the result, a gradient as many

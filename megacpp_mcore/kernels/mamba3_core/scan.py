@@ -10,7 +10,8 @@ import triton
 from torch import Tensor
 
 from megacpp_mcore.kernels.mamba3_core import scan_kernels as kernels
-from megacpp_mcore.kernels.mamba3_core.around import ScanGradients, Steps, align, by_head
+from megacpp_mcore.kernels.mamba3_core.around import ScanGradients, Steps, by_head
+from megacpp_mcore.kernels.strides import align
 
 CHUNK = 64
 _PROGRAMS = 2048  # enough for an H200's 132 multiprocessors; more mean more states between them

@@ -18,31 +18,17 @@ from megacpp_mcore.kernels.mamba3.inputs import Mamba3InputError, Mamba3State
 from megacpp_mcore.kernels.mamba3.reference import rotate
 from megacpp_mcore.kernels.mamba3_core import around, scan
 from megacpp_mcore.kernels.mamba3_core.reference import check_inputs
+from megacpp_mcore.kernels.strides import readable
 
 _BYTES = 16  # in_proj's rows are padded to multiples of them
 
 
 def mamba3_core(
-    projected: Tensor,
-    dt_bias: Tensor,
-    B_weight: Tensor,
-    C_weight: Tensor,
-    B_bias: Tensor,
-    C_bias: Tensor,
-    D: Tensor,
-    *,
-    heads: int,
-    head_dim: int,
-    groups: int,
-    state_dim: int,
-    angles: int,
-    decay: str,
-    decay_floor: float,
-    eps: float,
-    cu_seqlens: Tensor | None = None,
-    initial_state: Mamba3State | None = None,
-    return_final_state: bool = False,
-) -> Tensor | tuple[Tensor, Mamba3State]:
+    projected: Tensor, dt_bias: Tensor, B_weight: Tensor, C_weight: Tensor, B_bias: Tensor,
+    C_bias: Tensor, D: Tensor, *, heads: int, head_dim: int, groups: int, state_dim: int,
+    angles: int, decay: str, decay_floor: float, eps: float, cu_seqlens: Tensor | None = None,
+    initial_state: Mamba3State | None = None, return_final_state: bool = False,
+) -> Tensor | tuple[Tensor, Mamba3State]:  # fmt: skip
     """`megacpp_mcore.kernels.mamba3_core.mamba3_core`, in bfloat16; shapes are described there.
 
     Raises Mamba3InputError for a projection that is not bfloat16, an empty one, one whose rows are
@@ -100,7 +86,7 @@ def _carried(
     The term that a token adds for the token before it, (1 - lam) dt v k^T, is decayed with the
     state: the first token's is added to the state that it begins with.
     """
-    projected, *parameters = (_readable(tensors[0]), *(x.contiguous() for x in tensors[1:]))
+    projected, *parameters = (readable(tensors[0]), *(x.contiguous() for x in tensors[1:]))
     B_bias, D = parameters[3], parameters[5]
     y, (x, z) = _output(projected, sizes), (_heads(projected, sizes, i) for i in (1, 0))
     angle = None if state is None else state.angle.float().contiguous()
@@ -127,7 +113,7 @@ def _forward(
 ) -> list[Tensor]:  # fmt: skip
     """y (s, b, H P), followed, when `save` is set, by dt, theta and `scan.Saved`."""
     sizes = around.Sizes(heads, head_dim, groups, state_dim, angles, decay, decay_floor, eps)
-    projected = _readable(projected)
+    projected = readable(projected)
     parameters = (x.contiguous() for x in (dt_bias, B_weight, C_weight, B_bias, C_bias, D))
     dt_bias, B_weight, C_weight, B_bias, C_bias, D = parameters
     y = _output(projected, sizes)
@@ -161,7 +147,7 @@ def _backward(
     `around.Steps` but for q and k, which are overwritten with inner."""
     sizes = around.Sizes(heads, head_dim, groups, state_dim, angles, decay, decay_floor, eps)
     parameters = tuple(x.contiguous() for x in (dt_bias, B_weight, C_weight, B_bias, C_bias))
-    projected, dy, found = _readable(projected), _readable(dy), around.Steps(*steps, q, k)
+    projected, dy, found = readable(projected), readable(dy), around.Steps(*steps, q, k)
     dprojected = torch.empty(projected.shape, dtype=projected.dtype, device=projected.device)
     x, dx = _heads(projected, sizes, 1), _heads(dprojected, sizes, 1)
     with device_of(projected):
@@ -209,8 +195,3 @@ def _heads(rows: Tensor, sizes: around.Sizes, part: int = 0) -> Tensor:
     inner = sizes.heads * sizes.head_dim
     columns = rows[..., part * inner : (part + 1) * inner]
     return columns.unflatten(-1, (sizes.heads, sizes.head_dim)).transpose(0, 1)
-
-
-def _readable(rows: Tensor) -> Tensor:
-    """rows itself when the kernels can take it as it lies, else a copy."""
-    return rows if rows.stride(-1) == 1 else rows.contiguous()

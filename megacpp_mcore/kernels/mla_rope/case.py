@@ -6,7 +6,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
+from megacpp_mcore.kernels.case import OperatorCase, Tensors
 from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds
 from megacpp_mcore.kernels.mla_rope.inputs import RotaryTable
 from megacpp_mcore.kernels.mla_rope.reference import mla_rope
@@ -18,7 +18,7 @@ _BASE = 10_000.0
 
 
 @dataclass(frozen=True)
-class MLARopeCase(Case):
+class MLARopeCase(OperatorCase):
     """q (s, b, heads, plain + pos), kv (s, b, heads, plain + v), k_pos (s, b, pos) -> q, k and v.
 
     documents: packed ones in each row of seq tokens, of unlike lengths; 0: rows as they are, else
@@ -37,6 +37,7 @@ class MLARopeCase(Case):
     mscale: float = 1.0
 
     surface = "mla_rope"
+    definition = staticmethod(mla_rope)
     inputs = ("q", "kv", "k_pos")
     fp32_tensors = ("cos", "sin")
     backward_flops = 1
@@ -93,15 +94,9 @@ class MLARopeCase(Case):
             tensors["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=generator.device)
         return tensors
 
-    def reference(self, **tensors: Tensor) -> Tensors:
-        return self._call(mla_rope, **tensors)
-
-    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
-        return BoundBackend(lambda **tensors: self._call(implementation, **tensors))
-
-    def _call(self, function: Any, cos: Tensor, sin: Tensor, **tensors: Tensor) -> Tensors:
+    def call(self, operator: Any, cos: Tensor, sin: Tensor, **tensors: Tensor) -> Tensors:
         options = {"qk_head_dim": self.plain, "interleaved": self.interleaved}
-        values = function(rotary=RotaryTable(cos, sin), **tensors, **options)
+        values = operator(rotary=RotaryTable(cos, sin), **tensors, **options)
         return dict(zip(("q_out", "k", "v"), values, strict=True))
 
     def roundings(self, name: str) -> float:

@@ -15,6 +15,7 @@ from torch import Tensor
 from megacpp_mcore.kernels.device_guard import device_of
 from megacpp_mcore.kernels.mla_rope import triton_kernels
 from megacpp_mcore.kernels.mla_rope.inputs import MLARopeInputError, RotaryTable, check_inputs
+from megacpp_mcore.kernels.strides import readable
 
 DTYPES = ("bfloat16", "float16", "float32")
 _BOUNDS_BLOCK = 64
@@ -24,16 +25,9 @@ _TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 
 
 def mla_rope(
-    q: Tensor,
-    kv: Tensor,
-    k_pos: Tensor,
-    rotary: RotaryTable,
-    *,
-    qk_head_dim: int,
-    cu_seqlens: Tensor | None = None,
-    interleaved: bool = True,
-    in_place: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, kv: Tensor, k_pos: Tensor, rotary: RotaryTable, *, qk_head_dim: int,
+    cu_seqlens: Tensor | None = None, interleaved: bool = True, in_place: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `megacpp_mcore.kernels.mla_rope.mla_rope`, for the dtypes of DTYPES."""
     check_inputs(q, kv, k_pos, rotary, qk_head_dim, cu_seqlens)
     if q.dtype not in _TORCH_DTYPES:
@@ -53,17 +47,11 @@ def mla_rope(
 
 @torch.library.custom_op("megacpp::mla_rope", mutates_args=())
 def _forward(
-    q: Tensor,
-    kv: Tensor,
-    k_pos: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cu_seqlens: Tensor | None,
-    qk_head_dim: int,
-    interleaved: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, kv: Tensor, k_pos: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None,
+    qk_head_dim: int, interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q, k and v, (s, b, heads, ...)."""
-    q, kv, k_pos = _readable(q), _readable(kv), _readable(k_pos)
+    q, kv, k_pos = readable(q), readable(kv), readable(k_pos)
     q_out, k, v = _outputs(q, kv, qk_head_dim)
     _launch(
         triton_kernels.forward, (q, kv, k_pos), (q_out, k, v),
@@ -86,17 +74,11 @@ def _(q, kv, k_pos, cos, sin, cu_seqlens, qk_head_dim, interleaved):
 
 @torch.library.custom_op("megacpp::mla_rope_backward", mutates_args=())
 def _backward(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cu_seqlens: Tensor | None,
-    qk_head_dim: int,
-    interleaved: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None,
+    qk_head_dim: int, interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, kv and k_pos."""
-    dq, dk, dv = _readable(dq), _readable(dk), _readable(dv)
+    dq, dk, dv = readable(dq), readable(dk), readable(dv)
     gradients = _gradient_outputs(dq, dv, qk_head_dim)
     _launch(
         triton_kernels.backward, (dq, dk, dv), gradients,
@@ -141,7 +123,7 @@ class _InPlace(torch.autograd.Function):
     def forward(ctx, q, kv, k_pos, cos, sin, cu_seqlens, qk_head_dim, interleaved):
         ctx.save_for_backward(cos, sin, cu_seqlens)
         ctx.options = qk_head_dim, interleaved
-        kv, k_pos = _readable(kv), _readable(k_pos)
+        kv, k_pos = readable(kv), readable(k_pos)
         _, k, v = _outputs(q, kv, qk_head_dim, with_q=False)
         _launch(
             triton_kernels.forward, (q, kv, k_pos), (q, k, v),
@@ -155,7 +137,7 @@ class _InPlace(torch.autograd.Function):
         if not dq.is_contiguous():  # its reader wants rows as q's were
             found = _backward(dq, dk, dv, *tables, *ctx.options)
             return *found, None, None, None, None, None
-        dk, dv = _readable(dk), _readable(dv)
+        dk, dv = readable(dk), readable(dv)
         _, dkv, dk_pos = _gradient_outputs(dq, dv, qk_head_dim, with_q=False)
         _launch(
             triton_kernels.backward, (dq, dk, dv), (dq, dkv, dk_pos),
@@ -164,21 +146,11 @@ class _InPlace(torch.autograd.Function):
         return dq, dkv, dk_pos, None, None, None, None, None
 
 
-def _readable(x: Tensor) -> Tensor:
-    """x itself when a head's dims are contiguous, else a copy."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 def _launch(
-    kernel,
-    sources: tuple[Tensor, Tensor, Tensor],
-    targets: tuple[Tensor, Tensor, Tensor],
-    tables: tuple[Tensor, Tensor, Tensor | None],
-    shape: torch.Size,
-    qk_head_dim: int,
-    v_dim: int,
+    kernel, sources: tuple[Tensor, Tensor, Tensor], targets: tuple[Tensor, Tensor, Tensor],
+    tables: tuple[Tensor, Tensor, Tensor | None], shape: torch.Size, qk_head_dim: int, v_dim: int,
     interleaved: bool,
-) -> None:
+) -> None:  # fmt: skip
     """One program a token. shape: of q. q or its gradient may be its own target."""
     tokens, batch, heads, dim = shape
     if not tokens * batch * heads:

@@ -11,16 +11,9 @@ from megacpp_mcore.kernels.mla_rope.reference import positions
 
 
 def mla_rope(
-    q: Tensor,
-    kv: Tensor,
-    k_pos: Tensor,
-    rotary: RotaryTable,
-    *,
-    qk_head_dim: int,
-    cu_seqlens: Tensor | None = None,
-    interleaved: bool = True,
-    in_place: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, kv: Tensor, k_pos: Tensor, rotary: RotaryTable, *, qk_head_dim: int,
+    cu_seqlens: Tensor | None = None, interleaved: bool = True, in_place: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `megacpp_mcore.kernels.mla_rope.mla_rope`, in the arithmetic of q's dtype."""
     check_inputs(q, kv, k_pos, rotary, qk_head_dim, cu_seqlens)
     rows = [table[: q.shape[0]].to(q.dtype) for table in rotary]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
+from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors, transformer_config
 from megacpp_mcore.kernels.moe_experts.reference import experts
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces import moe_experts
@@ -74,7 +74,7 @@ class MoeExpertsCase(Case):
     def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
         from megatron.core.process_groups_config import ProcessGroupCollection
 
-        module = implementation()(
+        module = implementation(
             self.experts,
             self._config(device, dtype),
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
@@ -89,10 +89,9 @@ class MoeExpertsCase(Case):
         )
 
     def _config(self, device: str, dtype: torch.dtype) -> Any:
-        from megatron.core.transformer import TransformerConfig
-
-        return TransformerConfig(
-            num_layers=1,
+        return transformer_config(
+            device,
+            dtype,
             hidden_size=self.hidden_size,
             num_attention_heads=1,
             num_moe_experts=self.experts,
@@ -102,10 +101,6 @@ class MoeExpertsCase(Case):
             activation_func=functional.silu,
             bias_activation_fusion=device == "cuda",
             add_bias_linear=False,
-            params_dtype=dtype,
-            bf16=dtype == torch.bfloat16,
-            fp16=dtype == torch.float16,
-            use_cpu_initialization=device == "cpu",
         )
 
     def roundings(self, name: str) -> float:

@@ -6,7 +6,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
+from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors, transformer_config
 from megacpp_mcore.kernels.norm.reference import rms_norm
 from megacpp_mcore.layers.norm import build
 from megacpp_mcore.recipe import Recipe
@@ -60,7 +60,7 @@ class NormCase(Case):
 
     def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
         config = self._config(device, dtype)
-        module = build(implementation(), config, self.hidden_size, self.eps, has_residual=True)
+        module = build(implementation, config, self.hidden_size, self.eps, has_residual=True)
         module = module.to(device, dtype)
 
         def call(x: Tensor, weight: Tensor) -> Tensors:
@@ -71,16 +71,8 @@ class NormCase(Case):
         return BoundBackend(call, {"weight": [module.weight]})
 
     def _config(self, device: str, dtype: torch.dtype) -> Any:
-        from megatron.core.transformer import TransformerConfig
-
-        return TransformerConfig(
-            num_layers=1,
-            hidden_size=self.hidden_size,
-            num_attention_heads=1,
-            normalization="RMSNorm",
-            params_dtype=dtype,
-            use_cpu_initialization=device == "cpu",
-        )
+        sizes = {"hidden_size": self.hidden_size, "num_attention_heads": 1}
+        return transformer_config(device, dtype, normalization="RMSNorm", **sizes)
 
     def roundings(self, name: str) -> float:
         """The normalised x, its product with the weight and y; and on the way back the gradient

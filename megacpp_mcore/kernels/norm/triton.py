@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.norm import triton_kernels
+from megacpp_mcore.surfaces.norm import MAX_HIDDEN_SIZE
 
 DTYPES = ("bfloat16", "float16", "float32")
-MAX_HIDDEN_SIZE = 16384  # a program holds a whole row
 _FORWARD_WARPS = 8
 _BACKWARD_WARPS = 16  # the fastest of 12 with the programs below on an H200 at 3584
 _PROGRAMS_PER_MULTIPROCESSOR = 2

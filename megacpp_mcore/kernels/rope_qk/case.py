@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
+from megacpp_mcore.kernels.case import OperatorCase, Tensors
 from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds
 from megacpp_mcore.kernels.rope_qk.inputs import RopeQK
 from megacpp_mcore.kernels.rope_qk.reference import REFERENCE
@@ -19,7 +19,7 @@ _BASE = 10_000.0
 
 
 @dataclass(frozen=True)
-class RopeQKCase(Case):
+class RopeQKCase(OperatorCase):
     """qkv (s, b, groups, (heads / groups + 2) * dim) -> q, k and v; q and k -> both when apart.
 
     rotary: of the dims. documents: packed ones in each row of seq tokens, of unlike lengths; 0:
@@ -38,6 +38,7 @@ class RopeQKCase(Case):
     apart: bool = False
 
     surface = "rope_qk"
+    definition = REFERENCE
     fp32_tensors = ("angles",)
     backward_flops = 1
     backward_reads_inputs = False
@@ -98,17 +99,11 @@ class RopeQKCase(Case):
             tensors["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32).to(generator.device)
         return tensors
 
-    def reference(self, **tensors: Tensor) -> Tensors:
-        return self._call(REFERENCE, **tensors)
-
-    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
-        return BoundBackend(lambda **tensors: self._call(implementation, **tensors))
-
-    def _call(self, rope: RopeQK, **tensors: Tensor) -> Tensors:
+    def call(self, operator: RopeQK, **tensors: Tensor) -> Tensors:
         options = {"interleaved": self.interleaved, "mscale": self.mscale}
         if self.apart:
-            return dict(zip(("q_out", "k_out"), rope.apart(**tensors, **options), strict=True))
-        values = rope.projected(**tensors, **options, heads=self.heads)
+            return dict(zip(("q_out", "k_out"), operator.apart(**tensors, **options), strict=True))
+        values = operator.projected(**tensors, **options, heads=self.heads)
         return dict(zip(("q", "k", "v"), values, strict=True))
 
     def roundings(self, name: str) -> float:

@@ -29,12 +29,13 @@ def _rotated(
         angle = angles[position.clamp(max=angles.shape[0] - 1)].to(wide)[:, None]
         cos = torch.where(known, angle.cos() * mscale, 1)
         sin = torch.where(known, angle.sin() * mscale, 0)
-    q, k = (_rotate(x, cos, sin, interleaved, wide) for x in (q, k))
+    q, k = (rotate(x, cos, sin, interleaved) for x in (q, k))
     return q, k
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, wide: torch.dtype) -> Tensor:
-    pairs = cos.shape[-1]
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x (..., dim); cos, sin: of any shape that x's other dims broadcast with."""
+    pairs, wide = cos.shape[-1], torch.promote_types(x.dtype, torch.float32)
     dims, rest = x[..., : 2 * pairs].to(wide), x[..., 2 * pairs :]
     if interleaved:
         a, b = dims[..., 0::2], dims[..., 1::2]

@@ -18,6 +18,7 @@ from megacpp_mcore.kernels.rope_qk.inputs import (
     check_apart,
     check_projection,
 )
+from megacpp_mcore.kernels.strides import readable
 
 DTYPES = ("bfloat16", "float16", "float32")
 _BOUNDS_BLOCK = 64
@@ -68,7 +69,7 @@ def _split(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q, k and v of (s, b, heads or groups, dim) from the projection."""
     q, k, v = _split_outputs(qkv, heads)
-    sources = _parts(_readable(qkv), q.shape[-1])
+    sources = _parts(readable(qkv), q.shape[-1])
     _launch(sources, (_grouped(q, k), k, v), angles, cu_seqlens, interleaved, mscale, False)
     return q, k, v
 
@@ -92,7 +93,7 @@ def _join(
     interleaved: bool, mscale: float,
 ) -> Tensor:  # fmt: skip
     """The projection's gradient from those of q, k and v."""
-    dq, dk, dv = _readable(dq), _readable(dk), _readable(dv)
+    dq, dk, dv = readable(dq), readable(dk), readable(dv)
     dqkv = _join_output(dq, dk)
     targets = _parts(dqkv, dq.shape[-1])
     sources = (_grouped(dq, dk), dk, dv)
@@ -130,7 +131,7 @@ def _rotate(
     mscale: float, backward: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q (s, b, heads, dim) and k (s, b, groups, dim) rotated, or rotated back."""
-    q, k = _readable(q), _readable(k)
+    q, k = readable(q), readable(k)
     outputs = q.new_empty(q.shape), k.new_empty(k.shape)
     sources, targets = (_grouped(q, k), k, None), (_grouped(*outputs), outputs[1], None)
     _launch(sources, targets, angles, cu_seqlens, interleaved, mscale, backward)
@@ -155,14 +156,9 @@ def _rotate_gradients(ctx, dq, dk):
 _rotate.register_autograd(_rotate_gradients, setup_context=_save_rotate)
 
 
-def _readable(x: Tensor) -> Tensor:
-    """x itself when a head's dims are contiguous, else a copy."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 def _grouped(q: Tensor, k: Tensor) -> Tensor:
     """A view of q as (s, b, groups, queries of a group, dim)."""
-    return q.unflatten(2, (k.shape[2], -1)) if k.shape[2] else q
+    return q.unflatten(2, (k.shape[2], -1))
 
 
 def _parts(qkv: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,14 +168,9 @@ def _parts(qkv: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _launch(
-    sources: tuple[Tensor, Tensor, Tensor | None],
-    targets: tuple[Tensor, Tensor, Tensor | None],
-    angles: Tensor,
-    cu_seqlens: Tensor | None,
-    interleaved: bool,
-    mscale: float,
-    backward: bool,
-) -> None:
+    sources: tuple[Tensor, Tensor, Tensor | None], targets: tuple[Tensor, Tensor, Tensor | None],
+    angles: Tensor, cu_seqlens: Tensor | None, interleaved: bool, mscale: float, backward: bool,
+) -> None:  # fmt: skip
     """One program a token."""
     tokens, batch, groups, ratio, dim = sources[0].shape
     if not tokens * batch:

@@ -6,7 +6,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
+from megacpp_mcore.kernels.case import OperatorCase, Tensors
 from megacpp_mcore.kernels.router_gating.reference import router_gating
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces import router_gating as surface
@@ -14,7 +14,7 @@ from megacpp_mcore.surfaces.workload import Workload
 
 
 @dataclass(frozen=True)
-class RouterGatingCase(Case):
+class RouterGatingCase(OperatorCase):
     """x (s, b, h), weight (E, h) -> logits (s, b, E) in float32."""
 
     batch: int
@@ -23,6 +23,7 @@ class RouterGatingCase(Case):
     experts: int
 
     surface = "router_gating"
+    definition = staticmethod(router_gating)
     inputs = ("x", "weight")
     fp32_tensors = ("logits",)
 
@@ -58,11 +59,8 @@ class RouterGatingCase(Case):
             * self.hidden_size**-0.5,
         }
 
-    def reference(self, x: Tensor, weight: Tensor) -> Tensors:
-        return {"logits": router_gating(x, weight)}
-
-    def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
-        return BoundBackend(lambda x, weight: {"logits": implementation(x, weight)})
+    def call(self, operator: Any, **tensors: Tensor) -> Tensors:
+        return {"logits": operator(**tensors)}
 
     def roundings(self, name: str) -> float:
         """None to the logits, which are float32; a gradient is rounded once."""
