@@ -13,7 +13,7 @@ from typing import Any
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.surfaces.backend import REFERENCE
-from megacpp_mcore.surfaces.moe_dispatch import ALLGATHER
+from megacpp_mcore.surfaces.moe_dispatch import ALLGATHER, DEEPEP
 
 # What a model is: an exported one is described by these sections, and trains on in any others.
 MODEL_SECTIONS = ("model", "attention", "moe", "mamba3", "m2rnn", "mtp")
@@ -25,7 +25,7 @@ _NEVER_DROP = {  # a token's experts do not depend on the other tokens of its ba
 }  # fmt: skip
 _ONE_RANK = {
     "moe_token_dispatcher_type": ALLGATHER, "moe_flex_dispatcher_num_sms": None,
-    "moe_flex_dispatcher_backend": "deepep",  # the default, which the all-gather does not read
+    "moe_flex_dispatcher_backend": DEEPEP,  # the default, which the all-gather does not read
     "moe_shared_expert_overlap": False, "moe_permute_fusion": False, "moe_router_fusion": False,
     "moe_router_padding_for_quantization": False,
 }  # fmt: skip
