@@ -1,6 +1,7 @@
 """`megacpp patch`: the patch lane on the pinned packages of an environment."""
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -21,6 +22,7 @@ exit status: 0 success (status: everything is applied; verify: proved; port: no 
   megacpp patch new my-fix --from edited/ --test reproduce.py --reason '...' --drop-when '...'
 """
 
+_LONGEST = 1_000_000  # seconds: poll() takes 24 days
 _EDITED = "edited files, under their paths in site-packages"
 _TEST = "script: exits 1 with the defect, 0 without it, 77 if it cannot run here"
 
@@ -58,11 +60,11 @@ def register(subparsers: Any) -> None:
         run = functools.partial(run_change, name)
         argument = add(name, run, text, "--site", "--only")
         wait = "how long to wait for another patch command (%(default)s)"
-        argument("--wait", metavar="SECONDS", type=float, default=30.0, help=wait)
+        argument("--wait", metavar="SECONDS", type=_seconds, default=30.0, help=wait)
         argument("--json", action="store_true")
     text = "run each patch's reproducer without and with the lane"
     argument = add("verify", run_verify, text, "--site", "--only")
-    argument("--timeout", metavar="SECONDS", type=float, default=600.0, help="per run")
+    argument("--timeout", metavar="SECONDS", type=_seconds, default=600.0, help="per run")
     argument("--json", action="store_true")
     text = "make a patch from an edited copy of installed files"
     argument = add("new", run_new, text, "--site")
@@ -86,9 +88,17 @@ def register(subparsers: Any) -> None:
     of = "site-packages with the pinned versions, for merges (default: this Python's)"
     argument("--base", metavar="DIR", type=Path, help=of)
     argument("--no-test", action="store_true", help="run no reproducer where the lines do not tell")
-    argument("--timeout", metavar="SECONDS", type=float, default=600.0, help="per reproducer")
+    argument("--timeout", metavar="SECONDS", type=_seconds, default=600.0, help="per reproducer")
     argument("--write", metavar="DIR", type=Path, help="make the lane of what applies there")
     argument("--json", action="store_true")
+
+
+def _seconds(text: str) -> float:
+    """What a wait can take; nan would end none, and inf is more than the system can wait."""
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) <= _LONGEST:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to {_LONGEST:,}")
 
 
 def run_list(args: argparse.Namespace) -> int:

@@ -91,7 +91,11 @@ def _scripts(script: Path) -> list[Path]:
     """The reproducer and the files beside it that it imports."""
     found = [script]
     for each in found:
-        for node in ast.walk(ast.parse(each.read_bytes())):
+        try:
+            tree = ast.parse(each.read_bytes().decode())
+        except (SyntaxError, ValueError) as error:  # ValueError: not UTF-8, a NUL
+            raise PatchError(f"{each}: cannot be read as Python: {error}") from error
+        for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = [node.module]
@@ -128,7 +132,7 @@ def _author(author: str | None) -> str:
     if author is None:
         author = formataddr((_git_config("user.name"), _git_config("user.email")))
     name, address = parseaddr(author)
-    if not name or "@" not in address:
+    if not name or "@" not in address or not f"{name}{address}".isprintable():
         raise PatchError(
             f"author {author!r} is not of the form 'Name <address>'; give --author, or set git's "
             f"user.name and user.email"

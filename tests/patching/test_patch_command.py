@@ -87,6 +87,18 @@ def test_verify_fails_when_nothing_is_proved(run, lane):
     assert status == 0 and json.loads(out)[0]["verdict"] == "proved"
 
 
+@pytest.mark.parametrize("seconds", ["nan", "inf", "1e10", "-1", "soon"])
+@pytest.mark.parametrize("option", [("apply", "--wait"), ("verify", "--timeout")])
+def test_seconds_that_nothing_can_wait_for_are_refused(lane, site, option, seconds, capsys):
+    verb, name = option
+    words = ["patch", verb, "--lane", str(lane.lane), "--site", str(site), f"{name}={seconds}"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert f"{name}: {seconds!r} is not a number of seconds from 0 to 1,000,000" in said
+
+
 def test_export_prints_a_mail(lane, site, capfdbinary):
     arguments = ["--lane", str(lane.lane), "--site", str(site), "alpha", "--author", "A <a@b>"]
     assert cli.main(["patch", "export", *arguments]) == 0

@@ -82,6 +82,18 @@ def test_export_refuses(lane, tmp_path):
         export.export(lane, "delta", None, AUTHOR)
 
 
+def test_a_name_with_a_line_break_makes_no_header(lane):
+    with pytest.raises(PatchError, match=r"is not of the form"):
+        export.export(lane, "alpha", None, '"A\nBcc: b@example.org" <a@example.org>')
+
+
+@pytest.mark.parametrize("text", [b"def (:\n", b"# \xff\n", b"\0"])
+def test_a_reproducer_that_is_no_python(lane, text):
+    (lane.lane / "reproducers/alpha.py").write_bytes(text)
+    with pytest.raises(PatchError, match=r"alpha.py: cannot be read as Python: "):
+        export.export(lane, "alpha", None, AUTHOR)
+
+
 @pytest.mark.parametrize("patch", [patch.id for patch in manifest.load().patches])
 def test_git_am_takes_each_patch_of_our_lane(patch, tmp_path):
     """On the original files of the installed wheel, after the patches that its message names."""
