@@ -134,16 +134,11 @@ class _Run:
         self.trainer = Trainer(model, optimizer, build_scheduler(optimizer, args), args)
         self.iteration = 0
         self._evaluation_s = self._save_s = 0.0  # what the last one took
-        plan = recipe.plan.to_dict()
         self.receipt = RunReceipt(
             folder.receipt,
             recipe=receipts.recipe_entry(recipe.name, recipe.to_dict()),
             topology={"world_size": 1, "tp": 1, "pp": 1, "ep": 1, "cp": 1, "dp": 1},
-            plan={
-                "source_pattern": plan["source_pattern"],
-                "megatron_pattern": plan["megatron_pattern"],
-                "counts": plan["counts"]["source"],
-            },
+            plan=receipts.plan_entry(recipe.plan),
             backends=[asdict(decision) for decision in dispatch.decisions()],
             environment=environment,
             lane=lane("cpu"),
