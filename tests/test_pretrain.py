@@ -721,7 +721,7 @@ def test_a_run_that_megatron_resumes_goes_on_in_its_receipt(watched, tmp_path):
 
 
 def test_another_megatron_loop_is_refused(watched, monkeypatch):
-    from megacpp_mcore.training.gpu.watch import WatchError
+    from megacpp_mcore.training.gpu.loop import WatchError
 
     watch, loop = watched
     monkeypatch.delattr(loop.training, "train_step")

@@ -16,7 +16,7 @@ from megacpp_mcore import cli
 from megacpp_mcore.patching import manifest
 from megacpp_mcore.terminal import Escaping, has_room, left, printable
 from megacpp_mcore.training.cpu import progress
-from megacpp_mcore.training.cpu.train import _still_due
+from megacpp_mcore.training.cpu.progress import still_due
 
 CHEAP = [
     ("train", "nope"),
@@ -118,7 +118,7 @@ def test_time_left_knows_of_what_comes_after_the_last_step(monkeypatch, capsys):
 )
 def test_what_is_still_due_is_counted(interval, done, last, count):
     """At each multiple of the interval that is neither done nor the end, and at the end."""
-    assert _still_due(interval, done, last) == count
+    assert still_due(interval, done, last) == count
 
 
 def test_patches_that_a_help_text_names_exist():

@@ -21,6 +21,7 @@ from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.stack import bridges
 from megacpp_mcore.surfaces.workload import current_device
+from megacpp_mcore.training.environment import apply_environment
 
 _TOPOLOGY = {"world_size": 1, "tp": 1, "pp": 1, "ep": 1, "cp": 1, "dp": 1}
 _ONE_RANK_NOTE = "one process: the recipe's model on one device, without any parallelism"
@@ -58,6 +59,9 @@ class Target(ABC):
     dtype: torch.dtype = torch.float32
     wrong: list[str] = field(default_factory=list)
     backends: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.environment = _environment(self.recipe)  # asking for a backend may start CUDA
 
     @abstractmethod
     def build(self, clock: Clock, say: Callable[[str], None]) -> None:
@@ -104,10 +108,10 @@ def run(target: Target, say: Callable[[str], None] = to_stderr) -> tuple[dict[st
             "jsonschema is not installed, which validates the receipt; install it (it is one of "
             "megacpp-mcore's dependencies: `pip install 'jsonschema>=4.23'`)"
         )
+    recipe, device = target.recipe, current_device()
     bridges.before_megatron()
     from megacpp_mcore.training.cpu.megatron_setup import quiet, single_process
 
-    recipe, device = target.recipe, current_device()
     clock, rows = clock_for(device), []
     with quiet(), single_process(recipe.schedule.seed, device):
         target.build(clock, say)
@@ -124,7 +128,7 @@ def run(target: Target, say: Callable[[str], None] = to_stderr) -> tuple[dict[st
         backends=target.backends,
         lane=lane("cpu" if device == "cpu" else None),
         topology=_TOPOLOGY,
-        environment=_environment(recipe),
+        environment=target.environment,
         recipe=receipts.recipe_entry(recipe.name, recipe.to_dict()),
         notes=[_ONE_RANK_NOTE, *target.notes(rows)],
     )  # fmt: skip
@@ -153,6 +157,8 @@ def _timed(
 
 
 def _environment(recipe: Recipe) -> dict[str, dict[str, str]]:
-    """The launch variables of the recipe that this process has, and the forced backends."""
-    names = (*recipe.launch.environment, dispatch.ENVIRONMENT_VARIABLE)
-    return {"applied": {}, "kept": {n: os.environ[n] for n in names if n in os.environ}}
+    """The recipe's variables, set before CUDA starts and reads them, and the forced backends."""
+    environment = apply_environment(recipe.launch.environment)
+    if forced := os.environ.get(dispatch.ENVIRONMENT_VARIABLE):
+        environment["kept"][dispatch.ENVIRONMENT_VARIABLE] = forced
+    return environment

@@ -18,7 +18,6 @@ from megacpp_mcore.bench.runner import Contender, Target
 from megacpp_mcore.kernels.regions import Distance
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.lowering import lower
-from megacpp_mcore.training.environment import apply_environment
 
 _SECTIONS = ("precision", "recompute")  # how a model is computed; any other would be another model
 
@@ -76,7 +75,6 @@ def build(variant: Variant) -> tuple[torch.nn.Module, Namespace]:
     """The variant's model, and Megatron's args of it."""
     from megacpp_mcore.training.cpu import megatron_setup as setup
 
-    apply_environment(variant.recipe.launch.environment)
     with serving(variant.backends):
         args = setup.megatron_args(lower(variant.recipe).argv)
         return setup.build_model(args, variant.recipe), args

@@ -10,12 +10,13 @@ from megacpp_mcore.receipts.writer import (
     ReceiptWriteError,
     bench_receipt,
     bench_row,
+    plan_entry,
     receipt_head,
     recipe_entry,
     write,
 )
 
 __all__ = [
-    "ReceiptError", "ReceiptWriteError", "bench_receipt", "bench_row", "read", "receipt_head",
-    "recipe_entry", "schema", "validate", "write",
+    "ReceiptError", "ReceiptWriteError", "bench_receipt", "bench_row", "plan_entry", "read",
+    "receipt_head", "recipe_entry", "schema", "validate", "write",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.files import content_sha256, write_atomically
+from megacpp_mcore.hybrid.plan import HybridPlan
 from megacpp_mcore.receipts.checks import (
     SCHEMA_VERSION,
     ReceiptError,
@@ -65,6 +66,15 @@ def recipe_entry(name: str, content: Mapping[str, Any]) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise ReceiptError(f"recipe {name!r} does not fit in a receipt: {error}") from None
     return {"name": name, "sha256": content_sha256(plain), "content": plain}
+
+
+def plan_entry(plan: HybridPlan) -> dict[str, Any]:
+    """The `plan` of a run's receipt."""
+    return {
+        "source_pattern": plan.source_pattern,
+        "megatron_pattern": plan.megatron_pattern,
+        "counts": plan.counts["source"],
+    }
 
 
 def bench_row(

@@ -30,8 +30,8 @@ class RunFolder:
         self._lock: IO[str] | None = None
 
     def claim(
-        self, *, resume: bool, overwrite: bool, resume_from: int | None = None
-    ) -> Path | None:  # fmt: skip
+        self, *, resume: bool = False, overwrite: bool = False, resume_from: int | None = None
+    ) -> Path | None:
         """Lock the folder. Returns the checkpoint to resume from, or None to start at step 0.
 
         resume_from: the iteration of that checkpoint; None: the newest. Newer ones then lose their

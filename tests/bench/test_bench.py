@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import sys
 import time
@@ -257,6 +258,30 @@ def test_the_recipe_of_the_environment_is_the_default(monkeypatch, capsys):
     monkeypatch.setenv("MEGACPP_RECIPE", f"nam56r-tiny {words} --set model.hidden_size=48")
     assert cli.main(["bench", "norm", "--set", "model.seq_length=16"]) == 0
     assert "batch 2, seq 16, hidden_size 48" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("asked", ["norm", "layer"])
+def test_the_recipes_environment_is_set_before_the_device_starts(asked, monkeypatch):
+    """CUDA and its allocator read it then. The receipt says who has set what."""
+    for name in ("NOTE", "MINE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MINE", "user")
+    monkeypatch.setenv("MEGACPP_BACKENDS", "norm=reference")
+    seen, choose = [], dispatch.choose
+    monkeypatch.setattr(
+        dispatch, "choose", lambda *asked: seen.append(os.environ.get("NOTE")) or choose(*asked)
+    )
+    sets = ["launch.environment.NOTE=recipe", "launch.environment.MINE=recipe"]
+    if asked == "layer":
+        recipe = bench.load_for_bench("nam56r-tiny", [*layer.layer_overrides("A"), *SMALL, *sets])
+        target = layer.LayerTarget(recipe)
+    else:
+        target = operator.OperatorTarget(asked, bench.load_for_bench("nam56r-tiny", SMALL + sets))
+    receipt, _ = runner.run(target, lambda said: None)
+    assert set(seen) == {"recipe"}
+    kept = {"MINE": "user", "MEGACPP_BACKENDS": "norm=reference"}
+    assert receipt["environment"] == {"applied": {"NOTE": "recipe"}, "kept": kept}
 
 
 def of_tests(recipe, device):

@@ -34,6 +34,7 @@ def chain():
     one = DistributedOptimizer.__new__(DistributedOptimizer)
     one.config = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True)
     one.ddp_config, one.grad_scaler, one.is_stub_optimizer = ddp, None, False
+    one.model_chunks = [SimpleNamespace(config=SimpleNamespace(mtp_detach_heads=False))]
     one.optimizer = SimpleNamespace(param_groups=[{"params": [torch.nn.Parameter(torch.ones(1))]}])
     return ChainedOptimizer([one])
 
@@ -53,13 +54,16 @@ def test_it_serves_what_nam56r_asks_for():
         ({"grad_scaler": object()}, "a loss scale"),
         ({"log_num_zeros_in_grad": True}, "log_num_zeros_in_grad"),
         ({"grad_norm_skip_threshold": 9.0}, "grad_norm_skip_threshold"),
+        # also on a rank whose shard has nothing of MTP: all ranks decide alike
+        ({"mtp_detach_heads": True}, "mtp_detach_heads"),
     ],
 )
 def test_what_it_cannot_do_stays_megatrons_and_is_said(changes, message):
     optimizer = chain()
     inner = optimizer.chained_optimizers[0]
     for name, value in changes.items():
-        at = next(x for x in (inner.config, inner.ddp_config, inner) if name in vars(x))
+        places = inner.config, inner.ddp_config, inner, inner.model_chunks[0].config
+        at = next(x for x in places if name in vars(x))
         setattr(at, name, value)
     dispatch.begin(say_each=False)
     fused_update.install(optimizer, wanted=True)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from tqdm import tqdm
 
+from megacpp_mcore.recipe.schema import Schedule
 from megacpp_mcore.terminal import has_room, left, printable
 
 
@@ -18,6 +19,31 @@ def step_line(iteration: int, total: int, loss: float, speed: str, lr: float, no
 def held_out_line(iteration: int, loss: float) -> str:
     """What a run says of an evaluation, in nats per token."""
     return f"step {iteration} | held-out loss {loss:.4f} nats per token"
+
+
+class TimeLeft:
+    """Until a run ends: its steps, evaluations and saves that are still to come.
+
+    One that has not been yet: an evaluation's batches take a third of a step's, its forward pass; a
+    save is not counted. evaluation_s, save_s: what the last one took.
+    """
+
+    def __init__(self, schedule: Schedule, save_interval: int | None, evaluates: bool) -> None:
+        self._schedule, self._save_interval, self._evaluates = schedule, save_interval, evaluates
+        self.evaluation_s = self.save_s = 0.0
+
+    def seconds(self, done: int, last: int, step_s: float) -> float:
+        """From step `done` to the end of step `last`. step_s: what a step takes."""
+        schedule, seconds = self._schedule, (last - done) * step_s
+        if self._evaluates:
+            evaluation_s = self.evaluation_s or step_s * schedule.eval_iters / 3
+            seconds += still_due(schedule.eval_interval, done, last) * evaluation_s
+        return seconds + still_due(self._save_interval, done, last) * self.save_s
+
+
+def still_due(interval: int | None, done: int, last: int) -> int:
+    """How often `interval` comes after step `done` and before `last`, and once at the end."""
+    return 1 + (last - 1) // interval - done // interval if interval and done < last else 1
 
 
 _BAR = "{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"

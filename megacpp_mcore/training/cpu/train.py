@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -30,8 +29,9 @@ from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.training.cpu import checkpoint, memory, support
 from megacpp_mcore.training.cpu.megatron_setup import build_model, megatron_args, single_process
 from megacpp_mcore.training.cpu.optimizer import build_optimizer, build_scheduler
-from megacpp_mcore.training.cpu.progress import ProgressLog, held_out_line
+from megacpp_mcore.training.cpu.progress import ProgressLog, TimeLeft, held_out_line
 from megacpp_mcore.training.cpu.step import Batch, Trainer, TrainingError
+from megacpp_mcore.training.cpu.stop import StopSignals
 from megacpp_mcore.training.data.blend import check_data
 from megacpp_mcore.training.data.datasets import TokenDataset, batches, build_datasets, order_digest
 from megacpp_mcore.training.data.entropy import corpus_entropy
@@ -97,11 +97,11 @@ def _started(
     check_data(recipe)
     goodput = Goodput()
     folder = RunFolder(out)
-    latest = folder.claim(overwrite=overwrite, **({"resume": False} | claim))
+    latest = folder.claim(overwrite=overwrite, **claim)
     environment = apply_environment(recipe.launch.environment)
     try:
         args = megatron_args(lower(recipe).argv)
-        with single_process(recipe.schedule.seed), _StopSignals() as stop:
+        with single_process(recipe.schedule.seed), StopSignals() as stop:
             timeout = recipe.launch.heartbeat_timeout_s
             with Heartbeat(folder.path / "heartbeat", 0, timeout) as heartbeat:
                 run = _Run(recipe, args, folder, goodput, environment, heartbeat, stop)
@@ -119,7 +119,7 @@ class _Run:
 
     def __init__(
         self, recipe: Recipe, args: Namespace, folder: RunFolder, goodput: Goodput,
-        environment: dict[str, dict[str, str]], heartbeat: Heartbeat, stop: "_StopSignals",
+        environment: dict[str, dict[str, str]], heartbeat: Heartbeat, stop: StopSignals,
     ) -> None:  # fmt: skip
         self.heartbeat, self.stop = heartbeat, stop
         self.recipe, self.args, self.folder, self.goodput = recipe, args, folder, goodput
@@ -133,17 +133,13 @@ class _Run:
         optimizer = build_optimizer(model, args)
         self.trainer = Trainer(model, optimizer, build_scheduler(optimizer, args), args)
         self.iteration = 0
-        self._evaluation_s = self._save_s = 0.0  # what the last one took
-        plan = recipe.plan.to_dict()
+        evaluates = self.valid_data is not None
+        self.left = TimeLeft(recipe.schedule, recipe.checkpoint.save_interval, evaluates)
         self.receipt = RunReceipt(
             folder.receipt,
             recipe=receipts.recipe_entry(recipe.name, recipe.to_dict()),
             topology={"world_size": 1, "tp": 1, "pp": 1, "ep": 1, "cp": 1, "dp": 1},
-            plan={
-                "source_pattern": plan["source_pattern"],
-                "megatron_pattern": plan["megatron_pattern"],
-                "counts": plan["counts"]["source"],
-            },
+            plan=receipts.plan_entry(recipe.plan),
             backends=[asdict(decision) for decision in dispatch.decisions()],
             environment=environment,
             lane=lane("cpu"),
@@ -182,7 +178,7 @@ class _Run:
         stop = self.stop
         log = ProgressLog(
             self.iteration, last, self.recipe.schedule.log_interval,
-            lambda seconds: self._seconds_left(last, seconds),
+            lambda step_s: self.left.seconds(self.iteration, last, step_s),
         )  # fmt: skip
         log.say(self._headline(last))
         try:
@@ -208,20 +204,6 @@ class _Run:
             raise
         finally:
             log.close()
-
-    def _seconds_left(self, last: int, step_s: float) -> float:
-        """Until the run ends: the steps, evaluations and saves that are still to come.
-
-        One that has not been yet: an evaluation's batches take a third of a step's, its forward
-        pass; a save is not counted.
-        """
-        schedule, seconds = self.recipe.schedule, (last - self.iteration) * step_s
-        if self.valid_data is not None:
-            evaluation_s = self._evaluation_s or step_s * schedule.eval_iters / 3
-            due = _still_due(schedule.eval_interval, self.iteration, last)
-            seconds += due * evaluation_s
-        due = _still_due(self.recipe.checkpoint.save_interval, self.iteration, last)
-        return seconds + due * self._save_s
 
     def _due(self, interval: int | None, last: int) -> bool:
         """True at the interval, except at the end, which always saves and evaluates."""
@@ -262,7 +244,7 @@ class _Run:
         started = time.perf_counter()
         with self.goodput.span("evaluation"):
             loss = self.trainer.evaluate(list(islice(batches(self.valid_data, size), count)))
-        self._evaluation_s = time.perf_counter() - started
+        self.left.evaluation_s = time.perf_counter() - started
         self.receipt.evaluation(self.iteration, loss)
         log.say(held_out_line(self.iteration, loss))
 
@@ -276,7 +258,7 @@ class _Run:
         with self.goodput.span("checkpoint"):
             keep = self.recipe.checkpoint.keep_latest
             saved = checkpoint.save(self.folder.checkpoints, self.trainer, self._progress(), keep)
-        self._save_s = time.perf_counter() - started
+        self.left.save_s = time.perf_counter() - started
         return saved
 
     def _progress(self) -> checkpoint.Progress:
@@ -314,11 +296,6 @@ class _Run:
         )
 
 
-def _still_due(interval: int | None, done: int, last: int) -> int:
-    """How often `interval` comes after step `done` and before `last`, and once at the end."""
-    return 1 + (last - 1) // interval - done // interval if interval and done < last else 1
-
-
 def _datasets(recipe: Recipe, cache: Path) -> tuple[TokenDataset, TokenDataset | None]:
     """Training samples for the whole schedule, and held-out ones for at least one evaluation."""
     schedule, data = recipe.schedule, recipe.data
@@ -344,25 +321,3 @@ def _datasets(recipe: Recipe, cache: Path) -> tuple[TokenDataset, TokenDataset |
 def peak_memory_bytes() -> int:
     """The peak resident memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-class _StopSignals:
-    """Records SIGINT and SIGTERM instead of exiting; a second signal raises KeyboardInterrupt."""
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-
-    def __enter__(self) -> "_StopSignals":
-        self._saved = {
-            number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._saved.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
-            raise KeyboardInterrupt
-        self.signal = number

@@ -39,7 +39,8 @@ def install(optimizer: Any, wanted: bool) -> None:
 
 
 def refusal(optimizer: Any) -> str | None:
-    """Why one pass cannot do this optimizer's steps, or None."""
+    """Why one pass cannot do this optimizer's steps, or None; the same on every rank, whatever its
+    shard has: Megatron's own step has collectives that ours has not."""
     if not isinstance(optimizer, ChainedOptimizer):
         return f"{type(optimizer).__name__} is no chain of optimizers"
     config, own = optimizer.config, _own(optimizer)
@@ -59,7 +60,7 @@ def refusal(optimizer: Any) -> str | None:
         "log_num_zeros_in_grad": config.log_num_zeros_in_grad,
         "grad_norm_skip_threshold": math.isfinite(config.grad_norm_skip_threshold),
         "mtp_detach_heads, whose gradients are clipped by a norm of their own": any(
-            hasattr(parameter, "grad_norm_group") for parameter in optimizer.get_parameters()
+            chunk.config.mtp_detach_heads for one in own for chunk in one.model_chunks
         ),
     }
     reasons = [name for name, holds in against.items() if holds]

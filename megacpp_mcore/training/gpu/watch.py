@@ -1,45 +1,36 @@
 """Observe Megatron's training loop: goodput, and the series of the receipt.
 
-megatron-core 0.19.2 has no callbacks. Its loop looks its functions up in the module
-`megatron.training.training`, so they are wrapped there during a run, without changing what they do.
 One rank keeps the receipt: the first of those that have the loss, which is rank 0 without pipeline
 parallelism.
 """
 
-import contextlib
-import functools
-import inspect
 import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from megatron.core import mpu
 from megatron.training import get_args, training
 
-from megacpp_mcore import dispatch, receipts
+from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.hybrid import flops
 from megacpp_mcore.layers.loss import keep_log_group
 from megacpp_mcore.receipts.goodput import Goodput
-from megacpp_mcore.receipts.lane import lane
-from megacpp_mcore.receipts.run import RunReceipt, Work
+from megacpp_mcore.receipts.run import RunReceipt
 from megacpp_mcore.training.gpu import decisions, fused_update, memory
 from megacpp_mcore.training.gpu.compilations import anywhere, captured_bytes, compilations
 from megacpp_mcore.training.gpu.gather_check import GatherCheck
+from megacpp_mcore.training.gpu.loop import WatchError, wrapped
 from megacpp_mcore.training.gpu.process_start import start_times
 from megacpp_mcore.training.gpu.rank_setup import Launch
+from megacpp_mcore.training.gpu.receipt import keeps_the_receipt, new_receipt
 from megacpp_mcore.training.gpu.saves import Saves, check_what_was_loaded
 from megacpp_mcore.training.heartbeat import Heartbeat
 
 _LOSS = "lm loss"
-
-
-class WatchError(MegacppError):
-    """Megatron's training loop is not the one that this module supports."""
 
 
 class NotFiniteError(MegacppError):
@@ -65,40 +56,20 @@ class Watch:
         self._results: dict[str, float | int] = {}
         self._memory: memory.MemoryWatch | None = None
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Wrap Megatron's functions inside the block. Raises WatchError when one is missing."""
-        wrappers: dict[str, tuple[Callable, tuple[str, ...]]] = {
-            "setup_model_and_optimizer": (self._setup, ()),
-            "get_megatron_optimizer": (self._optimizer, ()),
-            "build_train_valid_test_data_iterators": (self._data, ()),
-            "train_step": (self._step, ("optimizer", "iteration")),
-            "save_checkpoint_and_time": (self._save, ("iteration",)),
-            "maybe_finalize_async_save": (self._finalize, ("blocking", "terminate")),
-            "evaluate_and_print_results": (self._evaluation, ("prefix", "iteration")),
-            "evaluate": (self._losses, ()),
-        }
-        saved = {
-            name: _known_function(name, parameters) for name, (_, parameters) in wrappers.items()
-        }
-        for name, (wrapper, _) in wrappers.items():
-            setattr(training, name, functools.wraps(saved[name])(self._bound(wrapper, saved[name])))
-        try:
-            yield
-        finally:
-            for name, function in saved.items():
-                setattr(training, name, function)
-
-    @staticmethod
-    def _bound(wrapper: Callable, function: Callable) -> Callable:
-        signature = inspect.signature(function)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs)
-            given.apply_defaults()
-            return wrapper(lambda: function(*args, **kwargs), given.arguments)
-
-        return call
+    def installed(self) -> AbstractContextManager[None]:
+        """Observe Megatron's functions inside the block. Raises WatchError when one is missing."""
+        return wrapped(
+            {
+                "setup_model_and_optimizer": (self._setup, ()),
+                "get_megatron_optimizer": (self._optimizer, ()),
+                "build_train_valid_test_data_iterators": (self._data, ()),
+                "train_step": (self._step, ("optimizer", "iteration")),
+                "save_checkpoint_and_time": (self._save, ("iteration",)),
+                "maybe_finalize_async_save": (self._finalize, ("blocking",)),
+                "evaluate_and_print_results": (self._evaluation, ("prefix", "iteration")),
+                "evaluate": (self._losses, ()),
+            }
+        )
 
     def _setup(self, call: Callable, given: dict[str, Any]) -> Any:
         built = call()
@@ -110,8 +81,8 @@ class Watch:
         backends = decisions.gather()  # and refuses ranks that differ
         if os.environ.get("RANK", "0") == "0":
             print(dispatch.summary(), file=sys.stderr, flush=True)
-        if _keeps_the_receipt():
-            self.receipt = self._new_receipt(backends)
+        if keeps_the_receipt():
+            self.receipt = new_receipt(self.path, self.launch, self.goodput, backends)
             parameters = sum(p.numel() for chunk in built[0] for p in chunk.parameters())
             self._results["rank_parameters"] = parameters
             self._results["triton_cache_entries_at_start"] = self.launch.triton_cache_entries
@@ -122,53 +93,6 @@ class Watch:
         if not self.launch.yardstick:
             fused_update.install(built, self.launch.recipe.optimizer.fused_update)
         return built
-
-    def _new_receipt(self, backends: list[dict[str, Any]]) -> RunReceipt:
-        args, recipe = get_args(), self.launch.recipe
-        plan, lane_here = recipe.plan.to_dict(), lane()
-        cost = flops.training_flops(recipe, mamba2=self.launch.yardstick)
-        receipt = RunReceipt(
-            self.path,
-            recipe=receipts.recipe_entry(self.launch.name, recipe.to_dict()),
-            topology={
-                "world_size": args.world_size,
-                "tp": args.tensor_model_parallel_size,
-                "pp": args.pipeline_model_parallel_size,
-                "ep": args.expert_model_parallel_size,
-                "cp": args.context_parallel_size,
-                "dp": args.data_parallel_size,
-            },
-            plan={
-                "source_pattern": plan["source_pattern"],
-                "megatron_pattern": plan["megatron_pattern"],
-                "counts": plan["counts"]["source"],
-            },
-            backends=backends,
-            environment=self.launch.environment,
-            lane=lane_here,
-            goodput=self.goodput,
-            work=_work(cost, lane_here["device"]["name"]),
-        )
-        if self.iteration and self.path.exists():
-            tokens = self.iteration * args.global_batch_size * args.seq_length
-            receipt.resume(receipts.read(self.path), self.iteration, tokens)
-        if args.dataloader_inter_document_masking:
-            receipt.note("FLOPs leave out the core of attention: its pairs depend on the documents")
-        if args.gradient_accumulation_fusion:
-            receipt.note(
-                "gradient_accumulation_fusion is of Transformer Engine's modules, and of the "
-                "experts where moe_products is hopper; all other weight gradients are added to the "
-                "main gradient after their products"
-            )
-        if args.world_size > 1:
-            receipt.note(f"peak memory, parameters and times are those of rank {args.rank}")
-        if self.launch.yardstick:
-            receipt.note(
-                "the yardstick: Megatron's own model and blocks, Mamba-2 in the M slot, its "
-                "attention's core on the backend above"
-            )
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        return receipt
 
     def _beat(self, doing: str) -> None:
         self._doing = doing
@@ -315,26 +239,3 @@ class Watch:
         if self.receipt is None:
             return None
         return self.receipt.write(status, reason, **self._results)
-
-
-def _known_function(name: str, parameters: tuple[str, ...]) -> Callable:
-    function = getattr(training, name, None)
-    if function is None or not set(parameters) <= set(inspect.signature(function).parameters):
-        raise WatchError(
-            f"megatron.training.training.{name}({', '.join(parameters)}) does not exist: this "
-            "package supports the loop of megatron-core 0.19.2"
-        )
-    return function
-
-
-def _work(flops_per_token: float, device: str) -> Work:
-    peak = flops.PEAKS.get(device)
-    return Work(flops_per_token, peak, flops.FORMULA, peak and f"{device}, dense bf16, data sheet")
-
-
-def _keeps_the_receipt() -> bool:
-    return (
-        mpu.is_pipeline_last_stage(ignore_virtual=True)
-        and mpu.get_tensor_model_parallel_rank() == 0
-        and mpu.get_data_parallel_rank(with_context_parallel=True) == 0
-    )
