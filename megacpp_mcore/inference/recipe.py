@@ -1,7 +1,7 @@
-"""The recipe of a trained model on one device, from the recipe that it was trained with.
+"""The recipe of a trained model on one device, made from the recipe that it was trained with.
 
-What shapes the model and its weights is kept; how it was spread over devices, optimised and fed is
-not. Linears and norms are plain torch, so that Transformer Engine is not needed.
+Settings of the model and its weights are kept; layout, optimizer and data are not. Linears and
+norms are plain torch, so that Transformer Engine is not needed.
 """
 
 import json
@@ -15,7 +15,7 @@ from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.surfaces.backend import REFERENCE
 from megacpp_mcore.surfaces.moe_dispatch import ALLGATHER, DEEPEP
 
-# What a model is: an exported one is described by these sections, and trains on in any others.
+# The sections that describe a model; the others of an exported model's recipe may change.
 MODEL_SECTIONS = ("model", "attention", "moe", "mamba3", "m2rnn", "mtp")
 
 _NEVER_DROP = {  # a token's experts do not depend on the other tokens of its batch

@@ -45,7 +45,7 @@ def check(r: Rules) -> None:
 
 
 def _whole_step(r: Rules) -> None:
-    """A captured step has no host in it: every size is known before, nothing is read back."""
+    """The host has no part in a captured step: sizes are known before, nothing is read back."""
     one = ("parallel.expert_model_parallel_size", "parallel.pipeline_model_parallel_size")
     wanted = dict.fromkeys(one, 1) | {
         "data.dataloader_inter_document_masking": False,
