@@ -102,5 +102,6 @@ def _values(action: argparse.Action) -> list[str]:
     if action.dest == "surface":
         from megacpp_mcore.surfaces.registry import REGISTRY
 
-        return [*REGISTRY]
+        targets = [] if action.option_strings else ["layer", "model"]  # of `megacpp bench`
+        return [*REGISTRY, *targets]
     return []
