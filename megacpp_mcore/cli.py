@@ -10,6 +10,7 @@ import sys
 
 from megacpp_mcore import __version__
 from megacpp_mcore.commands.examples import add_examples
+from megacpp_mcore.commands.parser import Parser
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.terminal import Escaping, printable
 
@@ -35,7 +36,7 @@ COMMANDS = (
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with every command registered. Imports no torch."""
-    parser = argparse.ArgumentParser(prog="megacpp", description=__doc__.split(":")[0])
+    parser = Parser(prog="megacpp", description=__doc__.split(":")[0])
     parser.add_argument("--version", action="version", version=f"megacpp {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in COMMANDS:

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, also after a power loss, and what identifies content.
+"""Atomic writes that survive a power loss, reads of regular files only, and content hashes.
 
 Imports neither torch nor anything else of the package.
 """
@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 
 
 def cache_folder(*parts: str) -> Path:
-    """A folder for what can be made again: `megacpp-mcore/PARTS` in XDG_CACHE_HOME, or in
-    ~/.cache. It may not exist."""
+    """A folder for files that may be deleted at any time: `megacpp-mcore/PARTS` in XDG_CACHE_HOME,
+    or in ~/.cache. It may not exist."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root, "megacpp-mcore", *parts)
 
@@ -30,12 +30,12 @@ def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def written_atomically(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """A file to write into, which is there in one step when the block ends: a temporary one beside
-    it, flushed, renamed; then the folder.
+    """A file to write into, which replaces `path` when the block ends: a temporary file in the same
+    folder is flushed and renamed, then the folder is flushed.
 
-    The file gets the mode that the umask says. Raises OSError; what stood at `path` before is then
-    still there, whole, and the temporary file is gone. A process that is killed may leave a
-    temporary file, `.NAME.*.tmp`.
+    The file's mode follows the umask. Raises OSError; the former file at `path` is then still
+    there, whole, and the temporary file is gone. A process that is killed may leave a temporary
+    file, `.NAME.*.tmp`.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -52,10 +52,10 @@ def written_atomically(path: str | os.PathLike) -> Iterator[BinaryIO]:
 
 
 def read_regular(path: str | os.PathLike, most: int = 1 << 26) -> bytes:
-    """The content of a regular file, which is what somebody wrote by hand or a program's record.
+    """The content of a regular file of at most `most` bytes.
 
-    Raises OSError, for a FIFO or a device too (which would block, or never end), for more than
-    `most` bytes, and for a name that no file can have.
+    Raises OSError, also for a FIFO or a device (which would block, or never end), for a larger
+    file, and for a name that no file can have.
     """
     try:
         # a FIFO opens at once, without a writer

@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
         train(launched)
     except MegacppError as error:
         print(f"megacpp: {error}", file=sys.stderr)
-        return getattr(error, "exit_status", 2)
+        return error.exit_status
     return 0
 
 

@@ -1,5 +1,4 @@
-"""What is written for a person: nothing that a file's name says moves the cursor, and a bar is
-drawn only where it can be seen."""
+"""Output for a terminal: control characters are escaped, and a progress bar needs room."""
 
 import os
 import re
@@ -9,13 +8,13 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u200e\u200f\u2
 
 
 def printable(text: str) -> str:
-    """Text with control characters but line breaks and tabs, surrogates (bytes of a name that are
-    no UTF-8) and marks that turn the direction of writing as escapes: "\\x1b[31m"."""
+    """Text with escapes, such as "\\x1b[31m", for control characters (but line breaks and tabs),
+    surrogates (bytes of a name that are not UTF-8) and marks that change the writing direction."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class Escaping:
-    """A text stream that writes only what is `printable`; else as the stream itself."""
+    """A text stream that writes `printable` text; otherwise it behaves as the stream itself."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -40,7 +39,7 @@ def has_room(stream: TextIO) -> bool:
 
 
 def left(seconds: float) -> str:
-    """ "8 s", "2 min 05 s", "3 h 20 min": time left, rounded up to a second."""
+    """Time left as "8 s", "2 min 05 s" or "3 h 20 min", rounded up to a second."""
     seconds = int(-(-seconds // 1))
     if seconds < 100:
         return f"{seconds} s"

@@ -96,6 +96,8 @@ def test_json_of_recipes_datasets_and_comparisons(capsys, corpus, tmp_path):
         (["train", "nam56r", "--overwrite", "nam56r-t"], {"nam56r-tiny"}, set()),
         (["recipe", "keys", "mam"], {"mamba3"}, {"moe"}),
         (["catalog", "--surface", "no"], {"norm"}, {"linear"}),
+        (["catalog", "--surface", ""], {"norm", "linear"}, {"layer", "model"}),
+        (["bench", ""], {"norm", "layer", "model"}, set()),
     ],
 )
 def test_completion(words, some, not_these):

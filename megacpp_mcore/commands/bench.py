@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megacpp_mcore.commands.parser import add_overrides
+
 _EPILOG = """\
 examples:
   megacpp bench core_attention --recipe nam56r --receipt attention.json
@@ -31,7 +33,6 @@ def register(subparsers: Any) -> None:
         "recipe; or, for `model`, the recipe's model. In one process, on this machine's GPU if it "
         "has one, else on its CPU.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("surface", metavar="SURFACE", help="a surface of `megacpp catalog`, `layer` or `model`")
@@ -39,8 +40,7 @@ def register(subparsers: Any) -> None:
     add("--recipe", metavar="RECIPE",
         help="recipe with the sizes (default: MEGACPP_RECIPE; nam56r, on a CPU "
         "nam56r-tiny)")  # fmt: skip
-    add("--set", dest="overrides", metavar="A.B=C", action="append", default=[],
-        help="override one key; may be given again")  # fmt: skip
+    add_overrides(parser)
     add("--against", metavar="BACKEND", nargs="+", default=[],
         help="time only these and the chosen one; the first is the baseline. For `layer` and "
         "`model`: SURFACE=BACKEND,... each, or keys of the recipe's precision and recompute, "

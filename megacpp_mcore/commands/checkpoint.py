@@ -28,16 +28,12 @@ examples:
 def register(subparsers: Any) -> None:
     """Add `checkpoint` with its commands."""
     parser = subparsers.add_parser(
-        "checkpoint", help="list, verify and prune a run's checkpoints", epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        "checkpoint", help="list, verify and prune a run's checkpoints", epilog=_EPILOG
+    )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def add(name: str, run: Any, text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(
-            name, help=text, description=text,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
+        command = commands.add_parser(name, help=text, description=text)
         command.add_argument("run_folder", metavar="RUN", type=Path)
         command.add_argument("--json", action="store_true", help="as a JSON list")
         command.set_defaults(run=run)

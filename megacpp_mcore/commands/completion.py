@@ -1,4 +1,4 @@
-"""`megacpp completion`: what a shell needs to complete megacpp's words."""
+"""`megacpp completion`: what a shell needs to complete megacpp's arguments."""
 
 import argparse
 from typing import Any
@@ -28,11 +28,12 @@ _SCRIPTS = {
 def register(subparsers: Any) -> None:
     """Add `completion`."""
     parser = subparsers.add_parser(
-        "completion", help="a script with which a shell completes megacpp's words",
-        description="Print the script; or, with `words`, what may follow WORD..., of which the "
-        "last may be begun.", epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        "completion",
+        help="a script with which a shell completes megacpp's arguments",
+        description="Print the script for a shell. With `words`, print what may come next after "
+        "WORD..., the last of which may be incomplete.",
+        epilog=_EPILOG,
+    )
     parser.add_argument("shell", choices=[*_SCRIPTS, "words"], metavar="SHELL",
         help="bash, zsh or fish")  # fmt: skip
     parser.add_argument("words", nargs="*", metavar="WORD", help=argparse.SUPPRESS)
@@ -40,7 +41,7 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the script, or the words."""
+    """Print the script, or the candidates."""
     if args.shell != "words":
         print(_SCRIPTS[args.shell], end="")
         return 0
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def candidates(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
-    """What the last of `words` may become: a command, an option, a choice, a recipe, a key."""
+    """Completions of the last of `words`: commands, options, choices, recipes or keys."""
     *before, begun = words or [""]
     last = ""
     for word in before:
@@ -87,7 +88,7 @@ def _option(parser: argparse.ArgumentParser, word: str) -> argparse.Action | Non
 
 
 def _values(action: argparse.Action) -> list[str]:
-    """What an argument can be: its choices, or what its metavar means; []: the shell's files."""
+    """Values of an argument: its choices, or what its metavar names; []: files, for the shell."""
     if action.choices is not None:
         return [str(choice) for choice in action.choices]
     if action.metavar == "RECIPE" or action.dest in ("recipe", "extends"):
@@ -101,5 +102,6 @@ def _values(action: argparse.Action) -> list[str]:
     if action.dest == "surface":
         from megacpp_mcore.surfaces.registry import REGISTRY
 
-        return [*REGISTRY]
+        targets = [] if action.option_strings else ["layer", "model"]  # of `megacpp bench`
+        return [*REGISTRY, *targets]
     return []

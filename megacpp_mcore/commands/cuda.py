@@ -58,8 +58,8 @@ def run_install(args: argparse.Namespace) -> int:
     if not imports.has_driver():
         raise cuda_packages.CudaPackageError(
             "NVIDIA's driver (libcuda.so.1) is not on this machine, and without it Megatron cannot "
-            "be imported beside Transformer Engine: install where the GPUs are; `megacpp cuda "
-            "wheels` builds here what that takes"
+            "be imported with Transformer Engine: install where the GPUs are; `megacpp cuda "
+            "wheels` builds the wheels for it here"
         )
     if args.wheels is None:
         folders = [wheel.parent for wheel in _build(args)]

@@ -56,13 +56,10 @@ def _register_build(commands: Any) -> None:
         "build",
         help="write PREFIX.bin, PREFIX.idx and PREFIX.json from text or Parquet shards",
         epilog=_BUILD_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = build.add_argument
-    add("sources", metavar="SRC", nargs="*", help="folders, read recursively, or files")
+    _add_sources(build)
     add("--out", metavar="PREFIX", required=True, help="path of the dataset, without .bin")
-    add("--torch-headers", action="store_true", help="add the headers of the installed torch")
-    add("--include", metavar="GLOB", action="append", default=[], help="only files that match")
     column = build.add_mutually_exclusive_group()
     column.add_argument("--text-column", metavar="NAME", help="Parquet: a column of text")
     column.add_argument("--tokens-column", metavar="NAME", help="Parquet: lists of token ids")
@@ -85,8 +82,6 @@ def _register_build(commands: Any) -> None:
         "bytes; prints the value of data.split")  # fmt: skip
     text.add_argument("--resume", action="store_true",
         help="keep what is done when interrupted, and go on from what is kept")  # fmt: skip
-    add("--overwrite", action="store_true", help="replace an existing dataset")
-    add("--quiet", action="store_true", help="no progress bar")
     build.set_defaults(run=run_build)
 
 
@@ -97,20 +92,24 @@ def _register_tokenizer(commands: Any) -> None:
         description="Train a byte-level BPE tokenizer for C++ on the files of SRC, and write it as "
         "a tokenizer.json. Needs the extra [tokenizer].",
         epilog=_TOKENIZER_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = tokenizer.add_argument
-    add("sources", metavar="SRC", nargs="*", help="folders, read recursively, or files")
+    _add_sources(tokenizer)
     add("--out", metavar="FILE", type=Path, required=True, help="tokenizer.json to write")
     add("--vocab-size", type=int, metavar="N", default=65536, help="tokens (default: 65536)")
-    add("--torch-headers", action="store_true", help="add the headers of the installed torch")
-    add("--include", metavar="GLOB", action="append", default=[], help="only files that match")
     add("--max-bytes", type=int, metavar="N", default=1 << 30,
         help="read about so many bytes, of pseudo-random files (default: 1 GiB)")  # fmt: skip
     add("--workers", type=int, metavar="N", help="threads (default: all cores)")
-    add("--overwrite", action="store_true", help="replace an existing file")
-    add("--quiet", action="store_true", help="no progress bar")
     tokenizer.set_defaults(run=run_tokenizer)
+
+
+def _add_sources(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("sources", metavar="SRC", nargs="*", help="folders, read recursively, or files")
+    add("--torch-headers", action="store_true", help="add the headers of the installed torch")
+    add("--include", metavar="GLOB", action="append", default=[], help="only files that match")
+    add("--overwrite", action="store_true", help="replace what is at --out")
+    add("--quiet", action="store_true", help="no progress bar")
 
 
 def run_tokenizer(args: argparse.Namespace) -> int:

@@ -13,9 +13,9 @@ examples:
   megacpp evaluate runs/nam56r-tiny --data runs/data/torch-include
   megacpp evaluate runs/nam56r-tiny --data data/other --documents 0:200 --html other.html --json
 
-Without --documents, of the run's own data what data.split held out for validation is judged, of
-other data everything. Bits per byte count every token, ends of documents included, over the bytes
-of the text. A document longer than the model's seq_length is read in windows of that length. The
+Without --documents, the documents that data.split held out for validation are judged if the data is
+the run's own, else all of them. Bits per byte count every token, ends of documents included, over
+the bytes of the text. A document longer than seq_length is read in windows of that length. The
 baselines are n-grams with Witten-Bell smoothing, counted in the rest of the data.
 """
 
@@ -26,9 +26,8 @@ def register(subparsers: Any) -> None:
         "evaluate",
         help="judge a trained model: bits per byte, by position and kind of file",
         description="The loss of a checkpoint's model on documents of a dataset, by position and "
-        "kind of file, beside unigrams, bigrams and an n-gram model.",
+        "kind of file, compared with unigrams, bigrams and an n-gram model.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_arguments(parser)
     add = parser.add_argument

@@ -1,4 +1,4 @@
-"""Two examples for the help of each command whose own text has none, and what every help says."""
+"""Examples for the help of commands whose own epilog has none, and the exit statuses."""
 
 import argparse
 import re
@@ -73,7 +73,7 @@ _EXAMPLES = {
 def walk(
     parser: argparse.ArgumentParser, name: str = ""
 ) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """("recipe show", its parser) of every command below `parser`."""
+    """(name such as "recipe show", parser) of every command below `parser`."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for word, child in action.choices.items():
@@ -83,18 +83,17 @@ def walk(
 
 
 def lines(parser: argparse.ArgumentParser) -> list[str]:
-    """The examples in a help: continued lines joined, without what three spaces set off."""
+    """The examples in a parser's epilog, one line each; a remark after three spaces is cut off."""
     text = re.sub(r"\s*\\\n\s*", " ", parser.epilog or "")
     found = [line.strip() for line in text.splitlines() if line.startswith("  megacpp ")]
     return [line.partition("   ")[0] for line in found]
 
 
 def add_examples(parser: argparse.ArgumentParser) -> None:
-    """Give the help of every command examples, where it has less than two."""
-    parser.epilog, parser.formatter_class = EXIT_STATUS, argparse.RawDescriptionHelpFormatter
+    """Add examples to the help of every command that has fewer than two."""
+    parser.epilog = EXIT_STATUS
     for name, child in walk(parser):
         if len(lines(child)) < 2 and name in _EXAMPLES:
             listed = "".join(f"  megacpp {words}\n" for words in _EXAMPLES[name])
             before = f"{child.epilog.rstrip()}\n\n" if child.epilog else ""
             child.epilog = f"{before}examples:\n{listed}"
-            child.formatter_class = argparse.RawDescriptionHelpFormatter

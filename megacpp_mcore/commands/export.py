@@ -25,7 +25,6 @@ def register(subparsers: Any) -> None:
         description="Write the model of a checkpoint as safetensors with documented names, and a "
         "loader of one file that computes the same logits.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("run_folder", metavar="RUN", type=Path, help="the --out folder of `megacpp train`")

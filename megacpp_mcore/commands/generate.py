@@ -1,4 +1,4 @@
-"""`megacpp generate`: let a trained model go on from a prompt."""
+"""`megacpp generate`: continue a prompt with a trained model."""
 
 import argparse
 import json
@@ -15,8 +15,8 @@ examples:
   megacpp generate runs/nam56r-tiny --prompt-file main.cpp --temperature 0 --max-tokens 400
   megacpp generate runs/nam56r-tiny --prompt 'int ' --prompt 'template <' --seed 7 --json
 
-A prompt stands at the start of a document: the model sees the end of another one before it. Text is
-written as it comes; several prompts are written together and printed one after the other.
+A prompt is the start of a document: before it the model sees the end of another one. Text is
+printed as it is generated; several prompts are continued together and printed one by one.
 """
 
 
@@ -24,17 +24,16 @@ def register(subparsers: Any) -> None:
     """Add `generate`."""
     parser = subparsers.add_parser(
         "generate",
-        help="let a trained model go on from a prompt",
+        help="continue a prompt with a trained model",
         description="Load a checkpoint of a run, of the CPU or of GPUs and of any layout, on one "
-        "device, and write what the model goes on with. M and R carry states of fixed size, MLA a "
-        "cache of latents.",
+        "device, and write the model's continuation of each prompt. M and R carry states of fixed "
+        "size, MLA a cache of latents.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_arguments(parser)
     add = parser.add_argument
     add("--prompt", dest="prompts", metavar="TEXT", action="append", default=[],
-        help="text to go on from; may be given again (default: a document's start)")  # fmt: skip
+        help="text to continue; may be given again (default: a document's start)")  # fmt: skip
     add("--prompt-file", dest="files", metavar="FILE", action="append", default=[],
         help="a file with a prompt, - for the standard input; may be given again")  # fmt: skip
     add("--max-tokens", type=int, default=256, metavar="N",
@@ -51,7 +50,7 @@ def register(subparsers: Any) -> None:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """RUN and how it is loaded, as every command that asks a model takes them."""
+    """Add RUN and how it is loaded, for every command that runs a trained model."""
     add = parser.add_argument
     add("run_folder", metavar="RUN", type=Path, help="the --out folder of `megacpp train`")
     add("--iteration", type=int, metavar="N", help="checkpoint of step N (default: the newest)")
@@ -73,7 +72,7 @@ def device_of(args: argparse.Namespace) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate, and print text as it comes or JSON at the end."""
+    """Generate; print text as it is generated, or JSON at the end."""
     from megacpp_mcore.inference.trained import trained
 
     source = trained(args.run_folder, args.iteration)
@@ -135,7 +134,7 @@ def _write(
 
 
 class _Printer:
-    """The texts as they grow; of several prompts the first one that is not done is on show."""
+    """Prints the first prompt's text as it is generated, the others' at the end."""
 
     def __init__(self, prompts: list[str], tokenizer: Any, stream: bool) -> None:
         self.texts = [""] * len(prompts)
@@ -159,7 +158,7 @@ class _Printer:
             self._show(text)
 
     def _show(self, text: str) -> None:
-        """The command's stdout shows control characters as escapes, whatever a model writes."""
+        """Print; the command's stdout escapes control characters that a model may write."""
         if self._stream:
             data = text.encode("utf-8", "surrogateescape")
             print(data.decode("utf-8", "replace"), end="", flush=True)

@@ -1,9 +1,10 @@
-"""`megacpp import`: an exported model as a checkpoint that trains on."""
+"""`megacpp import`: an exported model as a checkpoint to continue training from."""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
+from megacpp_mcore.commands.parser import add_overrides
 from megacpp_mcore.errors import MegacppError
 
 _EPILOG = """\
@@ -23,17 +24,15 @@ def register(subparsers: Any) -> None:
     """Add `import`."""
     parser = subparsers.add_parser(
         "import",
-        help="make a checkpoint that trains on from an exported model",
+        help="make a checkpoint from an exported model, to continue its training",
         description="Make a checkpoint of iteration 0 from a folder that `megacpp export` wrote.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("folder", metavar="DIR", type=Path, help="a folder that `megacpp export` wrote")
     add("--recipe", metavar="RECIPE", required=True,
         help="of the run that goes on; its model must be the exported one")  # fmt: skip
-    add("--set", dest="overrides", metavar="A.B=C", action="append", default=[],
-        help="override one key; may be given again")  # fmt: skip
+    add_overrides(parser)
     add("--out", metavar="RUN", type=Path, required=True, help="a new folder")
     add("--block", dest="blocks", metavar="N=FILE", action="append", default=[],
         help="weights of layer N (from 0) of its own package; may be given again")  # fmt: skip
@@ -41,7 +40,7 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Import, and print the command that trains on."""
+    """Import, and print the command that continues the training."""
     from megacpp_mcore.recipe import load_recipe
     from megacpp_mcore.stack import bridges
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megacpp_mcore.commands import recipe_check, recipe_new, recipe_plan
+from megacpp_mcore.commands.parser import add_overrides
 from megacpp_mcore.hybrid.flops import count
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.fields import Target
@@ -62,44 +63,43 @@ def register(subparsers: Any) -> None:
     listed.set_defaults(run=_list)
 
     keys = commands.add_parser(
-        "keys", help="every key of a recipe: what it takes, its default, where it goes",
+        "keys",
+        help="every key of a recipe: what it takes, its default, where it goes",
         description="Every key of a recipe, or those of SECTION: what it takes, its default, where "
         "it goes, and a note on what is ours. What a Megatron flag means is in Megatron's --help.",
-        epilog=_KEYS_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        epilog=_KEYS_EPILOG,
+    )
     keys.add_argument("section", metavar="SECTION", nargs="?", choices=[*SECTIONS],
         help=f"one of {', '.join(SECTIONS)}")  # fmt: skip
     keys.add_argument("--json", action="store_true", help="as a JSON list")
     keys.set_defaults(run=_keys)
 
-    show = _add(commands, "show", _show, "the resolved recipe, and what each key is lowered to")
+    text = "the resolved recipe, and what each key is lowered to"
+    show = _add_with_recipe(commands, "show", _show, text)
     show.add_argument("--all", action="store_true", help="also the keys with default values")
     show.add_argument(
         "--json", action="store_true", help="every key, name, sha256 and cost as JSON"
     )
 
     text = "would it train, and does Megatron's own parser read it as it is meant"
-    checked = _add(commands, "check", recipe_check.run, text, many=True, epilog=recipe_check.EPILOG)
+    checked = _add_with_recipe(
+        commands, "check", recipe_check.run, text, recipe_check.EPILOG, many=True
+    )
     recipe_check.add_arguments(checked)
 
-    for name, text, module_run, add_arguments, epilog in (
-        ("new", "begin a recipe of your own, from a shipped one", recipe_new.new,
-         recipe_new.add_new_arguments, recipe_new.NEW_EPILOG),
-        ("diff", "the keys in which two recipes differ", recipe_new.diff,
-         recipe_new.add_diff_arguments, recipe_new.DIFF_EPILOG),
-    ):  # fmt: skip
-        parser = commands.add_parser(
-            name, help=text, description=text, epilog=epilog, allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
-        add_arguments(parser)
-        parser.set_defaults(run=module_run)
+    text = "begin a recipe of your own, from a shipped one"
+    new = _add(commands, "new", recipe_new.new, text, recipe_new.NEW_EPILOG)
+    recipe_new.add_new_arguments(new)
+
+    text = "the keys in which two recipes differ"
+    diff = _add(commands, "diff", recipe_new.diff, text, recipe_new.DIFF_EPILOG)
+    recipe_new.add_diff_arguments(diff)
 
     text = "the fastest layouts on a number of GPUs, with memory and step"
-    planned = _add(commands, "plan", recipe_plan.run, text, epilog=recipe_plan.EPILOG)
+    planned = _add_with_recipe(commands, "plan", recipe_plan.run, text, recipe_plan.EPILOG)
     recipe_plan.add_arguments(planned)
 
-    args = _add(commands, "args", _args, "Megatron's command line", epilog=_ARGS_EPILOG)
+    args = _add_with_recipe(commands, "args", _args, "Megatron's command line", _ARGS_EPILOG)
     args.add_argument("--format", choices=("shell", "lines", "json"), default="shell")
     carrier = args.add_mutually_exclusive_group()
     carrier.add_argument(
@@ -114,30 +114,25 @@ def register(subparsers: Any) -> None:
     )
 
 
-def _add(commands: Any, name: str, run: Any, text: str, *, many: bool = False, epilog: str = ""):
+def _add(commands: Any, name: str, run: Any, text: str, epilog: str) -> argparse.ArgumentParser:
     parser = commands.add_parser(
-        name,
-        help=text,
-        description=text,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        name, help=text, description=text, epilog=epilog, allow_abbrev=False
     )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_with_recipe(
+    commands: Any, name: str, run: Any, text: str, epilog: str = "", *, many: bool = False
+) -> argparse.ArgumentParser:
+    parser = _add(commands, name, run, text, epilog)
     parser.add_argument(
         "recipe",
         nargs="+" if many else None,
         metavar="RECIPE",
         help="a shipped recipe's name, or the path of a .toml file",
     )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="A.B=C",
-        help="override one key, or unset it with null; may be given again",
-    )
-    parser.set_defaults(run=run)
+    add_overrides(parser, "override one key, or unset it with null; may be given again")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""`megacpp recipe check`: would this recipe train, and does Megatron read it as it is meant."""
+"""`megacpp recipe check`: would this recipe train, and does Megatron read it correctly."""
 
 import argparse
 import json

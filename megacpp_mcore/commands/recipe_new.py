@@ -1,4 +1,4 @@
-"""`megacpp recipe new` and `megacpp recipe diff`: begin a recipe of one's own, compare two."""
+"""`megacpp recipe new` and `megacpp recipe diff`: begin a recipe of your own, compare two."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megacpp_mcore.commands.parser import add_overrides
 from megacpp_mcore.files import write_atomically
 from megacpp_mcore.recipe import Recipe, changed_keys, load_recipe
 from megacpp_mcore.recipe.notes import facts
@@ -42,8 +43,7 @@ def add_new_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE.toml", help="written; must not exist")
     parser.add_argument("--extends", default="cpu-base", metavar="RECIPE",
         help="a shipped name or a path (default: cpu-base)")  # fmt: skip
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C",
-        help="a key of the new recipe; may be given again")  # fmt: skip
+    add_overrides(parser, "a key of the new recipe; may be given again")
 
 
 def new(args: argparse.Namespace) -> int:

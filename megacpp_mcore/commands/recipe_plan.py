@@ -233,14 +233,14 @@ def _assumptions(found: Plan, rates: Rates) -> Iterator[str]:
     if found.nodes == 1:
         yield "Predicted, not measured; docs/layouts.md has the formulas and the assumptions."
         return
-    yield "On paper: no receipt spans hosts. Assumed, beside the measured rates of docs/layouts.md:"
+    yield "On paper: no receipt spans hosts. Assumed, besides the rates of docs/layouts.md:"
     for name, entry in rates.assumed.items():
         if not name.startswith("again_"):
             yield from _wrapped(
                 "  ", f"{_said(name)} {entry['value']:g} {entry['unit']}: {entry['why']}"
             )
     yield from _wrapped(
-        "  ", "products run at one rate whatever their size; a layer's launches take the host the "
+        "  ", "products of all sizes run at one rate; a layer's launches take the host the "
         "same time under every layout"
     )  # fmt: skip
 

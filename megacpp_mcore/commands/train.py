@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore import dispatch
+from megacpp_mcore.commands.parser import add_overrides
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import Recipe, load_recipe
 
@@ -21,8 +22,7 @@ def register(subparsers: Any) -> None:
     )
     add = parser.add_argument
     add("recipe", metavar="RECIPE", help="a shipped recipe's name, or the path of a TOML file")
-    add("--set", dest="overrides", metavar="A.B=C", action="append", default=[],
-        help="override one key; may be given again")  # fmt: skip
+    add_overrides(parser)
     add("--gpus", type=int, metavar="N",
         help="train on N GPUs of this machine: torchrun with megacpp_mcore.pretrain and "
         "launch.nproc_per_node=N")  # fmt: skip

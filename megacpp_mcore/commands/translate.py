@@ -31,7 +31,6 @@ def register(subparsers) -> None:
         help="translate a source pattern to Megatron's",
         description="Show what a source pattern becomes in Megatron, or why it cannot.",
         epilog=_EPILOG.format(letters=", ".join(f"{e.letter} {e.title}" for e in letters.known())),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -58,7 +58,7 @@ class M2RNNSettings:
         return hidden_size // (self.k_head_dim + self.v_head_dim)
 
 
-# What [recompute] names and Megatron makes again, as one of its --recompute-modules.
+# What Megatron recomputes of [recompute], as one of its --recompute-modules.
 MEGATRON_RECOMPUTES = {
     ("attention", "core_attn"): "core_attn",
     ("attention", "up_proj"): "mla_up_proj",
@@ -71,13 +71,13 @@ MEGATRON_RECOMPUTES = {
 
 @dataclass(frozen=True)
 class RecomputeSettings:
-    """What the backward pass makes again instead of keeping it, by block; nothing by default.
+    """What the backward pass recomputes instead of keeping it, by block; nothing by default.
 
-    What is not in MEGATRON_RECOMPUTES our own layers do.
+    Our own layers recompute what is not in MEGATRON_RECOMPUTES.
     """
 
-    # core_attn: the fused kernels keep no scores, so that nothing is saved beside them. up_proj:
-    # MLA's, with RoPE
+    # core_attn: saves nothing with the fused kernels, which keep no scores. up_proj: MLA's up
+    # projections, with RoPE
     attention: tuple[Literal["core_attn", "up_proj"], ...] = ()
     # act: the experts' activation. experts: the routed experts, without their communication.
     # layer: router, communication and all experts
@@ -87,13 +87,13 @@ class RecomputeSettings:
     layernorm: bool = False  # the norm before an A, E or R
 
     def asked(self, block: str) -> tuple[Any, ...]:
-        """What is asked of one block, whatever the type of its key."""
+        """The parts of one block to recompute, as a tuple."""
         value = getattr(self, block)
         return value if isinstance(value, tuple) else (value,) if value else ()
 
     @property
     def megatron_modules(self) -> tuple[str, ...]:
-        """The words of --recompute-modules."""
+        """The values of --recompute-modules."""
         return tuple(
             module
             for (block, part), module in MEGATRON_RECOMPUTES.items()

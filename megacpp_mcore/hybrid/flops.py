@@ -1,8 +1,8 @@
 """What a token costs: operations and parameters of every layer of a recipe, from its sizes alone.
 
 The model FLOPs of the field (PaLM, arXiv 2204.02311, appendix B; Megatron's own
-`num_floating_point_operations`, which leaves out MLA and DSA): what the mathematics needs, however
-a kernel does it. What is recomputed, padded or thrown away is no work of the model.
+`num_floating_point_operations`, which leaves out MLA and DSA): what the mathematics needs, with any
+kernel. Recomputation, padding and dropped tokens are not counted.
 
 - A multiplication and an addition are two operations: a weight of m x n costs 2 m n a token.
 - Forward and backward are three times the forward: each product again for the gradients of both of

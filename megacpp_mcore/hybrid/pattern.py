@@ -30,7 +30,7 @@ _HINTS = {
 
 
 class PatternError(MegacppError):
-    """A pattern, or options beside it, that has no plan; the message gives position and reason."""
+    """A pattern that has no plan with the given options; the message has position and reason."""
 
 
 def translate(
@@ -232,7 +232,7 @@ def _check_target(used: Sequence[tuple[str, str]], target: str, mamba2: bool) ->
         if mamba2:
             raise PatternError("mamba2 with target nam56r, whose M is Mamba-3: use target native")
         return
-    # What no option helps is said first.
+    # Letters that no option allows are reported first.
     for entry, at in sorted(found.items(), key=lambda item: item[0].is_native):
         if entry.why_not_native and not (mamba2 and entry.is_native):
             raise PatternError(f"{entry.letter} at {at}: {entry.why_not_native}")
@@ -265,7 +265,7 @@ def _check_attention(attention: str, dsa_ranks: Sequence[int]) -> None:
         )
     if dsa_ranks and attention == "gqa":
         raise PatternError(
-            "DSA ranks with attention gqa: Megatron cannot hold '*' beside '+' or 'D' in one "
+            "DSA ranks with attention gqa: Megatron cannot combine '*' with '+' or 'D' in one "
             "model; use attention mla"
         )
     if dsa_ranks and attention == "dsa":

@@ -1,4 +1,4 @@
-"""The states of a batch of texts that are being written, each of a length of its own."""
+"""The states of a batch of texts that are being generated, which may differ in length."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,8 +41,8 @@ class GenerationContext(StaticInferenceContext):
         return whole
 
     def state_bytes(self) -> dict[str, int]:
-        """recurrent: of M and R, all rows, whatever their length. cache_per_token: of all attention
-        layers, a row and a token; cache: of the whole capacity, which is allocated."""
+        """recurrent: of M and R, all rows, independent of their lengths. cache_per_token: of all
+        attention layers, for one token of a row; cache: of the whole capacity, as allocated."""
         entries = self.key_value_memory_dict.values()
         caches = [entry for entry in entries if isinstance(entry, AttentionCache)]
         states = [entry for entry in entries if not isinstance(entry, AttentionCache)]

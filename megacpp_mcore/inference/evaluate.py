@@ -1,5 +1,5 @@
-"""How well a model predicts documents: bits per byte, by position and by kind of file, beside what
-counting alone predicts."""
+"""How well a model predicts documents: bits per byte, by position and by kind of file, compared
+with n-gram models."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +40,8 @@ class _Window:
 def select(
     pair: TokenFiles, recipe: dict[str, Any], documents: tuple[int, int] | None
 ) -> Selection:  # fmt: skip
-    """The documents to judge by: those asked for, or what the run held out of its own data, or all.
+    """The documents to evaluate: those asked for, else what the run held out of its own data, else
+    all.
 
     Raises InferenceError for a range that is not one of the pair's.
     """
@@ -99,7 +100,7 @@ def _batches(windows: Sequence[_Window]) -> Iterator[list[_Window]]:
 def _losses(
     loaded: Loaded, documents: Sequence[np.ndarray], batch: Sequence[_Window]
 ) -> np.ndarray:  # fmt: skip
-    """(windows, the longest's tokens) losses; what is behind a window's end means nothing."""
+    """Losses, (windows, tokens of the longest); those after a window's end have no meaning."""
     longest = max(window.last - window.first for window in batch)
     rows = np.full((len(batch), longest + 1), loaded.eod, np.int64)
     for row, window in zip(rows, batch, strict=True):
@@ -159,7 +160,7 @@ def _documents(
 def documents_outside(
     pair: TokenFiles, selection: Selection, most_tokens: int
 ) -> list[np.ndarray]:  # fmt: skip
-    """Documents before and behind a selection, at most about `most_tokens` tokens of them."""
+    """Documents before and after a selection, about `most_tokens` tokens of them at most."""
     before = [
         tokens for _, tokens in _documents(pair, Selection(0, selection.begin, ""), most_tokens)
     ]

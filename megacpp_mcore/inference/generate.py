@@ -1,4 +1,4 @@
-"""Token by token from a model: M and R carry their states along, attention a cache."""
+"""Generate token by token: M and R carry states from token to token, attention a cache."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -48,15 +48,15 @@ def fill(
 
 
 class Generation:
-    """Texts that are written together. context: the states, once `tokens` has begun."""
+    """Texts that are generated together. context: the states, once `tokens` has begun."""
 
     def __init__(
         self, model, prompts: Sequence[Sequence[int]], *, max_tokens: int, eod: int,
         vocab_size: int, sampling: Sampling, seed: int,
     ) -> None:  # fmt: skip
-        """max_tokens: written at most, for each prompt. eod: ends a text, and is not a part of it.
-        vocab_size: ids from it on, which pad the embedding, are never chosen. seed: prompt n draws
-        with seed + n, so that what it gets does not depend on the others."""
+        """max_tokens: of each prompt's text, at most. eod: ends a text, and is not a part of it.
+        vocab_size: ids from it on pad the embedding and are never chosen. seed: prompt n draws with
+        seed + n, so that its text does not depend on the others."""
         if max_tokens < 1:
             raise InferenceError(f"--max-tokens {max_tokens}: at least 1 is needed")
         self.model, self.prompts, self.sampling = model, prompts, sampling

@@ -33,9 +33,8 @@ class Loaded:
 
 @contextlib.contextmanager
 def loaded(
-    source: Trained, *, device: str, dtype: str | None = None, seq_length: int | None = None,
-    mtp: bool = False,
-) -> Iterator[Loaded]:  # fmt: skip
+    source: Trained, *, device: str, dtype: str | None = None, mtp: bool = False
+) -> Iterator[Loaded]:
     """The model of a checkpoint on one device, within Megatron's groups of one process.
 
     dtype: "fp32" or "bf16"; None: float32 on a CPU, the run's own on a GPU. Raises InferenceError
@@ -43,9 +42,7 @@ def loaded(
     """
     if dtype is None:
         dtype = "bf16" if device == "cuda" and source.recipe["precision"]["bf16"] else "fp32"
-    recipe = on_one_device(
-        source.name, source.recipe, device=device, mtp=mtp, seq_length=seq_length
-    )
+    recipe = on_one_device(source.name, source.recipe, device=device, mtp=mtp)
     with built(recipe, dtype) as model:
         load_weights(model, source.checkpoint)
         data = source.recipe.get("data") or {}

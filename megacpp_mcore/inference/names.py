@@ -1,8 +1,7 @@
-"""Names of an exported model's tensors, and how each is made from Megatron's and back.
+"""Names of an exported model's tensors, and their conversion from Megatron's and back.
 
-docs/inference.md lists the names. Besides names, three things differ: rows that only pad an
-in_proj are left out, grouped attention's rows are apart in q, k and v, and the experts of a layer
-are one tensor.
+docs/inference.md lists the names. Besides names, three things differ: rows that only pad an in_proj
+are left out, q, k and v of grouped attention are three tensors, and the experts of a layer are one.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""What counting alone predicts: smoothed n-grams, to judge a model's loss by."""
+"""Smoothed n-gram models, the baselines of `megacpp evaluate`."""
 
 from collections.abc import Sequence
 

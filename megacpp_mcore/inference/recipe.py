@@ -1,7 +1,7 @@
-"""The recipe of a trained model on one device, from the recipe that it was trained with.
+"""The recipe of a trained model on one device, made from the recipe that it was trained with.
 
-What shapes the model and its weights is kept; how it was spread over devices, optimised and fed is
-not. Linears and norms are plain torch, so that Transformer Engine is not needed.
+Settings of the model and its weights are kept; layout, optimizer and data are not. Linears and
+norms are plain torch, so that Transformer Engine is not needed.
 """
 
 import json
@@ -15,7 +15,7 @@ from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.surfaces.backend import REFERENCE
 from megacpp_mcore.surfaces.moe_dispatch import ALLGATHER, DEEPEP
 
-# What a model is: an exported one is described by these sections, and trains on in any others.
+# The sections that describe a model; the others of an exported model's recipe may change.
 MODEL_SECTIONS = ("model", "attention", "moe", "mamba3", "m2rnn", "mtp")
 
 _NEVER_DROP = {  # a token's experts do not depend on the other tokens of its batch
@@ -40,11 +40,6 @@ class InferenceError(MegacppError):
     """A run, a model or a request that inference does not support."""
 
 
-def sections_of(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The sections that describe the model, of a recipe's `to_dict()`."""
-    return {name: dict(content[name]) for name in MODEL_SECTIONS}
-
-
 def check_letters(recipe: Recipe) -> None:
     """Raises InferenceError for a block that keeps no state between tokens here."""
     letters = {layer.letter for layer in recipe.plan.layers}
@@ -60,27 +55,19 @@ def check_letters(recipe: Recipe) -> None:
 
 
 def on_one_device(
-    name: str, content: Mapping[str, Any], *, device: str, mtp: bool = False,
-    seq_length: int | None = None,
-) -> Recipe:  # fmt: skip
-    """The recipe of the model alone. content: of `Recipe.to_dict`, or `sections_of` it.
+    name: str, content: Mapping[str, Any], *, device: str, mtp: bool = False
+) -> Recipe:
+    """The recipe of the model alone. content: of `Recipe.to_dict`; MODEL_SECTIONS are read.
 
     device: "cpu" or "cuda". mtp: with its depths, which generating does not need.
-    seq_length: another than the one trained with; no weight depends on it.
 
     Raises RecipeError for sections that no recipe has, InferenceError for a pattern that cannot run
     here.
     """
     on_cpu = device == "cpu"
-    sections = sections_of(content)
+    sections = {name: dict(content[name]) for name in MODEL_SECTIONS}
     model, moe = sections["model"], sections["moe"]
     model |= {"transformer_impl": "local", "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    if seq_length is not None:
-        model |= {"seq_length": seq_length}
-        learned = model["position_embedding_type"] == "learned_absolute"
-        model["max_position_embeddings"] = (
-            model["max_position_embeddings"] if learned else seq_length
-        )
     moe |= _ONE_RANK | _NEVER_DROP | {"moe_grouped_gemm": not on_cpu}
     sections["attention"] |= {"apply_rope_fusion": False, "mla_down_proj_fusion": False,
                               "attention_backend": "auto"}  # fmt: skip

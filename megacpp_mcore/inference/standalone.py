@@ -1,13 +1,13 @@
 """NAM56R in plain torch: reads an exported folder and computes logits.
 
-`megacpp export` copies this file beside the weights. It needs torch and nothing else:
+`megacpp export` copies this file into the folder of the weights. It needs torch and nothing else:
 
     model = load("FOLDER")                      # float32 on the CPU
     logits, states = model(tokens)              # tokens (batch, seq) -> (batch, seq, vocabulary)
     logits, states = model(next_tokens, states) # goes on from there
 
-Everything is as it is defined, one token after another where that is a recurrence. The logits are
-those of the exported model to float32 rounding. Weights of MTP (`mtp.*`) are not used here.
+It computes the definitions; a recurrence takes one token after another. The logits are those of the
+exported model to float32 rounding. Weights of MTP (`mtp.*`) are not used here.
 """
 
 import json
@@ -136,10 +136,10 @@ def rope(x: Tensor, rotary: dict, position: int, neighbours: bool) -> Tensor:
     places = torch.arange(position, position + x.shape[1], device=x.device)
     angles = (places.float()[:, None] * frequencies)[:, None]
     cos, sin = angles.cos() * rotary["scale"], angles.sin() * rotary["scale"]
-    turned, rest = wide(x[..., : 2 * len(frequencies)]), x[..., 2 * len(frequencies) :]
-    a, b = (turned[..., 0::2], turned[..., 1::2]) if neighbours else turned.chunk(2, dim=-1)
-    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    return torch.cat((turned.to(x.dtype), rest), dim=-1)
+    rotated, rest = wide(x[..., : 2 * len(frequencies)]), x[..., 2 * len(frequencies) :]
+    a, b = (rotated[..., 0::2], rotated[..., 1::2]) if neighbours else rotated.chunk(2, dim=-1)
+    rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.cat((rotated.to(x.dtype), rest), dim=-1)
 
 
 class LatentAttention(nn.Module):
@@ -163,23 +163,23 @@ class LatentAttention(nn.Module):
         self.out = linear(heads * c["v_head_dim"], hidden)
 
     def forward(self, x: Tensor, state, position: int):
-        c, heads, turning = self.c, self.c["heads"], self.c["qk_pos_emb_head_dim"]
+        c, heads, rotary = self.c, self.c["heads"], self.c["qk_pos_emb_head_dim"]
         if c["q_lora_rank"] is None:
             q = self.q(x)
         else:
             q = self.q_down(x)
             q = self.q_up(self.q_norm(q) if c["norms"] else q)
-        q, q_turned = q.unflatten(-1, (heads, -1)).split((c["qk_head_dim"], turning), dim=-1)
-        latent, k_turned = self.kv_down(x).split((c["kv_lora_rank"], turning), dim=-1)
+        q, q_rotary = q.unflatten(-1, (heads, -1)).split((c["qk_head_dim"], rotary), dim=-1)
+        latent, k_rotary = self.kv_down(x).split((c["kv_lora_rank"], rotary), dim=-1)
         latent = self.kv_norm(latent) if c["norms"] else latent
-        q = torch.cat((q, rope(q_turned, c["rope"], position, neighbours=True)), dim=-1)
-        k_turned = rope(k_turned.unsqueeze(2), c["rope"], position, neighbours=True)
+        q = torch.cat((q, rope(q_rotary, c["rope"], position, neighbours=True)), dim=-1)
+        k_rotary = rope(k_rotary.unsqueeze(2), c["rope"], position, neighbours=True)
         if state is not None:
-            latent, k_turned = torch.cat((state[0], latent), 1), torch.cat((state[1], k_turned), 1)
+            latent, k_rotary = torch.cat((state[0], latent), 1), torch.cat((state[1], k_rotary), 1)
         kv = self.kv_up(latent).unflatten(-1, (heads, -1))
-        k_plain, v = kv.split((c["qk_head_dim"], c["v_head_dim"]), dim=-1)
-        k = torch.cat((k_plain, k_turned.expand(*k_plain.shape[:-1], -1)), dim=-1)
-        return self.out(attend(q, k, v, c["softmax_scale"]).to(x.dtype)), (latent, k_turned)
+        k_nope, v = kv.split((c["qk_head_dim"], c["v_head_dim"]), dim=-1)
+        k = torch.cat((k_nope, k_rotary.expand(*k_nope.shape[:-1], -1)), dim=-1)
+        return self.out(attend(q, k, v, c["softmax_scale"]).to(x.dtype)), (latent, k_rotary)
 
 
 class GroupedAttention(nn.Module):
@@ -346,8 +346,8 @@ class Mamba3(Weights):
         a, b = x.chunk(2, dim=-1) if mimo else (x[..., 0::2], x[..., 1::2])
         new_a = torch.cat((a[..., :n] * cos - b[..., :n] * sin, a[..., n:]), -1)
         new_b = torch.cat((a[..., :n] * sin + b[..., :n] * cos, b[..., n:]), -1)
-        turned = new_a, new_b
-        return torch.cat(turned, -1) if mimo else torch.stack(turned, -1).flatten(-2)
+        rotated = new_a, new_b
+        return torch.cat(rotated, -1) if mimo else torch.stack(rotated, -1).flatten(-2)
 
 
 class M2RNN(Weights):

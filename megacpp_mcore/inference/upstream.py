@@ -1,4 +1,4 @@
-"""Weights of single blocks as the packages that they come from have them, and back.
+"""Convert weights of single blocks to the layout of the packages they come from, and back.
 
 M is `Mamba3` of mamba-ssm 2.3 (mamba_ssm/modules/mamba3.py), R the M2RNN layer of lm-engine around
 XMA's kernels. Both are given as those modules' `state_dict()`.

@@ -61,7 +61,7 @@ def _layout(run: Receipt) -> str:
 
 
 def pair(words: str, folder: Path) -> str:
-    """Runs B beside A by `megacpp report compare`. words: lines `A | B | what the pair is`."""
+    """Runs B compared with A as by `report compare`. words: lines `A | B | what the pair is`."""
     head = ["B against A", "tokens/s, B / A", "time, B / A, 99 % interval", "loss", "verdict"]
     rows = []
     for line in _lines(words):
@@ -95,21 +95,21 @@ def _bench(folder: Path, name: str, label: str, ours: str, others: str) -> list[
     backend, _, phase = ours.partition("@")
     phase = phase or "forward_backward"
     table = rows_by_key(receipt)
-    row, beside, ratios = table[backend, phase], [], []
+    row, compared, ratios = table[backend, phase], [], []
     for other in filter(None, (part.strip() for part in others.split(";"))):
         theirs, _, what = other.partition(": ")
         their_row = table[theirs, phase]
         ratio = judge_rows(their_row, row, MARGIN, in_turns=True).time
-        beside.append(f"{_ms(their_row)} ms, {_memory(their_row)} GiB: {what}")
+        compared.append(f"{_ms(their_row)} ms, {_memory(their_row)} GiB: {what}")
         ratios.append(_interval(ratio, 3))
     return [
         f"[{label}]({_FOLDER}/{name}.json){_history(receipt)}", _ms(row), _memory(row),
-        "; ".join(beside) or "timed alone", "; ".join(ratios),
+        "; ".join(compared) or "timed alone", "; ".join(ratios),
     ]  # fmt: skip
 
 
 def layouts(words: str, folder: Path) -> str:
-    """The losses of runs beside one run of the same data. words: lines `FOLDER/RECEIPT |
+    """The losses of runs compared with one run of the same data. words: lines `FOLDER/RECEIPT |
     FOLDER/RECEIPT it is compared with | what`."""
     head = ["run", "compared with", "steps in common", "largest difference of a step's loss"]
     rows = []
@@ -136,7 +136,7 @@ def _common(a: Receipt, b: Receipt) -> Iterator[tuple[float, float]]:
 
 def training(words: str, folder: Path) -> str:
     """The last lines that a run on the CPU has printed, but for the time left. words: its receipt
-    beside `folder`, without `.json`."""
+    next to `folder`, without `.json`."""
     run = read(folder.parent / f"{words.strip()}.json")
     series, schedule = run["series"], run["recipe"]["content"]["schedule"]
     last, since = len(series["step"]) - 1, schedule["log_interval"]
@@ -155,7 +155,7 @@ def training(words: str, folder: Path) -> str:
 
 def dispatch(words: str, folder: Path) -> str:
     """A row a dispatcher, from the JSON of `tests/gpu/dispatch_over_ranks.py time`. words: the
-    file, beside `folder`."""
+    file, next to `folder`."""
     path = folder.parent / words.strip()
     times = json.loads(path.read_text())
     head = ["dispatcher, experts", "ms", "forward", "peak MiB beyond what it began with"]
@@ -169,7 +169,7 @@ def dispatch(words: str, folder: Path) -> str:
 
 
 def gpu_tests(words: str, folder: Path) -> str:
-    """A row for each log that `tests/gpu/run.sh` has written. words: the folder of them, beside
+    """A row for each log that `tests/gpu/run.sh` has written. words: the folder of them, next to
     `folder`."""
     rows = []
     place = folder.parent / words.strip()

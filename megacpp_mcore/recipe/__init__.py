@@ -1,7 +1,7 @@
 """A recipe: one training run as typed data.
 
-    recipe file -> load_recipe -> Recipe (every key known, every combination possible, the layer
-    plan made) -> megacpp_mcore.recipe.lowering -> Megatron's argv and environment
+    recipe file -> load_recipe -> Recipe (keys and combinations checked, the layer plan made)
+    -> megacpp_mcore.recipe.lowering -> Megatron's argv and environment
 
 Our own entry points hand the Recipe on. In Megatron's stock pretrain_hybrid.py, which cannot,
 `recipe_from_environment` gives the layers the same recipe back.
@@ -81,7 +81,7 @@ class Recipe:
 
     @property
     def request(self) -> str:
-        """The recipe and its overrides in the command line's words, quoted."""
+        """The recipe and its overrides as command-line arguments, quoted."""
         words = [self.source]
         for override in self.overrides:
             words += ["--set", override]
@@ -105,8 +105,8 @@ class Recipe:
         )
 
 
-# What a run that is resumed may have otherwise than its checkpoint: how long it goes on, and how
-# often it logs and saves.
+# Keys in which a resumed run may differ from its checkpoint: its length, and how often it logs and
+# saves.
 MAY_CHANGE = ("schedule.train_iters", "schedule.log_interval", "checkpoint.save_interval")
 
 
@@ -160,7 +160,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
 def recipe_from_environment() -> Recipe | None:
     """The recipe that MEGACPP_RECIPE names, `NAME_OR_PATH [--set a.b=value ...]`; None if unset.
 
-    Raises RecipeError as `load_recipe` does, and when the variable has other words in it.
+    Raises RecipeError as `load_recipe` does, and when the variable has another form.
     """
     text = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
     if not text:

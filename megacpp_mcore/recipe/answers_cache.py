@@ -21,7 +21,7 @@ _Question = Mapping[str, Any]
 _Ask = Callable[[Sequence[_Question]], list[dict[str, Any]]]
 _FILES = ("training/arguments.py", "training/argument_utils.py", "core/utils.py",
           "core/transformer/transformer_config.py", "core/model_parallel_config.py")  # fmt: skip
-_MOST = 500  # files that are kept
+_MOST = 500  # files; the oldest ones are deleted
 
 
 def folder() -> Path:
@@ -30,8 +30,8 @@ def folder() -> Path:
 
 
 def through(questions: Sequence[_Question], ask: _Ask) -> list[dict[str, Any]]:
-    """An answer a question: known ones from the folder, the others by one call of `ask`, which
-    are then kept. A folder that cannot be read or written is as an empty one."""
+    """One answer for each question: from the folder if it is there, the others from one call of
+    `ask`, which are then stored. A folder that cannot be read or written counts as empty."""
     paths = [folder() / f"{_digest(question)}.json" for question in questions]
     answers = [_read(path) for path in paths]
     unknown = [at for at, answer in enumerate(answers) if answer is None]
@@ -66,8 +66,8 @@ def _digest(question: _Question) -> str:
 
 @functools.cache
 def _installation() -> list[Any]:
-    """What an answer depends on: versions, Megatron's files as they are (patches change them), our
-    own part of the question, the device."""
+    """What an answer depends on: versions, the content of Megatron's files (patches change them)
+    and of our own code that asks, the device."""
     names = ("megatron-core", "torch", "transformer-engine")
     spec = importlib.util.find_spec("megatron")
     roots = [Path(place) for place in spec.submodule_search_locations] if spec else []

@@ -1,4 +1,4 @@
-"""A recipe against Megatron's own parser and validation, key by key."""
+"""Compare a recipe, key by key, with what Megatron's own parser and validation read."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ class MegatronRefusal(RecipeError):
 
 @contextlib.contextmanager
 def megatrons_refusals() -> Iterator[None]:
-    """Around Megatron's validation in a process that trains: its errors as MegatronRefusal."""
+    """Turn errors of Megatron's validation inside the block into MegatronRefusal."""
     try:
         yield
     except (AssertionError, ValueError) as error:
@@ -45,7 +45,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What Megatron made of one recipe. refused: its own words when it stopped, else None."""
+    """How Megatron reads one recipe. refused: its own message if it refused, else None."""
 
     recipe: str
     megatron_version: str
@@ -64,7 +64,7 @@ class Report:
 def check(recipes: Sequence[Recipe], *, cached: bool = False) -> list[Report]:
     """Parse and validate lowered recipes with the Megatron that is installed, one after another.
 
-    cached: an answer to the same question by the same installation may be an earlier one.
+    cached: an earlier answer of the same installation to the same question may be used.
 
     Raises RecipeError when Megatron's parser cannot be run at all.
     """
@@ -94,7 +94,7 @@ def check(recipes: Sequence[Recipe], *, cached: bool = False) -> list[Report]:
 
 
 def compare(lowered: Lowered, args: Any) -> list[Row]:
-    """What the recipe asked for beside Megatron's validated arguments, where a process has them."""
+    """Compare what the recipe asked for with `args`, Megatron's validated arguments."""
     names = {expectation.name for expectation in lowered.expected}
     return list(_rows(lowered, {name: value_of(args, name) for name in names}))
 

@@ -46,9 +46,9 @@ _MOST_INTEGER = 2**63 - 1  # of torch and Megatron
 
 @dataclass(frozen=True)
 class Bounds:
-    """Which numbers a key takes; of a list, which each entry may be.
+    """The numbers that a key takes, and each entry of a list.
 
-    zero: 0 as well as what is greater. below, most: limits, the first excluded.
+    They are greater than 0. zero: 0 is allowed, too. below: exclusive limit. most: inclusive limit.
     """
 
     zero: bool = False
@@ -56,7 +56,7 @@ class Bounds:
     most: float | None = None
 
     def reasons(self, value: float) -> Iterator[str]:
-        """What `value` must be and is not, "greater than 0" for example."""
+        """The bounds that `value` is outside of, such as "greater than 0"."""
         if value < 0 or (value == 0 and not self.zero):
             yield "at least 0" if self.zero else "greater than 0"
         if self.below is not None and value >= self.below:
@@ -76,7 +76,7 @@ SEED = Bounds(zero=True, most=2**32 - 1)  # numpy's
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the schema, resolved. bounds: of numbers; other types have no use for them."""
+    """One key of the schema, resolved. bounds: of numbers, not used for other types."""
 
     section: str
     name: str
@@ -170,7 +170,7 @@ def optional(hint: Any) -> bool:
 
 
 def expected(hint: Any) -> str:
-    """A type in words, for messages."""
+    """A type as text, for messages."""
     names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     words = []
     for member in _members(hint):
@@ -187,8 +187,8 @@ def expected(hint: Any) -> str:
 
 
 def coerce(value: Any, hint: Any) -> Any:
-    """`value` as the type `hint` says: integers widen to floats, lists become tuples, and one of
-    the words that a list may have is a list of one; no more.
+    """`value` as the type `hint`. Integers become floats, lists become tuples, and where a list of
+    choices is expected one choice is a list of one; nothing else is converted.
 
     Raises TypeMismatch.
     """

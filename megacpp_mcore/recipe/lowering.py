@@ -1,8 +1,8 @@
 """Recipe -> Megatron's argument vector and environment.
 
-What a recipe says stands on the command line, word for word, also where it says the default; what
-it leaves out is left to Megatron, whose defaults are the schema's. The plugin's own settings travel
-with the recipe; to Megatron's stock pretrain_hybrid.py in MEGACPP_RECIPE, which names it.
+Every key that a recipe sets is on the command line, also with its default value. Keys that it
+leaves out are not: Megatron's defaults are the schema's. The plugin's own settings are passed with
+the recipe; Megatron's stock pretrain_hybrid.py finds it by MEGACPP_RECIPE.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Lowered:
-    """argv: the words after Megatron's script. environment: what the launch must set beside it."""
+    """argv: Megatron's arguments. environment: the variables that the launch must set."""
 
     argv: list[str]
     environment: dict[str, str]
@@ -95,8 +95,8 @@ def _recompute_expectations(recipe: Recipe) -> list[Expectation]:
 
 
 def _spec(recipe: Recipe) -> Spec:
-    # Ours also where no letter needs it: the layers' backends are chosen in our spec, and
-    # Megatron's own takes Transformer Engine whatever the recipe says.
+    # Ours even if no letter needs it: our spec chooses the layers' backends, Megatron's own spec
+    # always takes Transformer Engine.
     letters = {layer.letter for layer in recipe.plan.layers}
     spec = spec_of(letters | {"M"}, recipe.plan.target)
     assert spec is not None

@@ -1,6 +1,6 @@
-"""What the schema's comments say of its keys, for `megacpp recipe keys` and docs/recipes.md.
+"""The keys of the schema with the notes of its comments, for `recipe keys` and docs/recipes.md.
 
-A key's note is the comment behind its field, or else the comment lines right above it.
+A key's note is the comment on its field's line, or else the comment lines right above it.
 """
 
 import ast
@@ -18,9 +18,9 @@ from megacpp_mcore.recipe.source import KEYS
 
 @dataclass(frozen=True)
 class KeyFacts:
-    """One key in words. default: as TOML writes it, "" where None or required. required: the key
-    must be given. goes_to: a Megatron flag, or where else. note: ours; Megatron's own meaning of
-    a flag is in its --help."""
+    """One key as text. default: in TOML, "" if it is None or required. required: the key must be
+    given. goes_to: the Megatron flag, or another target. note: ours; what a Megatron flag means is
+    in Megatron's --help."""
 
     key: str
     takes: str

@@ -1,7 +1,7 @@
-"""Which patches of the lane a recipe cannot do without, and why.
+"""The patches without which a recipe's results would be wrong, and why.
 
-Most patches help everyone a little. These decide whether a recipe's results are right, so that a
-run that needs one and does not have it is refused where the model is built.
+A run that needs one and does not have it is refused before the model is built. Other patches of the
+lane are optional.
 """
 
 from megacpp_mcore.errors import MegacppError

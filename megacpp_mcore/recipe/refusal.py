@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Refusal:
-    """One key that cannot be as asked. reason: what is allowed, as a sentence without a subject."""
+    """One refused key. reason: what is allowed, as a sentence without a subject."""
 
     key: str
     reason: str
@@ -48,7 +48,7 @@ class Rules:
         return letter in self.recipe.plan.letters
 
     def told(self, key: str) -> str:
-        """A key with its value, for a reason."""
+        """`key = value`, to be used in a reason."""
         return f"{key} = {shown(self[key])}"
 
     def refuse(self, condition: Any, key: str, reason: str) -> None:
@@ -60,7 +60,7 @@ class Rules:
         self.refuse(self[low] > self[high], low, f"must be at most {self.told(high)}")
 
     def multiple(self, key: str, of: str, value: int | None = None) -> None:
-        """`key` must be a multiple of `of` (another key, or a number in words with `value`)."""
+        """`key` must be a multiple of `of`: another key, or a text that describes `value`."""
         divisor = self[of] if value is None else value
         size = self[key]
         told = f"{of} = {divisor}" if value is None else of

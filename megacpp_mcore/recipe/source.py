@@ -53,7 +53,7 @@ class Settings:
         return self.origins[dotted].startswith(_SET)
 
     def drop(self, dotted: str) -> None:
-        """Back to the default: forget a key, or a table with its entries."""
+        """Unset a key, or a table with its entries, so that the default holds."""
         for name in [n for n in self.values if n == dotted or n.startswith(dotted + ".")]:
             del self.values[name], self.origins[name]
 
@@ -65,15 +65,15 @@ def shipped() -> list[str]:
     return sorted(name.removesuffix(SUFFIX) for name in names)
 
 
-def locate(name_or_path: str, beside: Path | None = None) -> tuple[str, str]:
-    """What a recipe is called and where it is: (name or absolute path, path of the file).
+def locate(name_or_path: str, folder: Path | None = None) -> tuple[str, str]:
+    """(shipped name or absolute path, path of the file) of a recipe.
 
-    A path has a separator or ends with .toml; relative to `beside`, or to the current folder.
+    A path has a separator or ends with .toml; it is relative to `folder`, by default the current.
     Raises RecipeError for a name that is not shipped.
     """
     if name_or_path.endswith(SUFFIX) or "/" in name_or_path:
         try:
-            path = ((beside or Path()) / name_or_path).resolve()
+            path = ((folder or Path()) / name_or_path).resolve()
         except (OSError, RuntimeError, ValueError) as error:  # too long, a circle of links, a NUL
             raise RecipeError(f"cannot read the recipe {name_or_path!r}: {error}") from error
         return str(path), str(path)
@@ -112,7 +112,7 @@ def _read_file(path: str, seen: tuple[str, ...]) -> Settings:
     parent = _top_level(tables, "extends", str, path)
     settings = Settings()
     if parent is not None:
-        settings = _read_file(locate(parent, beside=Path(path).parent)[1], (*seen, path))
+        settings = _read_file(locate(parent, Path(path).parent)[1], (*seen, path))
     for dotted in _top_level(tables, "unset", tuple[str, ...], path) or ():
         _known(dotted, f"{path}: unset")
         settings.drop(dotted)
@@ -125,7 +125,7 @@ def _read_file(path: str, seen: tuple[str, ...]) -> Settings:
 
 @functools.lru_cache(maxsize=32)
 def _tables(content: bytes) -> dict[str, Any]:
-    """A file's tables, which nobody changes: `recipe plan` loads a recipe a hundred times."""
+    """A file's tables; do not modify them. Cached: `recipe plan` loads a recipe a hundred times."""
     return tomllib.loads(content.decode())
 
 

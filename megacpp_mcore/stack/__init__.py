@@ -7,6 +7,7 @@ Facts are plain data, so the stack of another machine can be examined, too.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 OK, WARN, FAIL, NOT_APPLICABLE = "ok", "warn", "fail", "not applicable"
@@ -34,45 +35,20 @@ class Pin:
 
 
 CUDA_GET = "megacpp cuda install"
+_optional_cuda = partial(Pin, cuda=True, missing=WARN, get=CUDA_GET)
 
 PINS = (
     Pin("torch", "2.11.0", other=FAIL, why="kernels and seams are written for this version"),
     Pin("triton", "3.6.0", missing=WARN, why="the version that torch 2.11 is built for"),
     Pin("megatron-core", "0.19.2", other=FAIL, why="specs and patches are for this version only"),
     Pin("numpy", "2.2.6", why="the version that the tests run with"),
-    Pin("psutil", "7.2.2", other=OK, why="Megatron's writer of checkpoints asks it in every save"),
-    Pin(
-        "transformer-engine",
-        "2.17.1",
-        cuda=True,
-        why="GPU recipes ask for its router and permute fusion; it lends linears, norms, experts",
-        get=CUDA_GET,
-    ),
-    Pin(
-        "mamba-ssm",
-        "2.3.2.post1",
-        cuda=True,
-        missing=WARN,
-        why="upstream's Mamba-3 kernels",
-        get=CUDA_GET,
-    ),
-    Pin(
-        "causal-conv1d",
-        "1.7.0",
-        cuda=True,
-        missing=WARN,
-        why="Megatron's own Mamba-2 mixer",
-        get=CUDA_GET,
-    ),
-    Pin(
-        "liger-kernel",
-        "0.8.5",
-        cuda=True,
-        missing=WARN,
-        why="a bench compares the loss with its",
-        get=CUDA_GET,
-    ),
-)
+    Pin("psutil", "7.2.2", other=OK, why="Megatron imports it in every save of a checkpoint"),
+    Pin("transformer-engine", "2.17.1", cuda=True, get=CUDA_GET,
+        why="GPU recipes use its router and permute fusion, linears, norms and experts"),
+    _optional_cuda("mamba-ssm", "2.3.2.post1", why="upstream's Mamba-3 kernels"),
+    _optional_cuda("causal-conv1d", "1.7.0", why="Megatron's own Mamba-2 mixer"),
+    _optional_cuda("liger-kernel", "0.8.5", why="a bench compares our loss with its loss"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

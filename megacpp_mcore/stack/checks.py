@@ -67,11 +67,18 @@ def te_without_driver(facts: Facts) -> Check:
     )  # fmt: skip
 
 
+def _no_te_on_a_gpu(facts: Facts) -> str:
+    """Why checks of Transformer Engine on a GPU do not apply; "": they do."""
+    if facts.gpu is None:
+        return _NO_GPU
+    return "" if facts.version(_TE) else _NO_TE
+
+
 def te_parts(facts: Facts) -> Check:
     """TE is three distributions; its import asserts that their versions are equal."""
     name, version = "te-parts", facts.version(_TE)
-    if version is None or facts.gpu is None:
-        return Check(name, NOT_APPLICABLE, _NO_GPU if facts.gpu is None else _NO_TE)
+    if why := _no_te_on_a_gpu(facts):
+        return Check(name, NOT_APPLICABLE, why)
     parts = {part: facts.version(part) for part in (f"{_TE}-cu13", f"{_TE}-torch")}
     found = ", ".join(f"{part} {have or 'absent'}" for part, have in parts.items())
     if all(have == version for have in parts.values()):
@@ -85,8 +92,8 @@ def te_parts(facts: Facts) -> Check:
 def te_cublas(facts: Facts) -> Check:
     """TE 2.14 to 2.16 link a symbol that torch 2.11's cuBLAS 13.1 does not have."""
     name, version, cublas = "te-cublas", facts.version(_TE), facts.version("nvidia-cublas")
-    if version is None or facts.gpu is None:
-        return Check(name, NOT_APPLICABLE, _NO_GPU if facts.gpu is None else _NO_TE)
+    if why := _no_te_on_a_gpu(facts):
+        return Check(name, NOT_APPLICABLE, why)
     found = f"{_TE} {version}, cuBLAS {cublas or 'of the system'}"
     if (2, 14) <= release(version) < (2, 17) and release(cublas or "0") < (13, 2):
         return Check(
@@ -125,8 +132,8 @@ def te_attention_cudnn(facts: Facts) -> Check:
 def cudnn_order(facts: Facts) -> Check:
     """TE searches the system first; loading an older cuDNN from there breaks torch's."""
     name = "cudnn-order"
-    if facts.version(_TE) is None or facts.gpu is None:
-        return Check(name, NOT_APPLICABLE, _NO_GPU if facts.gpu is None else _NO_TE)
+    if why := _no_te_on_a_gpu(facts):
+        return Check(name, NOT_APPLICABLE, why)
     if not facts.cudnn:
         return Check(
             name, FAIL, "libcudnn not found: Transformer Engine cannot be imported",

@@ -1,7 +1,7 @@
 """Build the packages of the extra `[cuda]` that have no wheel.
 
 Each is compiled once for a Python, a torch and the GPUs' architectures, and kept in the user's
-cache folder; a build that is interrupted goes on behind the last file that was compiled.
+cache folder; a build that was interrupted continues after the last file that was compiled.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Source:
-    """A package to compile. variables: of its setup.py, which else tries to download a wheel.
+    """A package to compile. variables: for its setup.py, which otherwise downloads a wheel.
 
     lists_architectures: it has code for GPUs, and its setup.py names their architectures.
     """
@@ -190,7 +190,7 @@ def progress(line: str) -> None:
 
 
 def _unpacked(source: Source, place: Path, environment: Mapping[str, str]) -> Path:
-    """Its source, unpacked over what an interrupted build has left, whose objects stay."""
+    """Its source, unpacked over the files of an interrupted build, whose objects are reused."""
     archive = place / f"{source.stem}.tar.gz"
     if not archive.exists():
         fetched = place / f"{source.stem}.fetched"

@@ -9,10 +9,10 @@ from pathlib import Path
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.stack import PINS
 
-# What is installed beside a package of PINS: the two other parts of Transformer Engine, and what it
+# Installed with the packages of PINS: the two other parts of Transformer Engine, and what it
 # imports. Dependencies that are only declared (onnx; of mamba-ssm transformers, tilelang and
 # quack-kernels) are left out: half a gigabyte that nothing here imports, but for MIMO's kernels.
-_BESIDE = {
+_DEPENDENCIES = {
     "transformer-engine-cu13": "2.17.1",
     "transformer-engine-torch": "2.17.1",
     "nvdlfw-inspect": "0.2.2",
@@ -24,7 +24,7 @@ _BESIDE = {
     "zipp": "4.1.2",
     "einops": "0.8.2",
 }
-PACKAGES = {pin.name: pin.version for pin in PINS if pin.cuda} | _BESIDE
+PACKAGES = {pin.name: pin.version for pin in PINS if pin.cuda} | _DEPENDENCIES
 # No wheel of these is for torch 2.11 with CUDA 13.
 COMPILED = ("transformer-engine-torch", "causal-conv1d", "mamba-ssm")
 

@@ -1,7 +1,7 @@
-"""Import what the doctor judges, in a fresh process: a broken package shows only as it is imported.
+"""Import the packages that doctor checks, in a fresh process: only an import shows a broken one.
 
-The process has a time limit for every module. One that ends it (a crash, an exit) or hangs is named
-like any other failure, and another process goes on behind it.
+The process has a time limit for each module. A module that ends it (a crash, an exit) or hangs is
+reported as any other failure, and another process continues with the next module.
 """
 
 import ctypes

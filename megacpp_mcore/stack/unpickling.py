@@ -65,7 +65,7 @@ def read_index(checkpoint: Path) -> Metadata:
         raise ValueError(f"{checkpoint / '.metadata'} cannot be read: {error}") from error
     for name in names:
         if name in (".", "..") or "/" in name:
-            raise ValueError(f"{checkpoint / '.metadata'} names {name!r}, not a file beside it")
+            raise ValueError(f"{checkpoint / '.metadata'} names {name!r}, not a file of its folder")
     return index
 
 

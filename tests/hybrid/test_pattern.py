@@ -360,7 +360,7 @@ REFUSALS = [
     # attention
     ("AE", {"attention": "MLA"}, "unknown attention 'MLA': choose mla, gqa, dsa"),
     ("AE", {"attention": ""}, "unknown attention ''"),
-    ("AE", {"attention": "gqa", "dsa_ranks": (1,)}, "cannot hold '*' beside '+' or 'D'"),
+    ("AE", {"attention": "gqa", "dsa_ranks": (1,)}, "cannot combine '*' with '+' or 'D'"),
     ("AE", {"attention": "dsa", "dsa_ranks": (1,)}, "makes every A a DSA layer"),
     (NAM56R, {"depth": 52, "dsa_ranks": (14,)}, "DSA rank 14 names no A layer"),
     (NAM56R, {"depth": 52, "dsa_ranks": (14,)}, "its ranks are 1 to 13"),

@@ -128,7 +128,7 @@ def test_an_index_names_files_beside_it(tmp_path, name):
     for entry in index.storage_data.values():
         entry.relative_path = name
     (folder / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(ValueError, match="not a file beside it"):
+    with pytest.raises(ValueError, match="not a file of its folder"):
         unpickling.read_index(folder)
 
 

@@ -54,7 +54,7 @@ def _rules(r: "Rules") -> None:
         fraction > 1 or (state * fraction) % 2,
         "mamba3.rope_fraction",
         f"must be at most 1 and make mamba3.mamba_state_dim = {state} times it an even number: "
-        "RoPE turns pairs",
+        "RoPE rotates pairs",
     )
     tp, angles = "parallel.tensor_model_parallel_size", r.recipe.mamba3.angles(state)
     r.refuse(

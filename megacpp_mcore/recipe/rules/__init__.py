@@ -1,9 +1,9 @@
 """Combinations that cannot run, found before anything is launched.
 
-Each rule is the plugin's own, or Megatron-Core 0.19.2's where that says nothing, stops late (in a
-layer, a schedule) or in words that do not tell what is wrong. What its parser and validation refuse
-at once and clearly is left to them: `megacpp recipe check` asks, and a run stops there before a
-model is built. A refusal names the key, its value, where that came from and what is allowed.
+A rule is the plugin's own, or one that Megatron-Core 0.19.2 does not check, checks late (in a layer
+or a schedule) or reports unclearly. What its parser and validation refuse at once and clearly is
+left to them: `megacpp recipe check` runs them, and so does a run before it builds a model. A
+refusal names the key, its value, where that came from and what is allowed.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ _TOPICS = (
 
 
 def refusals(recipe: "Recipe") -> Sequence[Refusal]:
-    """Everything that cannot be as asked; empty for a recipe that can run."""
+    """Every refused key; empty for a recipe that can run."""
     rules = Rules(recipe)
     _ranges(rules)
     _words(rules)
@@ -47,15 +47,15 @@ def refusals(recipe: "Recipe") -> Sequence[Refusal]:
 
 
 def completed(recipe: "Recipe") -> "Recipe":
-    """The recipe with what it leaves to us decided."""
+    """The recipe with the keys filled in that it leaves to us."""
     return without_auto(dispatcher.completed(recipe))
 
 
 def without_auto(recipe: "Recipe") -> "Recipe":
-    """The recipe with what it leaves to us decided: `launch.cuda_graph_impl = "auto"`.
+    """The recipe with `launch.cuda_graph_impl = "auto"` replaced.
 
-    The whole step is captured where no rule is against it. The key's origin then begins with
-    "auto", and names the rule that was.
+    The whole step is captured unless a rule forbids it. The key's origin then begins with "auto",
+    and names that rule.
     """
     if recipe.get(cuda_graphs.IMPL) != cuda_graphs.AUTO:
         return recipe
@@ -70,7 +70,7 @@ def without_auto(recipe: "Recipe") -> "Recipe":
 
 
 def _ranges(r: Rules) -> None:
-    """Numbers outside the bounds that stand with their key in the schema."""
+    """Refuse numbers outside the bounds that the schema gives their key."""
     for dotted, key in KEYS.items():
         value = r[dotted]
         if value is None or isinstance(value, bool | str):
@@ -86,7 +86,7 @@ def _ranges(r: Rules) -> None:
 
 
 def _words(r: Rules) -> None:
-    """Texts that a command line would take for something else."""
+    """Refuse strings that Megatron's command line would misread."""
     for dotted, key in KEYS.items():
         if key.flag is None:
             continue

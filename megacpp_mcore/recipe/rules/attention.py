@@ -28,7 +28,7 @@ def check(r: Rules) -> None:
 
 
 def _backend(r: Rules) -> None:
-    """Megatron sets environment variables by it, which nobody but Transformer Engine reads."""
+    """Megatron only sets environment variables for it, which Transformer Engine alone reads."""
     core = r["backends.core_attention"]
     r.refuse(
         r["attention.attention_backend"] != "auto" and r.has("+*") and core != TE,
@@ -48,7 +48,7 @@ def _groups(r: Rules) -> None:
     r.refuse(
         dims % 2 and r["model.position_embedding_type"] in ("rope", "yarn"),
         "attention.kv_channels",
-        f"makes heads of {dims} dims: must be even, RoPE turns pairs",
+        f"makes heads of {dims} dims: must be even, RoPE rotates pairs",
     )
 
 
@@ -73,7 +73,7 @@ def _mla(r: Rules) -> None:
         r.refuse(
             r["model.rotary_percent"] != 1,
             "model.rotary_percent",
-            'must be 1 with attention.rope_type = "yarn", which turns all of '
+            'must be 1 with attention.rope_type = "yarn", which rotates all of '
             "attention.qk_pos_emb_head_dim",
         )
     else:
@@ -98,7 +98,7 @@ def _mla(r: Rules) -> None:
     r.refuse(
         r["attention.qk_pos_emb_head_dim"] % 2,
         "attention.qk_pos_emb_head_dim",
-        "must be even: RoPE turns pairs",
+        "must be even: RoPE rotates pairs",
     )
     r.refuse(
         r["attention.apply_rope_fusion"] and r["attention.qk_pos_emb_head_dim"] % 4,

@@ -44,57 +44,51 @@ def check(r: Rules) -> None:
         _whole_step(r)
 
 
+_COUNTED = "the host has to read how many tokens each rank or expert gets"
+_CAPTURED = {  # key -> its value in a captured step, and why
+    "parallel.expert_model_parallel_size": (1, _COUNTED),
+    "parallel.pipeline_model_parallel_size": (
+        1, "a captured step over pipeline stages is untested",
+    ),
+    "data.dataloader_inter_document_masking": (
+        False,
+        "the bounds of packed documents differ from batch to batch, and the host reads them",
+    ),
+    "moe.moe_expert_capacity_factor": (None, _COUNTED),
+    "precision.fp8": (None, "Transformer Engine's FP8 experts read their counts on the host"),
+    "schedule.check_for_nan_in_loss_and_grad": (
+        False,
+        "Megatron's check reads every bucket of gradients on the host; our entry checks loss and "
+        "gradient norm after each step",
+    ),
+}  # fmt: skip
+
+
 def _whole_step(r: Rules) -> None:
-    """A captured step has no host in it: every size is known before, nothing is read back."""
-    one = ("parallel.expert_model_parallel_size", "parallel.pipeline_model_parallel_size")
-    wanted = dict.fromkeys(one, 1) | {
-        "data.dataloader_inter_document_masking": False,
-        "moe.moe_expert_capacity_factor": None,
-        "precision.fp8": None,
-        "schedule.check_for_nan_in_loss_and_grad": False,
-    }
+    """The host has no part in a captured step: sizes are known before, nothing is read back."""
+    captured = f"with {r.told(IMPL)}"
     if r.has("E"):
-        etp = r["parallel.expert_tensor_parallel_size"]
-        tp = r["parallel.tensor_model_parallel_size"]
-        r.refuse(
-            (etp or tp) > 1,
-            "parallel.expert_tensor_parallel_size",
-            f"must be 1 with {r.told(IMPL)}: {_why('parallel.expert_tensor_parallel_size')}",
-        )
-    for key, value in wanted.items():
-        r.refuse(
-            r[key] != value,
-            key,
-            f"must be {'left out' if value is None else shown(value)} with {r.told(IMPL)}: "
-            f"{_why(key)}",
-        )
-    dispatcher = "backends.moe_dispatch"
-    r.refuse(
-        r.has("E") and r[dispatcher] not in (None, "auto", *ON_ONE_RANK),
-        dispatcher,
-        f"must be {', '.join(map(shown, ON_ONE_RANK))} or left out with {r.told(IMPL)}: with the "
-        "others the host reads how many tokens each rank or expert gets",
-    )
-    experts = "backends.moe_experts"
-    r.refuse(
-        r.has("E") and r[experts] not in (None, "auto", *COUNTS_ON_DEVICE),
-        experts,
-        f"must be {', '.join(map(shown, COUNTS_ON_DEVICE))} or left out with {r.told(IMPL)}: the "
-        "others read the tokens of each expert on the host",
-    )
+        _experts(r, captured)
+    for key, (value, why) in _CAPTURED.items():
+        told = "left out" if value is None else shown(value)
+        r.refuse(r[key] != value, key, f"must be {told} {captured}: {why}")
     r.refuse(
         not r["launch.cuda_graph_warmup_steps"],
         "launch.cuda_graph_warmup_steps",
-        f"must be at least 1 with {r.told(IMPL)}: kernels are compiled in the steps before",
+        f"must be at least 1 {captured}: kernels are compiled in the steps before",
     )
 
 
-def _why(key: str) -> str:
-    return {
-        "parallel.pipeline_model_parallel_size": "a captured step over pipeline stages is untested",
-        "data.dataloader_inter_document_masking": "the bounds of packed documents differ from "
-        "batch to batch, and the host reads them",
-        "schedule.check_for_nan_in_loss_and_grad": "Megatron's check reads every bucket of "
-        "gradients on the host; our entry checks loss and gradient norm after each step",
-        "precision.fp8": "Transformer Engine's FP8 experts read their counts on the host",
-    }.get(key, "the host has to read how many tokens each rank or expert gets")
+def _experts(r: Rules, captured: str) -> None:
+    etp = "parallel.expert_tensor_parallel_size"
+    size = r[etp] or r["parallel.tensor_model_parallel_size"]
+    r.refuse(size > 1, etp, f"must be 1 {captured}: {_COUNTED}")
+    for key, allowed in (
+        ("backends.moe_dispatch", ON_ONE_RANK), ("backends.moe_experts", COUNTS_ON_DEVICE)
+    ):  # fmt: skip
+        r.refuse(
+            r[key] not in (None, "auto", *allowed),
+            key,
+            f"must be {', '.join(map(shown, allowed))} or left out {captured}: the others "
+            "read the tokens of each expert on the host",
+        )

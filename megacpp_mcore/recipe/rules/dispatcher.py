@@ -1,9 +1,9 @@
-"""How [backends] moe_dispatch and Megatron's keys for its token dispatchers agree.
+"""Keep [backends] moe_dispatch and Megatron's keys of its token dispatchers consistent.
 
-A recipe names a dispatcher in one of two ways, and the other follows: `backends.moe_dispatch`, or
-Megatron's moe_token_dispatcher_type with moe_flex_dispatcher_backend. Named in both ways, they must
-say the same. Named in neither, or as "auto", the layers choose; Megatron's own blocks then have its
-all-to-all dispatcher.
+A recipe names a dispatcher by `backends.moe_dispatch`, or by Megatron's moe_token_dispatcher_type
+with moe_flex_dispatcher_backend; the other is filled in. If it names both, they must agree. If it
+names neither, or "auto", the layers choose, and Megatron's own blocks have its all-to-all
+dispatcher.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ _AUTO = "auto"
 
 
 def completed(recipe: "Recipe") -> "Recipe":
-    """The recipe with the way that it left out."""
+    """The recipe with the keys filled in that it left out."""
     if "E" not in recipe.plan.letters:
         return recipe
     named = recipe.backends.get(NAME, _AUTO)
@@ -54,7 +54,7 @@ def _in_ours(recipe: "Recipe", backend: str, origin: str) -> "Recipe":
 
 
 def _in_megatrons_words(recipe: "Recipe", backend: str, origin: str) -> "Recipe":
-    """With what Megatron calls `backend`, where the recipe says nothing itself."""
+    """The recipe with Megatron's keys for `backend`, except those that it sets itself."""
     words = MEGATRONS[backend]
     values = {TYPE: words.type, FLEX: words.flex}
     unsaid = {k: v for k, v in values.items() if v is not None and k not in recipe.origins}
@@ -63,6 +63,6 @@ def _in_megatrons_words(recipe: "Recipe", backend: str, origin: str) -> "Recipe"
 
 
 def _nothing_is_exchanged(recipe: "Recipe", backend: str) -> bool:
-    """Megatron's all-to-all on one rank permutes, and so may any other."""
+    """Megatron's all-to-all on one rank only permutes, as other backends may, too."""
     p = recipe.parallel
     return backend == ALLTOALL and p.expert_model_parallel_size == 1

@@ -1,4 +1,4 @@
-"""Rules about [recompute]: what the backward pass makes again, by block."""
+"""Rules about [recompute]: what the backward pass recomputes, by block."""
 
 from dataclasses import fields
 
@@ -16,7 +16,7 @@ def check(r: Rules) -> None:
     r.refuse(
         r["recompute.layernorm"] and not r.has("+*DEG-"),
         "recompute.layernorm",
-        "must be left out: Megatron makes the norms before A, E, R and D again, and there is none",
+        "must be left out: Megatron recomputes the norms before A, E, R and D, and there is none",
     )
     r.refuse(
         r["recompute.layernorm"] and r["model.transformer_impl"] != "transformer_engine",
@@ -30,7 +30,7 @@ def _key(r: Rules, block: str) -> None:
     r.refuse(
         r["parallel.recompute_granularity"] == "full",
         key,
-        'must be left out with parallel.recompute_granularity = "full", which makes layers again',
+        'must be left out with parallel.recompute_granularity = "full", which recomputes layers',
     )
     for letter in (entry.letter for entry in letters.known() if entry.recompute == block):
         r.refuse(not r.has_letter(letter), key, f"must be left out: there is no {letter}")
@@ -46,7 +46,7 @@ def _key(r: Rules, block: str) -> None:
             not megatrons and r["launch.cuda_graph_impl"] != "none",
             key,
             f"may not have {shown(part)} with {r.told('launch.cuda_graph_impl')}: a captured graph "
-            "makes nothing again",
+            "recomputes nothing",
         )
 
 
@@ -63,7 +63,7 @@ def _moe(r: Rules) -> None:
     r.refuse(
         "layer" in asked and len(set(asked)) > 1,
         key,
-        "must be the one word layer, or without it: it makes the others again too",
+        'must be "layer" alone, or without it: it recomputes the others, too',
     )
     r.refuse(
         {"act", "experts"} <= set(asked), key, "may name act or experts, which has the act inside"

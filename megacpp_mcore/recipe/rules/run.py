@@ -8,7 +8,7 @@ from megacpp_mcore.surfaces.moe_dispatch import ALLGATHER
 # names in launch.environment that torchrun or the lowering sets
 _RESERVED = re.compile(r"MEGACPP_.*|PET_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_.*")
 _MOST_SEED = 2**32 - 1  # numpy's
-# what cannot be on a machine without CUDA, and why (what else the CPU lane leaves out, it says)
+# the values that a machine without CUDA needs, and why (training/cpu/support.py has further ones)
 _ON_CPU = {
     "launch.distributed_backend": ("gloo", "nccl needs CUDA"),
     "launch.use_cpu_initialization": (True, "Megatron initialises on CUDA otherwise"),
