@@ -2,7 +2,7 @@
 
 from megacpp_mcore.recipe.refusal import Rules, shown
 from megacpp_mcore.surfaces.backend import REFERENCE
-from megacpp_mcore.surfaces.moe_dispatch import WITH_DEEP_EP
+from megacpp_mcore.surfaces.moe_dispatch import HYBRIDEP, WITH_DEEP_EP
 
 
 def check(r: Rules) -> None:
@@ -114,7 +114,7 @@ def _dispatch(r: Rules) -> None:
     )
     flex = "moe.moe_flex_dispatcher_backend"
     r.refuse(
-        r[flex] == "hybridep" and r["moe.moe_token_dispatcher_type"] != "flex",
+        r[flex] == HYBRIDEP and r["moe.moe_token_dispatcher_type"] != "flex",
         flex,
         'is read with moe.moe_token_dispatcher_type = "flex" only',
     )
