@@ -7,6 +7,8 @@ import importlib
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 
 from megacpp_mcore import __version__
 from megacpp_mcore.commands.examples import add_examples
@@ -47,10 +49,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns its exit status: 0 done, 2 refused, 1 failed (why, on stderr), 130
-    after Ctrl-C."""
+    after Ctrl-C, 143 after SIGTERM."""
     try:
         args = build_parser().parse_args(argv)
-        with contextlib.redirect_stdout(Escaping(sys.stdout)):
+        with _leaving_at_sigterm(), contextlib.redirect_stdout(Escaping(sys.stdout)):
             return args.run(args)
     except MegacppError as error:
         print(f"megacpp: {printable(str(error))}", file=sys.stderr)
@@ -68,6 +70,23 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("megacpp: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+@contextlib.contextmanager
+def _leaving_at_sigterm() -> Iterator[None]:
+    """SIGTERM leaves the block as Ctrl-C does, so that no temporary file stays."""
+
+    def leave(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():  # none else may set a handler
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

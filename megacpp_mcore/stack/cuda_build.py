@@ -9,7 +9,6 @@ import fcntl
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -277,15 +276,10 @@ def _joined(*parts: object) -> str:
     return os.pathsep.join(str(part) for part in parts if part)
 
 
-def _ended(*_: object) -> None:
-    raise SystemExit(128 + signal.SIGTERM)
-
-
 @contextlib.contextmanager
 def _running(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen]:
     """A process whose compilers end with this block, also when it is left by Ctrl-C or SIGTERM,
     and with this process, also when that is killed."""
-    before = signal.signal(signal.SIGTERM, _ended)
     supervised = [sys.executable, "-m", "megacpp_mcore.stack.supervised", str(os.getpid())]
     child = subprocess.Popen(
         [*supervised, *command], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -297,7 +291,6 @@ def _running(command: Sequence[str], environment: Mapping[str, str]) -> Iterator
         child.terminate()
         child.stdout.close()
         child.wait()
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -254,14 +256,10 @@ class TestDiskFull:
         assert list((tmp_path / "out").iterdir()) == []
 
     def test_while_writing_leaves_nothing(self, tmp_path, monkeypatch):
-        real = data_build._indexed_dataset_builder
+        def on_a_full_disk(path, mode):
+            return open("/dev/full", mode)
 
-        def on_a_full_disk(bin_path):
-            builder = real(bin_path)
-            builder.data_file = open("/dev/full", "wb")  # noqa: SIM115
-            return builder
-
-        monkeypatch.setattr(data_build, "_indexed_dataset_builder", on_a_full_disk)
+        monkeypatch.setattr(data_build, "open", on_a_full_disk, raising=False)
         with pytest.raises(DataError, match="disk full"):
             build(TextFiles([tree_of(tmp_path, 200)]), tmp_path / "out" / "c")
         assert list((tmp_path / "out").iterdir()) == []
@@ -335,6 +333,29 @@ class TestCrash:
 
 
 class TestCommand:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+    def test_a_signal_leaves_nothing(self, tmp_path, how):
+        out = tmp_path / "out"
+        (src := tmp_path / "src").mkdir()
+        (src / "a.h").write_text("int x;")
+        program = """
+import os, sys
+from megacpp_mcore import cli
+from megacpp_mcore.training.data.text import TextFiles
+TextFiles._read = lambda self, file: print("reads", flush=True) or os.read(0, 1)
+sys.exit(cli.main(sys.argv[1:]))
+"""
+        words = [sys.executable, "-c", program, "data", "build", str(src), "--out", f"{out}/c"]
+        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE, text=True) as child:  # fmt: skip
+            assert child.stdout.readline() == "reads\n"
+            assert len(list(out.iterdir())) == 1
+            child.send_signal(how)
+            assert child.wait(30) == 128 + how
+            assert len(child.stderr.read().splitlines()) <= 1
+        assert list(out.iterdir()) == []
+
     def test_build_and_check(self, tmp_path, capsys):
         src = write_tree(tmp_path / "src", {"a.h": b"aab", "b.o": b"\0"})
         prefix = str(tmp_path / "c")
@@ -346,6 +367,14 @@ class TestCommand:
         assert cli.main(["data", "check", prefix]) == 0
         # aab + end: counts 2, 1, 1; pairs aa, ab, b-end
         assert "unigram 1.0397, bigram 0.4621" in capsys.readouterr().out
+
+    def test_needs_neither_torch_nor_megatron(self, tmp_path):
+        src = write_tree(tmp_path / "src", {"a.h": b"int x;"})
+        program = "import sys; sys.modules |= {'torch': None, 'megatron': None}\n"
+        program += "from megacpp_mcore import cli; sys.exit(cli.main(sys.argv[1:]))"
+        for words in (["build", str(src), "--resume", "--out"], ["check"]):
+            command = [sys.executable, "-c", program, "data", *words, f"{tmp_path}/c"]
+            assert subprocess.run(command, capture_output=True).returncode == 0
 
     def test_a_pair_of_another_tool_is_checked_as_far_as_that_goes(self, tmp_path, capsys):
         build(TextFiles([write_tree(tmp_path / "src", {"a.cpp": b"int x;"})]), tmp_path / "c")

@@ -74,6 +74,17 @@ def test_pairs_that_megatron_wrote_are_read(tmp_path, dtype):
     assert pair.manifest is None
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32])
+def test_our_index_is_what_megatron_writes(tmp_path, dtype):
+    lengths = np.random.default_rng().integers(1, 2000, 300).astype(np.int32)
+    builder = IndexedDatasetBuilder(str(tmp_path / "c.bin"), dtype=dtype)
+    for length in lengths:
+        builder.add_document(np.zeros(length, dtype), [length])
+    builder.finalize(str(tmp_path / "c.idx"))
+    files.write_index(tmp_path / "ours.idx", lengths, np.dtype(dtype))
+    assert (tmp_path / "ours.idx").read_bytes() == (tmp_path / "c.idx").read_bytes()
+
+
 def test_what_write_index_writes_is_right_unless_told_otherwise(tmp_path):
     prefix = write_index(tmp_path / "c", [3, 4])
     assert read_pair(prefix).lengths.tolist() == [3, 4]

@@ -1,5 +1,6 @@
 """The tokenizer for C++ and what is built with it: lossless, reproducible, filtered, resumable."""
 
+import contextlib
 import json
 import random
 import re
@@ -183,18 +184,74 @@ def test_a_build_that_is_interrupted_goes_on_and_ends_with_the_same_bytes(
     assert not (tmp_path / ".c.partial").exists()
 
 
-def test_what_is_kept_of_another_build_is_refused(repositories, tokenizer, tmp_path, monkeypatch):
-    def stop(self, at):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize(
+    ("owner", "name", "at"),
+    [(TextFiles, "_tokens", 2), (resumable.Partial, "append", 2), (resumable.os, "fsync", 7)],
+)
+def test_an_interruption_within_a_batch_loses_nothing(
+    repositories, tmp_path, monkeypatch, owner, name, at
+):
+    """Files that were read and not yet kept are no duplicates of themselves when it goes on."""
+    options = TextOptions(dedup=True)
+    whole = build(TextFiles([repositories], options=options), tmp_path / "whole", quiet=True)
+    monkeypatch.setattr("megacpp_mcore.training.data.text._BATCH_FILES", 5)
+    monkeypatch.setattr(resumable, "_COMMIT_TOKENS", 1)
+    real, calls = getattr(owner, name), iter(range(10_000))
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(TextFiles, "_read_batch", stop)
-        build(TextFiles([repositories]), tmp_path / "c", quiet=True, resume=True)
+    def interrupted(*arguments):
+        if next(calls) == at:
+            if name == "append":
+                real(arguments[0], arguments[1][:1])
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(owner, name, interrupted)
+        build(TextFiles([repositories], options=options), tmp_path / "c", quiet=True, resume=True)
+    assert not (tmp_path / "c.bin").exists()
+    again = TextFiles([repositories], options=options)
+    assert build(again, tmp_path / "c", quiet=True, resume=True) == whole
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"tokens": "5"}, {"file": -1}, {"documents": 1.0}, {"split": "1"}, {"skipped": [1]},
+     {"skipped": {"a": -1}}, {"seen": None}, {"kind_bytes": True}, {"documents": 3},
+     {"text_bytes": 2**70}, {"plan": 3}, {"more": 1}],
+    ids=str,
+)  # fmt: skip
+def test_a_progress_that_is_damaged_is_refused(repositories, tmp_path, change):
+    source = TextFiles([repositories], options=TextOptions(dedup=True))
+    with resumable.Partial(tmp_path / "p", source.plan()) as partial:
+        source.at = partial.position
+        partial.append(next(source.batches(lambda size: None)))
+        partial.commit(now=True)
+    path = tmp_path / "p/progress.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(DataError, match="begin anew"):
+        resumable.Partial(tmp_path / "p", source.plan())
+
+
+@pytest.mark.parametrize("lines", ["3\n", "[\n", '".h"\n' * 2, '".h"'])
+def test_kinds_that_are_damaged_are_refused(repositories, tmp_path, lines):
+    (tmp_path / "p").mkdir()
+    with resumable.Partial(tmp_path / "p", "plan") as partial:
+        partial.commit(now=True)
+    (tmp_path / "p/part.kind").write_text(lines)
+    path = tmp_path / "p/progress.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"kind_bytes": len(lines)}))
+    with pytest.raises(DataError, match="delete it to begin anew"):
+        resumable.Partial(tmp_path / "p", "plan")
+
+
+def test_what_is_kept_of_another_build_is_refused(repositories, tokenizer, tmp_path):
+    with resumable.Partial(tmp_path / ".c.partial", TextFiles([repositories]).plan()) as partial:
+        partial.commit(now=True)
     other = TextFiles([repositories], options=TextOptions(tokenizer))
     with pytest.raises(DataError, match="of a build of other files or with other options"):
         build(other, tmp_path / "c", quiet=True, resume=True)
     (tmp_path / ".c.partial/progress.json").write_text("{")
-    with pytest.raises(DataError, match=r"cannot be read .* to begin anew"):
+    with pytest.raises(DataError, match=r"damaged \(progress.json: .* to begin anew"):
         build(other, tmp_path / "c", quiet=True, resume=True)
 
 

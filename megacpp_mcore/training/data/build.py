@@ -7,10 +7,9 @@ import os
 import shutil
 import sys
 import tempfile
-import warnings
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +18,13 @@ from tqdm import tqdm
 
 from megacpp_mcore.files import sha256_file, sync
 from megacpp_mcore.terminal import has_room
-from megacpp_mcore.training.data.files import MANIFEST_SCHEMA, DataError, packed_kinds, paths
+from megacpp_mcore.training.data.files import (
+    MANIFEST_SCHEMA,
+    DataError,
+    packed_kinds,
+    paths,
+    write_index,
+)
 from megacpp_mcore.training.data.resumable import Partial
 from megacpp_mcore.training.data.text import TextFiles
 
@@ -33,7 +38,7 @@ class DocumentSource(Protocol):
 
     vocab_size: int
     eod_id: int
-    paths: list[Path]
+    paths: Iterable[Path]
     total: int  # work to do, in `unit`, for the progress bar
     unit: str
     max_tokens: int | None  # None if unknown before reading
@@ -127,24 +132,13 @@ def _check_free_space(folder: Path, source: DocumentSource) -> None:
 
 
 def _write(source: DocumentSource, written: tuple[Path, Path, Path], quiet: bool) -> dict[str, Any]:
-    bin_path, idx_path, _ = written
-    builder = _indexed_dataset_builder(bin_path)
-    digest, num_tokens, num_documents = hashlib.sha256(), 0, 0
-    try:
-        with _bar(source, quiet) as bar:
-            for tokens in source.documents(bar.update):
-                builder.add_document(tokens, [tokens.size])
-                digest.update(tokens)
-                num_tokens += tokens.size
-                num_documents += 1
-        if num_documents == 0:
-            raise DataError(f"the sources hold no document (left out: {_listed(source.skipped)})")
-        builder.finalize(str(idx_path))
-    finally:
-        # On a full disk closing fails, too; the first error is the one to report.
-        with suppress(OSError):
-            builder.data_file.close()
-    return _manifest(source, written, num_documents, num_tokens, digest.hexdigest())
+    digest, lengths = hashlib.sha256(), array("i")
+    with open(written[0], "wb") as file, _bar(source, quiet) as bar:
+        for tokens in source.documents(bar.update):
+            file.write(tokens)
+            digest.update(tokens)
+            lengths.append(tokens.size)
+    return _finish(source, written, np.array(lengths, np.int32), digest.hexdigest())
 
 
 def _write_resumable(
@@ -153,25 +147,25 @@ def _write_resumable(
     """As `_write`, going on from what `hidden` holds."""
     with Partial(hidden, source.plan()) as partial:
         source.at = partial.position
-        bar = _bar(source, quiet)
-        with bar:
+        with _bar(source, quiet) as bar:
             bar.update(source.progress())
-            try:
-                for documents in source.batches(bar.update):
-                    partial.append(documents)
-                    partial.commit()
-            except KeyboardInterrupt:
-                partial.commit(now=True)
-                raise
+            for documents in source.batches(bar.update):
+                partial.append(documents)
+                partial.commit()
         partial.commit(now=True)
-        if not source.at.documents:
-            raise DataError(f"the sources hold no document (left out: {_listed(source.skipped)})")
-        builder = _indexed_dataset_builder(Path(os.devnull))
-        builder.sequence_lengths = partial.lengths()
-        builder.document_indices = list(range(len(builder.sequence_lengths) + 1))
-        builder.finalize(str(written[1]))
-        tokens = partial.tokens
-    return _manifest(source, written, source.at.documents, tokens, sha256_file(written[0]))
+        lengths = partial.lengths()
+    return _finish(source, written, lengths, sha256_file(written[0]))
+
+
+def _finish(
+    source: DocumentSource, written: tuple[Path, Path, Path], lengths: np.ndarray, bin_sha256: str
+) -> dict[str, Any]:
+    """The index of the written tokens and the manifest, which is returned."""
+    if not lengths.size:
+        raise DataError(f"the sources hold no document (left out: {_listed(source.skipped)})")
+    write_index(written[1], lengths, np.dtype(_DTYPE))
+    tokens = int(lengths.sum(dtype=np.int64))
+    return _manifest(source, written, lengths.size, tokens, bin_sha256)
 
 
 def _manifest(
@@ -210,17 +204,6 @@ def _bar(source: DocumentSource, quiet: bool) -> tqdm:
         total=source.total, unit=source.unit, unit_scale=True, desc="data build",
         disable=quiet or not has_room(sys.stderr),
     )  # fmt: skip
-
-
-def _indexed_dataset_builder(bin_path: Path) -> Any:
-    from megacpp_mcore.stack import bridges
-
-    bridges.before_megatron()
-    with warnings.catch_warnings():
-        # Importing Megatron warns about optional GPU packages; none is used here.
-        warnings.simplefilter("ignore")
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-    return IndexedDatasetBuilder(str(bin_path), dtype=_DTYPE)
 
 
 def _move_into_place(

@@ -35,7 +35,7 @@ _TOKEN_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOAT_DTYPES = {6: "float64", 7: "float32"}
 
 
-def _count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
@@ -43,17 +43,17 @@ def _digest(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
-def _counts(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_count, value.values()))
+def are_counts(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(is_count, value.values()))
 
 
 # key -> whether it can be what is there
 _MANIFEST_KEYS = {
-    "documents": _count,
-    "tokens": _count,
-    "vocab_size": _count,
-    "eod_id": _count,
-    "skipped": _counts,
+    "documents": is_count,
+    "tokens": is_count,
+    "vocab_size": is_count,
+    "eod_id": is_count,
+    "skipped": are_counts,
     "bin_sha256": _digest,
     "idx_sha256": _digest,
 }
@@ -123,6 +123,18 @@ def read_pair(
     except OSError as error:
         raise DataError(f"cannot read the dataset at {os.fspath(prefix)}: {error}") from error
     return TokenFiles(os.fspath(prefix), lengths, tokens, manifest)
+
+
+def write_index(path: Path, lengths: np.ndarray, dtype: np.dtype) -> None:
+    """Write an `.idx` of one sequence a document. lengths: int32 [n], tokens of each."""
+    offsets = np.zeros(lengths.size, "<i8")
+    np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
+    code = next(code for code, name in _TOKEN_DTYPES.items() if np.dtype(name) == dtype)
+    with open(path, "wb") as file:
+        file.write(_HEADER.pack(_MAGIC, 1, code, lengths.size, lengths.size + 1))
+        file.write(lengths.astype("<i4"))
+        file.write(offsets * dtype.itemsize)
+        file.write(np.arange(lengths.size + 1, dtype="<i8"))
 
 
 def packed_kinds(kinds: Sequence[str]) -> dict[str, Any] | None:

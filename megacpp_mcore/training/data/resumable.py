@@ -6,8 +6,10 @@ that is cut off on resuming.
 """
 
 import contextlib
+import itertools
 import json
 import os
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,17 @@ from typing import Any
 import numpy as np
 
 from megacpp_mcore.files import read_regular, write_atomically
-from megacpp_mcore.training.data.files import DataError
+from megacpp_mcore.training.data.files import DataError, are_counts, is_count
 from megacpp_mcore.training.data.text import Position
 
 _SEEN = 16  # bytes of a digest
 _COMMIT_TOKENS = 1 << 24  # between two commits
+# keys of progress.json that are no count -> whether a value can be theirs
+_GOOD = {
+    "plan": lambda value: isinstance(value, str),
+    "split": lambda value: value is None or is_count(value),
+    "skipped": are_counts,
+}
 
 
 class Partial:
@@ -40,14 +48,15 @@ class Partial:
         self._len = self._cut("part.len", 4 * self.position.documents)
         self._seen = self._cut("part.seen", _SEEN * progress["seen"])
         self._kind = self._cut("part.kind", progress["kind_bytes"])
-        kinds = (folder / "part.kind").read_text().splitlines()
-        self.position.kinds = [json.loads(kind) for kind in kinds]
-        self._written_kinds = len(kinds)
+        self.position.kinds = self._kinds()
         data = (folder / "part.seen").read_bytes()
         self.position.seen = dict.fromkeys(
             data[at : at + _SEEN] for at in range(0, len(data), _SEEN)
         )
-        self._written_seen, self._uncommitted = len(self.position.seen), 0
+        self._written_kinds, self._written_seen = progress["documents"], progress["seen"]
+        self._uncommitted = 0
+        if not self._is_consistent(progress):
+            raise self._damaged("its parts do not agree")
 
     def __enter__(self) -> "Partial":
         return self
@@ -65,11 +74,13 @@ class Partial:
             self._uncommitted += tokens.size
 
     def commit(self, *, now: bool = False) -> None:
-        """Make what was appended count, every so many tokens, or now."""
+        """Make what was appended count, every so many tokens, or now. Not within a batch, whose
+        files the position has in part."""
         if self._uncommitted < _COMMIT_TOKENS and not now:
             return
         at = self.position
-        for digest in list(at.seen)[self._written_seen :]:
+        new = len(at.seen) - self._written_seen
+        for digest in [*itertools.islice(reversed(at.seen), new)][::-1]:
             self._seen.write(digest)
         for kind in at.kinds[self._written_kinds :]:
             self._kind.write(json.dumps(kind).encode() + b"\n")
@@ -85,10 +96,28 @@ class Partial:
         }  # fmt: skip
         write_atomically(self.folder / "progress.json", json.dumps(progress))
 
-    def lengths(self) -> list[int]:
-        """Tokens of every document so far."""
+    def lengths(self) -> np.ndarray:
+        """int32, tokens of every document so far."""
         self._len.flush()
-        return np.fromfile(self.folder / "part.len", np.int32).tolist()
+        return np.fromfile(self.folder / "part.len", np.int32)
+
+    def _kinds(self) -> list[str]:
+        try:
+            with open(self.folder / "part.kind", "rb") as file:
+                return [sys.intern(json.loads(line)) for line in file]
+        except (ValueError, TypeError, RecursionError) as error:
+            raise self._damaged(error) from error
+
+    def _is_consistent(self, progress: dict[str, Any]) -> bool:
+        at = self.position
+        return (
+            len(at.kinds) == at.documents <= at.file
+            and len(at.seen) == progress["seen"]
+            and int(self.lengths().sum(dtype=np.int64)) == self.tokens
+        )
+
+    def _damaged(self, why: object) -> DataError:
+        return DataError(f"{self.folder} is damaged ({why}): delete it to begin anew")
 
     def _progress(self) -> dict[str, Any]:
         none = {"plan": self._plan, "tokens": 0, "seen": 0, "file": 0, "documents": 0,
@@ -98,12 +127,13 @@ class Partial:
             return none
         try:
             progress = json.loads(read_regular(path))
-            if set(progress) != set(none):
+            if not isinstance(progress, dict) or set(progress) != set(none):
                 raise ValueError("other keys")
-        except (OSError, ValueError, TypeError) as error:
-            raise DataError(
-                f"{path} cannot be read ({error}): delete {self.folder} to begin anew"
-            ) from error
+            for key, value in progress.items():
+                if not _GOOD.get(key, is_count)(value):
+                    raise ValueError(f"{key} is {value!r}")
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise self._damaged(f"{path.name}: {error}") from error
         if progress["plan"] != self._plan:
             raise DataError(
                 f"{self.folder} is of a build of other files or with other options: delete it to "
@@ -116,6 +146,6 @@ class Partial:
         path = self.folder / name
         path.touch()
         if path.stat().st_size < size:
-            raise DataError(f"{path} is shorter than progress.json says: delete {self.folder}")
+            raise self._damaged(f"{name} is shorter than progress.json says")
         os.truncate(path, size)
         return open(path, "ab")

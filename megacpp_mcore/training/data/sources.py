@@ -15,14 +15,18 @@ from megacpp_mcore.training.data.files import DataError
 _MAX_NAMES = 20  # keeps the manifest small when a shell has expanded *.parquet
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # there may be millions
 class SourceFile:
-    """One regular file. source: index of the source it is in. relative: its path below that."""
+    """One regular file. source: index of the source it is in. relative: its path below `base`."""
 
-    path: Path
+    base: str
     source: int
     relative: str
     size: int
+
+    @property
+    def path(self) -> Path:
+        return Path(self.base, self.relative)
 
 
 def find_files(
@@ -52,19 +56,17 @@ def find_files(
     files: list[SourceFile] = []
     for position, root in enumerate(roots):
         names = sorted(_walk(root, passed_over)) if root.is_dir() else [root.name]
-        base = root if root.is_dir() else root.parent
+        base = os.fspath(root if root.is_dir() else root.parent)
         for relative in names:
             if include and not _matches(relative, include):
                 continue
-            path = base / relative
-            if path.is_symlink() and not os.path.exists(path):
+            status = _status(os.path.join(base, relative))
+            if status is None:
                 passed_over["dangling link"] += 1
-                continue
-            found = _regular_file(path, position, relative)
-            if found is None:
+            elif not stat.S_ISREG(status.st_mode):
                 passed_over["not a regular file"] += 1
             else:
-                files.append(found)
+                files.append(SourceFile(base, position, relative, status.st_size))
     if not files:
         only = f" matching {' or '.join(include)}" if include else ""
         raise DataError(f"no file{only} in {', '.join(map(str, roots))}")
@@ -125,11 +127,11 @@ def _matches(relative: str, include: Sequence[str]) -> bool:
     return any(fnmatchcase(relative if "/" in glob else name, glob) for glob in include)
 
 
-def _regular_file(path: Path, source: int, relative: str) -> SourceFile | None:
+def _status(path: str) -> os.stat_result | None:
+    """Of the file, or of what a link names; None for a link to nothing."""
     try:
-        status = path.stat()
+        return os.stat(path)
     except OSError as error:
+        if os.path.islink(path):
+            return None
         raise DataError(f"cannot read {path}: {error.strerror}") from error
-    if not stat.S_ISREG(status.st_mode):
-        return None
-    return SourceFile(path, source, relative, status.st_size)

@@ -3,9 +3,11 @@
 import hashlib
 import itertools
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,7 +108,7 @@ class TextFiles:
     ) -> None:
         """Scan `sources` (see `find_files`). Raises DataError, also for Parquet shards in them."""
         files, self._passed_over = find_files(sources, include)
-        shards = [file.path for file in files if file.path.suffix == ".parquet"]
+        shards = [file.path for file in files if file.relative.endswith(".parquet")]
         if shards:
             raise DataError(
                 f"{shards[0]} is a Parquet shard ({len(shards)} among the sources): name its "
@@ -120,11 +122,15 @@ class TextFiles:
         by_folder = self.options.held_out is not None
         self._files = sorted(files, key=self._order_in_folders if by_folder else self._order)
         self._boundary = self._first_held_out() if by_folder else None
-        self.paths = [file.path for file in files]
         self.total = sum(file.size for file in files)
         self.max_tokens = self.total + len(files)
         self.max_documents = len(files)
         self.at = Position()
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files, in the order in which they are read."""
+        return [file.path for file in self._files]
 
     @property
     def skipped(self) -> Counter[str]:
@@ -214,7 +220,7 @@ class TextFiles:
             else:
                 check_size(tokens, MAX_DOCUMENT_TOKENS)
                 at.text_bytes += len(text)
-                at.kinds.append(os.path.splitext(os.fsdecode(file.relative))[1].lower())
+                at.kinds.append(sys.intern(os.path.splitext(file.relative)[1].lower()))
                 kept.append(tokens)
         return kept
 
