@@ -283,8 +283,12 @@ def test_packed_documents_are_apart_in_the_loop(gpu_recipe, overrides):
         other["tokens"][:end] = (other["tokens"][:end] + 1) % 256
         whole = {"cu_seqlens": torch.tensor([0] + 32 * [32], dtype=torch.int32)}
         whole["max_seqlen"] = torch.tensor(32, dtype=torch.int32)
-        assert loss_behind_it(row) == loss_behind_it(other)
-        assert loss_behind_it(row | whole) != loss_behind_it(other | whole)
+        # what an expert multiplies beside a row rounds it in another order: a few units in the last
+        # place. The corpus is this package's source, so that is met in one commit and not in another
+        rounding = 4 * torch.finfo(torch.float32).eps
+        assert loss_behind_it(other) == pytest.approx(loss_behind_it(row), rel=rounding)
+        off = loss_behind_it(other | whole) / loss_behind_it(row | whole) - 1
+        assert abs(off) > 4 * rounding
 
 
 def test_a_context_parallel_rank_has_its_part_of_every_row(gpu_recipe, monkeypatch):
