@@ -13,7 +13,7 @@ BENCHED_DOCUMENTS = 8  # documents of a row in a bench of packed documents
 
 
 def bounds_to_end(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Offsets that end at `tokens`: what stands behind the last one becomes a document of its own.
+    """Offsets that end at `tokens`: tokens after the last one become a document of their own.
 
     Always one document more, perhaps an empty one: whether it is needed is known on the device.
     """
@@ -23,8 +23,8 @@ def bounds_to_end(cu_seqlens: Tensor, tokens: int) -> Tensor:
 def document_starts(tokens: int, cu_seqlens: Tensor) -> Tensor:
     """(tokens,) the first token of each one's document, in cu_seqlens' dtype.
 
-    cu_seqlens: (documents + 1,) integers that never fall from 0; what stands behind the last one is
-    a document of its own. The host does not wait for the device.
+    cu_seqlens: (documents + 1,) integers that never fall from 0; tokens after the last one are
+    a document of their own. The host does not wait for the device.
     """
     cu_seqlens = cu_seqlens.contiguous()
     return cu_seqlens[torch.searchsorted(cu_seqlens, _index(tokens, cu_seqlens), right=True) - 1]

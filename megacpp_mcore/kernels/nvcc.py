@@ -77,10 +77,10 @@ class Library:
     def load(self, architecture: str | None = None) -> ctypes.CDLL:
         """The library, compiled if it is not kept yet. architecture: by default this GPU's.
 
-        The file is under XDG_CACHE_HOME (~/.cache); its name has a hash of all files beside the
-        source, the flags and nvcc's version. Other processes that need it meanwhile wait for the
-        one that compiles it. Raises KernelBuildError with nvcc's message, or with why the file
-        cannot be written or loaded.
+        The file is under XDG_CACHE_HOME (~/.cache); its name has a hash of all files in the
+        source's folder, the flags and nvcc's version. Other processes that need it meanwhile wait
+        for the one that compiles it. Raises KernelBuildError with nvcc's message, or with why the
+        file cannot be written or loaded.
         """
         nvcc = find_nvcc()
         if nvcc is None:

@@ -1,8 +1,8 @@
 """A tensor's distance from the truth, region by region, against what rounding does.
 
 The largest value of a tensor says little of the rest: of a causal attention's gradients most rows
-are so small beside the first that they may be zero. So a tensor is cut along each axis, and along
-each pair of axes into tiles, and in every region
+are so small compared with the first that they may be zero. So a tensor is cut along each axis, and
+along each pair of axes into tiles, and in every region
 
     rms(error) <= factor * rms(rounding) + allowed * rms(truth) + floor
 

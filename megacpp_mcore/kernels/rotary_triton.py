@@ -1,7 +1,7 @@
 """Shared by the Triton kernels of RoPE: positions in packed documents, and pairs of dims.
 
 Tiles are (heads, dims); `heads` masks the rows that exist. Sizes that are not powers of two are
-masked. Rotations are computed in float32 whatever the dtype of the tensors.
+masked. Rotations are computed in float32 for every dtype of the tensors.
 """
 
 import triton

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def readable(x: Tensor) -> Tensor:
-    """x itself when the elements of its last axis lie one behind the other, else a copy."""
+    """x itself when its last axis is contiguous, else a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 

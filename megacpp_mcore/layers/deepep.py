@@ -1,4 +1,4 @@
-"""DeepEP's exchange within a host, behind Megatron's interface of a token dispatcher.
+"""DeepEP's exchange within a host, with Megatron's interface of a token dispatcher.
 
 Megatron's own adapter asks DeepEP for the size of an RDMA buffer, which stops a build without
 NVSHMEM, and keeps one Buffer that it makes again for another group. Here a group has one Buffer,

@@ -38,15 +38,17 @@ from megacpp_mcore.kernels.moe_experts.fused import (
 from megacpp_mcore.kernels.moe_experts.readers import Readers, readers
 from megacpp_mcore.kernels.moe_experts.routing import allocated
 from megacpp_mcore.layers.param_gather import wait_for_param_gather
+from megacpp_mcore.surfaces.moe_experts import FUSED, GROUPED_MM
 
-# Fields of Megatron's config without a recipe key -> the one value that this backend supports.
+# Fields of Megatron's config without a recipe key -> the one value that both classes support.
 # Values that a recipe can set are refused earlier, by dispatch (`surfaces.moe_experts`).
 _SERVED = {
     "activation_func_clamp_value": None, "glu_linear_offset": 0.0,
     "moe_mlp_glu_interleave_size": None, "moe_latent_size": None, "use_te_activation_func": False,
     "use_transformer_engine_op_fuser": False, "fp4": None,
     "delay_wgrad_compute": False, "gtp_weight_remat_size": 1,
-    "fine_grained_activation_offloading": False,
+    "fine_grained_activation_offloading": False, "moe_paged_stash": False,
+    "overlap_dispatch_backward_with_experts_wgrad": False,
 }  # fmt: skip
 
 
@@ -62,10 +64,11 @@ class GroupedMMExperts(MegatronModule):
     """
 
     counts_on_device = True
+    backend, served = GROUPED_MM, _SERVED
 
     def __init__(self, num_local_experts: int, config, pg_collection=None, name=None) -> None:
         super().__init__(config)
-        _check(config)
+        self._check(config)
         self.num_local_experts = num_local_experts
         self.ep_group = pg_collection.ep
         self.tp_group = pg_collection.expt_tp
@@ -75,6 +78,18 @@ class GroupedMMExperts(MegatronModule):
         halves = 2 if config.gated_linear_unit else 1
         self.linear_fc1 = _Weights(*build, (halves * ffn, hidden), 0, config.init_method, halves)
         self.linear_fc2 = _Weights(*build, (hidden, ffn), 1, config.output_layer_init_method, 1)
+
+    def _check(self, config) -> None:
+        differing = [
+            f"{field} is {getattr(config, field)!r}, supported: {value!r}"
+            for field, value in self.served.items()
+            if getattr(config, field) != value
+        ]
+        if differing:
+            raise ExpertsError(
+                f"the moe_experts backend {self.backend!r} does not support: "
+                f"{'; '.join(differing)}. Change it, or use the backend 'te' or 'reference'"
+            )
 
     def forward(
         self,
@@ -106,7 +121,7 @@ class GroupedMMExperts(MegatronModule):
         if (metadata or {}).get("singleton_local_shards", False):
             raise ExpertsError(
                 "singleton_local_shards (a checkpoint with one key per expert) is not supported by "
-                "the moe_experts backend 'grouped_mm'; use 'te' or 'reference'"
+                f"the moe_experts backend {self.backend!r}; use 'te' or 'reference'"
             )
         first = self.ep_group.rank() * self.num_local_experts
         total = self.ep_group.size() * self.num_local_experts
@@ -138,6 +153,7 @@ class FusedExperts(GroupedMMExperts):
     where the config has gradient_accumulation_fusion.
     """
 
+    backend, served = FUSED, _SERVED | {"activation_func_fp8_input_store": False}
     products = torch_products
 
     def take_tokens(self) -> None:
@@ -188,19 +204,6 @@ class FusedExperts(GroupedMMExperts):
         fused = self.config.gradient_accumulation_fusion
         activation = SWIGLU if self.config.gated_linear_unit else SQUARED_RELU
         return Experts(*self._weights(), fused, self.products, activation)
-
-
-def _check(config) -> None:
-    differing = [
-        f"{field} is {getattr(config, field)!r}, supported: {value!r}"
-        for field, value in _SERVED.items()
-        if getattr(config, field) != value
-    ]
-    if differing:
-        raise ExpertsError(
-            f"the moe_experts backend 'grouped_mm' does not support: {'; '.join(differing)}. "
-            "Change the recipe, or use the backend 'te' or 'reference'"
-        )
 
 
 class _Weights(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""What layers keep of the tokens before, at inference: a cache per attention layer and row.
+"""What layers keep of earlier tokens at inference: a cache per attention layer and row.
 
 A layer's entry stands in the static inference context's `key_value_memory_dict` under its number,
 as Megatron's own does. M and R keep a state of fixed size there; attention keeps a column of the
@@ -82,7 +82,7 @@ class Rows:
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> AttentionCache:
         """Append keys and values, (b, s, ...), of one layer; returns all so far, the longest row's
-        end last. Other rows have anything behind their own end: mask it by position.
+        end last. Other rows have arbitrary values after their own end: mask it by position.
 
         Raises InferenceStateError for a layer that has not seen the tokens before.
         """

@@ -74,7 +74,7 @@ class GatheredTokenDispatcher(MoEAllGatherTokenDispatcher):
     Experts that `routed` get the tokens as they are, with the map and weights of this rank's
     experts: nothing is sorted, and no size depends on the routing. The tokens travel while the
     router computes (`begin`), and their sums return while the shared expert does. Other experts,
-    and those behind a router that pads, get what Megatron's dispatcher delivers.
+    and those after a router that pads, get what Megatron's dispatcher delivers.
     """
 
     def __init__(self, *args, experts, **kwargs) -> None:

@@ -1,4 +1,4 @@
-"""Rows of zeros behind the parts of a mixer's in_proj. No torch at import."""
+"""Zero rows that pad a mixer's in_proj. No torch at import."""
 
 from collections.abc import Iterable
 

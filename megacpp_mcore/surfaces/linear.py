@@ -39,7 +39,7 @@ SURFACE = Surface(
             "(tensorwise) M's in_proj stays in bf16, as its rows are no multiple of 16",
             dtypes="bf16, fp16, fp32; fp8 inside", fallback="reference",
             tests=(*DISPATCH_TESTS, "tests/layers/test_precision.py"),
-            no_receipt="a whole model in FP8 beside bf16 is wanted: `megacpp bench model --set "
+            no_receipt="needs a whole model in FP8 compared with bf16: `megacpp bench model --set "
             "precision.fp8=hybrid --set precision.fp8_recipe=tensorwise --against "
             "precision.fp8=null`; in bf16 there is nothing to compare",
             exit_when="torch's linears train NAM56R at the same tokens/s, FP8 included",

@@ -75,7 +75,7 @@ SURFACE = Surface(
             layout=_LAYOUT,
             dtypes="bf16, fp16, fp32, fp64; computed in fp32 or wider",
             tests=("tests/kernels/test_m2rnn_kernel.py", *SCAN_TESTS),
-            no_receipt="not timed in turns with the kernels, which it would keep waiting",
+            no_receipt="not timed together with the kernels, because it is far slower",
         ),
     ),
     of_recipe,

@@ -41,7 +41,7 @@ def of_recipe(recipe: "Recipe", device: str) -> Workload | None:
 
 
 def _options(workload: Workload) -> str | None:
-    """Why the kernels do not serve a recipe, whatever the machine has."""
+    """Why the kernels cannot serve a recipe on any machine."""
     return mixer_core.options(workload, "q, k and the norm's sum go over the ranks")
 
 
@@ -68,7 +68,7 @@ SURFACE = Surface(
             "triton", f"{_KERNELS}.triton:m2rnn_core", _triton,
             ruled_out=whatever_the_machine(_options), role="chosen",
             removes="unfused convolution, gates and norm, every copy around them and of their "
-            "gradients: one kernel of our own before the recurrence and one behind it, each way",
+            "gradients: our own kernels before and after the recurrence, forward and backward",
             dtypes="bf16, fp16, fp32; convolution, gates and norm in fp32, rounded once; the "
             "recurrence as in m2rnn's CUDA kernels",
             fallback=REFERENCE,

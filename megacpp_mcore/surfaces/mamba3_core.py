@@ -47,7 +47,7 @@ def of_recipe(recipe: "Recipe", device: str) -> Workload | None:
 
 
 def _options(workload: Workload) -> str | None:
-    """Why the kernels do not serve a recipe, whatever the machine has."""
+    """Why the kernels cannot serve a recipe on any machine."""
     over_ranks = "the angles are gathered over the ranks between"
     if reason := mixer_core.options(workload, over_ranks):
         return reason
@@ -69,7 +69,7 @@ def _triton(workload: Workload) -> str | None:
 _KERNELS = "megacpp_mcore.kernels.mamba3_core"
 _facts = {
     "layout": "[s, b, in_proj's rows] -> [s, b, H P]; SISO, any length; packed "
-    "documents, or a state before and behind (without gradients)",
+    "documents, or an initial or final state (without gradients)",
     "tests": (
         "tests/kernels/test_mamba3_core.py", "tests/gpu/test_cores_gpu.py", *KERNEL_TESTS,
     ),
@@ -83,8 +83,8 @@ SURFACE = Surface(
             ruled_out=whatever_the_machine(_options), role="chosen",
             removes="every copy between in_proj and the scan, between the scan and out_proj, and "
             "of their gradients: x and z are read where they lie, and the projection's gradient is "
-            "written in place; a program walks an eighth of a row of one head, where mamba-ssm's "
-            "scan walks the whole row",
+            "written in place; a program processes an eighth of a row of one head, where "
+            "mamba-ssm's scan processes the whole row",
             dtypes="bf16; dt, decay, angles, their sums and state in fp32",
             fallback=REFERENCE,
             receipt="layer-mamba3.json",

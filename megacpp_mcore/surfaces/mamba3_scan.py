@@ -111,7 +111,7 @@ SURFACE = Surface(
             "launchers trace each kernel anew in every call, 0.19 / 1.5 s of the host: we cache "
             "the traces",
             layout="q, k (B, S, 4, G, 64), v, z (B, S, H, 64) -> (B, S, H, 64); MIMO of rank 4 "
-            "with skip and gate, in chunks of 16 whatever the recipe says",
+            "with skip and gate, in chunks of 16 (64 / rank); the recipe's chunk_size must be 64",
             dtypes="bf16; dt, decay and state in fp32, angles in fp32", fallback=REFERENCE,
             tests=("tests/gpu/test_mamba3_mimo_gpu.py", "tests/kernels/test_mamba_ssm_mimo.py"),
             no_receipt="wanted, where TileLang is installed: `megacpp bench mamba3_scan --set "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megacpp_mcore.surfaces import deep_ep, moe_experts
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
-from megacpp_mcore.surfaces.support import always, cuda_only, whatever_the_machine
+from megacpp_mcore.surfaces.support import cuda_only, whatever_the_machine
 from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 
 if TYPE_CHECKING:
@@ -119,6 +119,11 @@ def _unmoved(workload: Workload) -> str | None:
         return reason
     if not workload.size("routes"):
         return "the experts take tokens sorted by expert"
+    return _gathered(workload)
+
+
+def _gathered(workload: Workload) -> str | None:
+    """All-gather, ours or Megatron's; without it the shared expert would be left out."""
     if workload.size("shared_expert_overlap"):
         return "moe_shared_expert_overlap: the shared expert runs between steps that it has not"
     return None
@@ -199,8 +204,6 @@ def _slower_gathered(workload: Workload) -> str | None:
         f"expert_tensor_parallel_size {size('expert_tensor_parallel_size')}: not timed":
             size("expert_tensor_parallel_size") != 1,
         "the experts take tokens sorted by expert": not size("routes"),
-        "moe_shared_expert_overlap: the shared expert runs between all-to-all's steps":
-            size("shared_expert_overlap"),
     }  # fmt: skip
     found = next((reason for reason, holds in reasons.items() if holds), None)
     return found or _every_token_goes(workload)
@@ -246,7 +249,7 @@ SURFACE = Surface(
             exit_when="an exchange of torch's or NCCL's is as fast within a host",
         ),
         _backend(
-            ALLGATHER, "megacpp_mcore.layers.moe_dispatchers:GatheredTokenDispatcher", always,
+            ALLGATHER, "megacpp_mcore.layers.moe_dispatchers:GatheredTokenDispatcher", _gathered,
             opt_in=_slower_gathered, tests=_GPU_TESTS,
             removes="the permuted copies and the host's wait for the counts: every rank of the "
             "group gets every token once. As many bytes as all-to-all where the ranks are as many "
@@ -273,7 +276,7 @@ SURFACE = Surface(
             exit_when="it has run on two H200s, or upstream merges the branch",
         ),
         reference(
-            f"{_MEGATRON}:MoEAllGatherTokenDispatcher", always,
+            f"{_MEGATRON}:MoEAllGatherTokenDispatcher", _gathered,
             removes="nothing: Megatron's all-gather dispatcher, collectives and indexing in torch",
             layout="tokens [t, h] sorted by expert, counts [experts] on the host",
             dtypes="any", tests=_TESTS, no_receipt=_NO_RECEIPT,

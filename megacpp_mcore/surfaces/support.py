@@ -1,4 +1,4 @@
-"""Reasons that the `supports` of several surfaces give, and words that their catalog shares.
+"""Reasons that the `supports` of several surfaces give, and texts that their catalog entries share.
 
 No torch at import; an optional package is imported when a backend that needs it is asked.
 """

@@ -17,7 +17,8 @@ from megacpp_mcore.surfaces.registry import REGISTRY
 
 SURFACES = [name for name, surface in REGISTRY.items() if surface.case]
 DTYPES = (torch.float32, torch.bfloat16)
-# Sums of roundings over all later tokens (mamba3.case.walk): a right backend may be off by as much.
+# Sums of roundings over all later tokens (mamba3.case.random_walk_bound): a right backend may be
+# off by as much.
 WITHIN_ROUNDINGS = {
     ("mamba3_core", torch.bfloat16, "ddt_bias", "scale, axis 0"),
     ("mamba3_scan", torch.bfloat16, "dangles", "scale, axis 0"),

@@ -78,8 +78,8 @@ def test_the_kernels_around_the_recurrence_against_autograd(name):
     dprojected = torch.full_like(projected, math.nan)
     with poisoned_memory("cpu"):
         got_mixed, got_f = around.before(projected, weight, bias, A_log, dt_bias, starts, sizes)
-        got_out = around.behind(projected, got_mixed, y, D, norm_weight, sizes)
-        dy, behind = around.behind_backward(
+        got_out = around.after(projected, got_mixed, y, D, norm_weight, sizes)
+        dy, behind = around.after_backward(
             projected, got_mixed, y, D, norm_weight, dout, dprojected, sizes
         )
         sums = around.before_backward(

@@ -271,3 +271,15 @@ def choose(backend, cfg, optimizer="adam"):
 def test_a_config_that_no_recipe_has_is_refused_by_the_experts_themselves():
     with pytest.raises(ExpertsError, match=r"glu_linear_offset is 1\.0, supported: 0\.0"):
         grouped(config(glu_linear_offset=1.0))
+
+
+@pytest.mark.parametrize("field", [
+    "activation_func_fp8_input_store", "moe_paged_stash",
+    "overlap_dispatch_backward_with_experts_wgrad",
+])  # fmt: skip
+def test_what_the_fused_experts_would_not_do_they_refuse_in_their_own_name(field):
+    cfg = config()
+    setattr(cfg, field, True)
+    groups = SimpleNamespace(ep=group(1, 0), expt_tp=group(1, 0), expt_dp=group(1, 0))
+    with pytest.raises(ExpertsError, match=f"backend 'fused_moe' does not support: {field} is"):
+        FusedExperts(EXPERTS, cfg, pg_collection=groups)

@@ -253,7 +253,6 @@ NOT_GATHERED = {
     "four ranks": (FOUR, "4 ranks: faster between two"),
     "two hosts": (["launch.nproc_per_node=1", "launch.nnodes=2"], "1 processes a host"),
     "sorted rows": (["backends.moe_experts=grouped_mm"], "sorted by expert"),
-    "overlap": (["moe.moe_shared_expert_overlap=true"], "moe_shared_expert_overlap"),
     "dropped": (["moe.moe_expert_capacity_factor=1.0"], "moe_expert_capacity_factor"),
 }  # fmt: skip
 
@@ -267,6 +266,15 @@ def test_all_gather_is_taken_where_it_was_faster_and_elsewhere_by_name(no_deep_e
     assert reason in decision.reason.partition("allgather: ")[2]
     named = dispatch.choose("moe_dispatch", workload, {"moe_dispatch": "allgather"})
     assert named.observed == "allgather"
+
+
+@pytest.mark.parametrize("named", ["allgather", "reference"])
+def test_all_gather_has_no_steps_for_a_shared_expert_to_run_between(no_deep_ep, named):
+    """Megatron's layer leaves the shared expert to a dispatcher that would never call it."""
+    workload = asked("moe.moe_shared_expert_overlap=true")
+    assert dispatch.choose("moe_dispatch", workload).observed == "alltoall"
+    with pytest.raises(dispatch.DispatchError, match="moe_shared_expert_overlap: the shared"):
+        dispatch.choose("moe_dispatch", workload, {"moe_dispatch": named})
 
 
 FAILURES = {

@@ -95,7 +95,7 @@ class CoreAttentionCase(Case):
         return {"y": torch.cat(parts, dim=2).squeeze(0).transpose(0, 1).flatten(1)}
 
     def _exact(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """A few heads at a time, made again in the backward pass: the scores need no more room."""
+        """A few heads at a time, recomputed in the backward pass: the scores need no more room."""
         at_once = max(1, _SCORES // max(1, q.shape[0] * q.shape[2] ** 2))
         group = self.heads // self.groups
         groups = max(1, at_once // group)

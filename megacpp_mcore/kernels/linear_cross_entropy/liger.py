@@ -1,4 +1,4 @@
-"""Liger's own mean of the losses, which a bench times beside the backends; no model calls it."""
+"""Liger's own mean of the losses, which a bench times, too; no model calls it."""
 
 from typing import Any
 

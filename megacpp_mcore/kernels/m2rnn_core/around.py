@@ -81,21 +81,21 @@ def before(
     return mixed, f
 
 
-def behind(
+def after(
     projected: Tensor, mixed: Tensor, y: Tensor, D: Tensor, norm_weight: Tensor, sizes: Sizes
 ) -> Tensor:
     """RMSNorm((y + D v) silu(gate)), (s, b, H V). y: (b, s, H, V), contiguous."""
     seq, batch, _ = projected.shape
     out = projected.new_empty((seq, batch, sizes.values))
     by = align(projected)
-    kernels.behind[(triton.cdiv(seq, _ROWS), batch)](
+    kernels.after[(triton.cdiv(seq, _ROWS), batch)](
         projected, mixed, y, D, norm_weight, out, seq, batch, *strides(by, projected),
         sizes.eps, ALIGN=by, num_warps=_NORM_WARPS, **sizes.norm(),
     )  # fmt: skip
     return out
 
 
-def behind_backward(
+def after_backward(
     projected: Tensor, mixed: Tensor, y: Tensor, D: Tensor, norm_weight: Tensor, dout: Tensor,
     dprojected: Tensor, sizes: Sizes,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -106,7 +106,7 @@ def behind_backward(
     programs = triton.cdiv(seq, _ROWS * _BLOCKS)
     partial = D.new_empty((programs * batch, 2, sizes.values))
     by = align(projected, dprojected, dout)
-    kernels.behind_backward[(programs, batch)](
+    kernels.after_backward[(programs, batch)](
         projected, mixed, y, D, norm_weight, dout, dprojected, dy, partial, seq, batch, _BLOCKS,
         *strides(by, projected, dprojected, dout),
         sizes.eps, ALIGN=by, num_warps=_NORM_WARPS, **sizes.norm(),
@@ -119,7 +119,7 @@ def before_backward(
     starts: Tensor | None, D: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dy: Tensor, f: Tensor,
     df: Tensor, dprojected: Tensor, sizes: Sizes,
 ) -> Tensor:  # fmt: skip
-    """The gradients of q, k, v and decay into dprojected, and zeros behind them.
+    """The gradients of q, k, v and decay into dprojected, and zeros after them.
 
     dq, dk (b, s, 1, K), dv (b, s, H, V), df (b, s, H): of what the recurrence reads, contiguous. dy
     (b, s, H, V): of what it gives. Returns the parameters' gradients, for `parameter_gradients`.

@@ -1,6 +1,6 @@
 """An R block between its projections, with kernels of our own around M2RNN's in CUDA C++.
 
-One kernel before the recurrence (convolution, SiLU, decay) and one behind it (skip, gate, norm),
+One kernel before the recurrence (convolution, SiLU, decay) and one after it (skip, gate, norm),
 each way. Nothing is copied, split off or concatenated: q, k and v stay one tensor, and every
 gradient is written where it lies in that of the projection. Math: `reference.py`.
 """
@@ -63,7 +63,7 @@ def _forward(
         y, _, checkpoints = cuda.forward(
             q, k, v, W, f, None, bounds, chunk_size, grad_clamp, exact_tanh
         )
-        out = around.behind(projected, mixed, y, D, norm_weight, sizes)
+        out = around.after(projected, mixed, y, D, norm_weight, sizes)
     return [out, mixed, f, y, checkpoints]
 
 
@@ -96,7 +96,7 @@ def _backward(
     conv_weight, conv_bias, A_log, dt_bias, D, norm_weight = parameters
     dprojected = torch.empty(projected.shape, dtype=projected.dtype, device=projected.device)
     with device_of(projected):
-        dy, behind = around.behind_backward(
+        dy, after = around.after_backward(
             projected, mixed, y, D, norm_weight, dout, dprojected, sizes
         )
         q, k, v = heads_of(mixed, k_dim, v_dim)
@@ -107,7 +107,7 @@ def _backward(
             projected, conv_weight, conv_bias, A_log, dt_bias, starts, D, dq, dk, dv, dy, f, df,
             dprojected, sizes,
         )  # fmt: skip
-    return [dprojected, dW, behind, before]
+    return [dprojected, dW, after, before]
 
 
 @_backward.register_fake
@@ -129,14 +129,14 @@ def _gradients(ctx, douts):
     kept = ctx.saved_tensors
     tensors, saved = kept[:8], kept[8:]
     _, conv_weight, conv_bias, *_, norm_weight = tensors
-    dprojected, dW, behind, before = _backward(
+    dprojected, dW, after, before = _backward(
         douts[0], *tensors, ctx.bounds, ctx.starts, *saved, *ctx.options
     )
     sizes = around.Sizes(*ctx.options[:4])
     weight, bias, A_log, dt_bias = around.parameter_gradients(before, conv_weight, sizes)
     return (
         dprojected, weight.to(conv_weight.dtype), bias.to(conv_bias.dtype), A_log, dt_bias, dW,
-        behind[0], behind[1].to(norm_weight.dtype), *(None,) * 9,
+        after[0], after[1].to(norm_weight.dtype), *(None,) * 9,
     )  # fmt: skip
 
 

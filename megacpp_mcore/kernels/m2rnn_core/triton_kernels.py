@@ -20,7 +20,7 @@ def _rows(proj, proj_s, proj_b, token, b, ALIGN: tl.constexpr):
 
 @triton.jit
 def _start(starts, token, S, PACKED: tl.constexpr):
-    """The first token of each token's document; of one behind the row, S."""
+    """The first token of each token's document; past the row's end, S."""
     start = tl.where(token < S, 0, S)
     if PACKED:
         start = tl.load(starts + token, mask=token < S, other=S)
@@ -112,7 +112,7 @@ def _gated(y, values, gate, skip, mask):
 
 
 @triton.jit
-def behind(
+def after(
     proj, mixed, y, skip, weight, out, S, BATCH, proj_s, proj_b, eps,
     C: tl.constexpr, HV: tl.constexpr, V_AT: tl.constexpr, GATE_AT: tl.constexpr,
     HV_BLOCK: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr,
@@ -133,7 +133,7 @@ def behind(
 
 
 @triton.jit
-def behind_backward(
+def after_backward(
     proj, mixed, y, skip, weight, dout, dproj, dy, partial, S, BATCH, BLOCKS, proj_s, proj_b,
     dproj_s, dproj_b, dout_s, dout_b, eps,
     C: tl.constexpr, HV: tl.constexpr, V_AT: tl.constexpr, GATE_AT: tl.constexpr,
@@ -234,7 +234,7 @@ def _forget_backward(
     tl.store(partial + H + h, tl.sum(d * log1p_exp(x), 0), mask=h < H)
     d *= sigmoid(x)
     tl.store(partial + h, tl.sum(d, 0), mask=h < H)
-    # What is masked is zero: so are the columns behind, in the same block.
+    # What is masked is zero: so are the columns after, in the same block.
     wide = inside & (DECAY_AT + h < COLUMNS)[None, :]
     tl.store(to[:, None] + DECAY_AT + h[None, :], d, mask=wide)
 
@@ -247,7 +247,7 @@ def before_backward(
     COLUMNS: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
     H_BLOCK: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv of a block of channels, or ddecay and zeros behind it, into dproj.
+    """dq, dk, dv of a block of channels, or ddecay and zeros after it, into dproj.
 
     partial: a row of sums over the tokens, (C, TAPS) of the weight, C of the bias, H of dt_bias,
     H of A_log.

@@ -18,7 +18,8 @@ from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces import mamba3_scan
 from megacpp_mcore.surfaces.workload import Workload
 
-# Of a walk's end beyond its usual size; its steps are half as large as the gradient's values.
+# How far a random walk may end beyond its usual distance; its steps are half as large as the
+# gradient's values.
 _WALKS = 2.0
 _SEQUENTIAL = 512  # tokens: step by step keeps every state alive; chunked is the same, as tested
 
@@ -128,7 +129,7 @@ class Mamba3ScanCase(Case):
         passes as many again.
 
         A backend may keep angles, and the gradients of their sums, in the dtype, as mamba-ssm's
-        kernels do. An angle of up to 2 pi turns a pair by as many half epsilons; a gradient passes
+        kernels do. An angle of up to 2 pi is off by up to 2 pi half epsilons; a gradient passes
         the rotation twice. The gradient of one token's angle, and through it of its dt, is a sum
         over all later tokens, of terms that cancel (turning all of them together changes nothing)
         and of one rounding each, which do not: a random walk of as many steps.
@@ -141,7 +142,9 @@ class Mamba3ScanCase(Case):
         self, truth: Tensors, directions: Tensors, dtype: torch.dtype, **tensors: Tensor
     ) -> dict[str, float | Tensor]:
         return {
-            name: walk(truth[name], self.seq, dtype) for name in ("dangles", "ddt") if name in truth
+            name: random_walk_bound(truth[name], self.seq, dtype)
+            for name in ("dangles", "ddt")
+            if name in truth
         }
 
     def terms(self, name: str) -> int:
@@ -156,7 +159,7 @@ class Mamba3ScanCase(Case):
         return 4 * self.batch * self.seq * state * rank
 
 
-def walk(gradient: Tensor, seq: int, dtype: torch.dtype) -> float:
+def random_walk_bound(gradient: Tensor, seq: int, dtype: torch.dtype) -> float:
     """The floor of the gradient of tokens' angles or steps, (..., seq, ...).
 
     What is summed over all later tokens is rounded once a token: to half an epsilon of terms that

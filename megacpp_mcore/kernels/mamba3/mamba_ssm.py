@@ -1,4 +1,4 @@
-"""Mamba-3 SISO on the Triton kernels of mamba-ssm, behind the interface of `mamba3_scan`.
+"""Mamba-3 SISO on the Triton kernels of mamba-ssm, with the interface of `mamba3_scan`.
 
 Upstream casts q, k, v, z, trap and angles to bfloat16. Other models would lose precision silently,
 so only bfloat16 is served.

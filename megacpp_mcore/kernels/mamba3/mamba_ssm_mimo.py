@@ -1,4 +1,4 @@
-"""Mamba-3 MIMO on the TileLang kernels of mamba-ssm, behind the interface of `mamba3_scan`.
+"""Mamba-3 MIMO on the TileLang kernels of mamba-ssm, with the interface of `mamba3_scan`.
 
 Upstream requires q, k, v, z and trap in bfloat16, angles and their sums in float32, and tiles of 64
 rows (tokens x rank). Its backward pass requires groups of one head or of all heads, and, without

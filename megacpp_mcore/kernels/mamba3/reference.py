@@ -10,7 +10,7 @@ Per head, with S in R^{P x N}, a_t = A_t dt_t <= 0 and lam_t = sigmoid(trap_t):
 MIMO of rank R: v^r = v * mimo_v[r], z^r = z * mimo_z[r]; the products v^r k^r^T are summed over r,
 and y = sum_r y^r * mimo_out[r]. Source: the Mamba-3 paper and state-spaces/mamba's public module.
 
-Both functions compute in float32 (float64 for float64 inputs) throughout, whatever the input dtype.
+Both functions compute in float32 (float64 for float64 inputs) throughout, for every input dtype.
 """
 
 import math

@@ -53,7 +53,7 @@ class Sizes:
 
 
 class Steps(NamedTuple):
-    """What the scan reads beside x and z.
+    """What the scan reads in addition to x and z.
 
     dt, adt, scale, gamma: (b, H, s) in float32; scale is k's factor, gamma that of a token's own
     value. B, C: (b, s, G, N), normed, and q, k: (b, s, H, N), rotated, k scaled, in the
@@ -157,7 +157,7 @@ def steps_backward(
     C_bias: Tensor, starts: Tensor | None, found: Steps, gradients: ScanGradients,
     dprojected: Tensor, sizes: Sizes,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of B, C, dt, A, trap and angle into `dprojected`, zeros behind them.
+    """The gradients of B, C, dt, A, trap and angle into `dprojected`, zeros after them.
 
     Others as in `steps`. Returns the gradients of dt_bias, of B's and C's weights (2, N), and of
     their biases (2, H, N).
@@ -167,7 +167,7 @@ def steps_backward(
     chunks, spans = triton.cdiv(seq, TOKENS), triton.cdiv(seq, _SPAN)
     ddt = torch.empty_like(found.dt)
     dspeed = projected.new_empty((batch, groups, seq, angles), dtype=torch.float32)
-    sums, behind = projected.new_empty((2, batch, spans, heads, angles), dtype=torch.float32)
+    sums, after = projected.new_empty((2, batch, spans, heads, angles), dtype=torch.float32)
     resets = projected.new_empty(spans, dtype=torch.int32) if starts is not None else None
     bias_sums = projected.new_empty((batch * spans, 2, heads, dim), dtype=torch.float32)
     weight_sums = projected.new_empty((batch * spans, 2, groups, dim), dtype=torch.float32)
@@ -189,10 +189,10 @@ def steps_backward(
         B_AT=at["B_AT"], C_AT=at["C_AT"], G=groups, N=dim, PAIRS=pairs, SPAN=_SPAN,
         ALIGN=shared["ALIGN"], num_warps=4,
     )  # fmt: skip
-    _add_up(sums, resets, behind, reverse=True)
+    _add_up(sums, resets, after, reverse=True)
     backward_kernels.steps_backward[(chunks, batch)](
         projected, dt_bias, starts, found.dt, gradients.dadt, gradients.dscale, gradients.dboth,
-        ddt, dspeed, behind, dprojected, step_sums, seq, chunks, spans, *of_rows,
+        ddt, dspeed, after, dprojected, step_sums, seq, chunks, spans, *of_rows,
         sizes.decay_floor, *(at[name] for name in ("DT_AT", "A_AT", "TRAP_AT", "ANGLE_AT", "END")),
         COLUMNS=columns, G=groups, A_BLOCK=_block(angles), H_BLOCK=16,
         PAD_BLOCK=triton.next_power_of_2(max(1, columns - at["END"])), SPAN=_SPAN,

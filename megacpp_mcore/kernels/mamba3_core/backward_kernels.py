@@ -177,7 +177,7 @@ def rotation_backward(
         all_q0 += tl.sum(dq0, 1)
         all_q1 += tl.sum(dq1, 1)
 
-        # A token's angle turns all later ones of its document.
+        # A token's angle rotates all later ones of its document.
         if PACKED:
             start = _starts(starts, token, S)
             ends = (_starts(starts, token + 1, S) != start).to(tl.int32)
@@ -212,17 +212,17 @@ def rotation_backward(
 
 @triton.jit
 def steps_backward(
-    proj, dt_bias, starts, dt, dadt, dscale, dboth, ddt, dspeed, behind, dproj, partial,
+    proj, dt_bias, starts, dt, dadt, dscale, dboth, ddt, dspeed, after, dproj, partial,
     S, CHUNKS, SPANS, proj_s, proj_b, dproj_s, dproj_b, floor,
     DT_AT: tl.constexpr, A_AT: tl.constexpr, TRAP_AT: tl.constexpr, ANGLE_AT: tl.constexpr,
     END: tl.constexpr, COLUMNS: tl.constexpr, H: tl.constexpr, G: tl.constexpr, A: tl.constexpr,
     A_BLOCK: tl.constexpr, H_BLOCK: tl.constexpr, PAD_BLOCK: tl.constexpr, TOKENS: tl.constexpr,
     SPAN: tl.constexpr, ALIGN: tl.constexpr, SOFTPLUS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """d dt, dA, dtrap and dangle of a chunk, zeros behind them; partial (b, chunks, H): dt_bias's
+    """d dt, dA, dtrap and dangle of a chunk, zeros after them; partial (b, chunks, H): dt_bias's
     sums over its tokens.
 
-    dadt, dscale, dboth (b, H, s): of A dt, of k's factor, and that plus gamma's. behind: of
+    dadt, dscale, dboth (b, H, s): of A dt, of k's factor, and that plus gamma's. after: of
     `add_up_chunks`, for spans. ddt, dspeed: of `rotation_backward`.
     """
     chunk, b = tl.program_id(0), tl.program_id(1)
@@ -254,14 +254,14 @@ def steps_backward(
         vector = (b * H + h[None, :]).to(tl.int64) * S + token[:, None]
         step = tl.load(dt + vector, mask=mask, other=0.0)
         at = ((b * SPANS + span) * H + h[:, None]) * A + a[None, :]
-        later = tl.load(behind + at, mask=(h[:, None] < H) & (a[None, :] < A), other=0.0)
-        moved, turned = step, tl.dot(speed, tl.trans(later), input_precision="ieee")
+        later = tl.load(after + at, mask=(h[:, None] < H) & (a[None, :] < A), other=0.0)
+        moved, rotated = step, tl.dot(speed, tl.trans(later), input_precision="ieee")
         if PACKED:
             moved = tl.where(goes_on[:, None], moved, 0.0)
-            turned = tl.where(goes_on[:, None], turned, 0.0)
+            rotated = tl.where(goes_on[:, None], rotated, 0.0)
         dw += tl.dot(moved, later, input_precision="ieee")
 
-        d = turned + tl.load(ddt + vector, mask=mask, other=0.0)
+        d = rotated + tl.load(ddt + vector, mask=mask, other=0.0)
         both = tl.load(dboth + vector, mask=mask, other=0.0)
         past = tl.load(dscale + vector - 1, mask=mask & follows[:, None], other=0.0)
         logit = tl.load(row + TRAP_AT + h[None, :], mask=mask, other=0.0).to(tl.float32)

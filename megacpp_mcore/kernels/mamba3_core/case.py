@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megacpp_mcore.hybrid.block_settings import Mamba3Settings
 from megacpp_mcore.kernels.case import OperatorCase, Tensors
-from megacpp_mcore.kernels.mamba3.case import walk
+from megacpp_mcore.kernels.mamba3.case import random_walk_bound
 from megacpp_mcore.kernels.mamba3_core.reference import mamba3_core
 from megacpp_mcore.layers.row_padding import row_padding
 from megacpp_mcore.recipe import Recipe
@@ -116,8 +116,11 @@ class Mamba3CoreCase(OperatorCase):
         floor, ends = gradient.new_zeros(gradient.shape[-1]), [*itertools.accumulate(self.parts)]
         for part in (4, 7):
             columns = slice(ends[part - 1], ends[part])
-            floor[columns] = walk(gradient[..., columns], self.seq, dtype)
-        return {"dprojected": floor, "ddt_bias": walk(truth["ddt_bias"], self.seq, dtype)}
+            floor[columns] = random_walk_bound(gradient[..., columns], self.seq, dtype)
+        return {
+            "dprojected": floor,
+            "ddt_bias": random_walk_bound(truth["ddt_bias"], self.seq, dtype),
+        }
 
     def terms(self, name: str) -> int:
         """Sums over the tokens, over a row of the state or of the heads' dim, and over the heads in

@@ -38,7 +38,7 @@ class Segments(NamedTuple):
 
     @classmethod
     def of(cls, seq: int, programs: int) -> "Segments":
-        """programs: as many walk the row, one for each head and sequence."""
+        """programs: as many process the row, one for each head and sequence."""
         chunks = triton.cdiv(seq, CHUNK)
         wanted = min(_SEGMENTS, chunks, max(1, _PROGRAMS // programs))
         each = triton.cdiv(chunks, wanted)
@@ -65,7 +65,7 @@ def forward(
 ) -> Saved:  # fmt: skip
     """x, z, y, the output: (b, s, H, P), rows of P contiguous. starts: (s,) int32, each token's
     document's first token (b = 1), or None. save: False leaves `Saved` empty. initial, final: the
-    states (b, H, P, N) before and behind the row, in float32, or None for zero and for none."""
+    states (b, H, P, N) before and after the row, in float32, or None for zero and for none."""
     batch, _, heads, _ = x.shape
     segments = Segments.of(x.shape[1], batch * heads)
     saved = saved_like(x if save else x[:, :0], steps.q.shape[-1])

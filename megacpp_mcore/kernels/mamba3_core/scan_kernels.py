@@ -1,13 +1,13 @@
 """The Triton kernels of Mamba-3's scan; `scan.py` launches them.
 
 H heads of P, state dim N; a head's state is (P, N). A row of S tokens is cut into chunks of CHUNK,
-and SEGMENT chunks are a segment: a program walks the chunks of one segment of one head with the
+and SEGMENT chunks are a segment: a program processes the chunks of one segment of one head with the
 state in registers. What it begins with it adds up from the segments before, which `segment_states`
 has summed.
 
 Of a chunk of one head, with a the log decay, L_ij = exp(a_{j+1} + ... + a_i), e_i the decay from
 the chunk's begin to i, r_j that from j to its end, e all of it, g = gamma, k scaled (K without), S
-the state before the chunk and T behind it, d the gradient of y before the gate:
+the state before the chunk and T after it, d the gradient of y before the gate:
 
     y_i  = e_i S q_i + sum_{j<i} L_ij (q_i k_j) v_j + (g_i q_i K_i + D) v_i
     T    = e S + sum_j r_j v_j k_j^T
@@ -91,22 +91,22 @@ def _head(x, x_s, x_b, x_h, first, i, b, h, p, ALIGN: tl.constexpr):
 def _decays(adt, starts, first, i, inside, S, CHUNK: tl.constexpr, PACKED: tl.constexpr,
             WHOLE: tl.constexpr, APPROXIMATE: tl.constexpr):  # fmt: skip
     """In powers of two: the log decay up to each token, from the chunk's begin; and factors: of the
-    state before the chunk at a token (0 in later documents), of a token's part in the state behind
-    the chunk (0 of documents that have ended), of the state before in the state behind. Last, the
+    state before the chunk at a token (0 in later documents), of a token's part in the state after
+    the chunk (0 of documents that have ended), of the state before in the state after. Last, the
     first token of each token's document (PACKED)."""
     upto = _vector(adt + i, inside, WHOLE) * LOG2E
     total = tl.sum(upto, 0)
     upto = tl.cumsum(upto, 0)
-    before, behind = _exp2(upto, APPROXIMATE), _exp2(total - upto, APPROXIMATE)
+    before, to_end = _exp2(upto, APPROXIMATE), _exp2(total - upto, APPROXIMATE)
     through = tl.exp2(total)
     start = i
     if PACKED:
         start = _starts(starts, first + i, S)
         last = tl.max(tl.where(inside, start, 0), 0)
         before = tl.where(start < first, before, 0.0)
-        behind = tl.where(start == last, behind, 0.0)
+        to_end = tl.where(start == last, to_end, 0.0)
         through = tl.where(last < first, through, 0.0)
-    return upto, before, behind, through, start
+    return upto, before, to_end, through, start
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def segment_states(
     PACKED: tl.constexpr, WHOLE: tl.constexpr, REVERSE: tl.constexpr, APPROXIMATE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """sums (b, H, segments, P, N): what the tokens of a segment add to the state behind it, x being
+    """sums (b, H, segments, P, N): what the tokens of a segment add to the state after it, x being
     k and v the values; REVERSE: to the gradient of the state before it, x being q and v the
     gradient of y. throughs (b, H, segments): the factor of what comes from beyond it.
     """
@@ -141,9 +141,9 @@ def segment_states(
         rows = _tile(x + to * N + i[:, None] * N + n[None, :], inside, n, N, N_BLOCK, WHOLE)
         at = _head(v, v_s, v_b, v_h, first, i, b, h, p, ALIGN)
         value = _tile(at, inside, p, P, P_BLOCK, WHOLE)
-        _, before, behind, through, _ = _decays(adt + to, starts, first, i, inside, S, CHUNK,
+        _, before, to_end, through, _ = _decays(adt + to, starts, first, i, inside, S, CHUNK,
                                                 PACKED, WHOLE, APPROXIMATE)  # fmt: skip
-        rows = (rows * (before if REVERSE else behind)[:, None]).to(value.dtype)
+        rows = (rows * (before if REVERSE else to_end)[:, None]).to(value.dtype)
         state = tl.dot(tl.trans(value), rows, state * through)
         all_through = all_through * through
     at = _state_at(h, b, segment, p, n, H, P, N, SEGMENTS)
@@ -155,7 +155,7 @@ def segment_states(
 def _beyond(sums, throughs, initial, h, b, segment, within, p, n, SEGMENTS, H: tl.constexpr,
             P: tl.constexpr, N: tl.constexpr, P_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr,
             REVERSE: tl.constexpr, CARRIED: tl.constexpr):  # fmt: skip
-    """The state that a segment begins with, from the sums of those before it (REVERSE: behind), and
+    """The state that a segment begins with, from the sums of those before it (REVERSE: after), and
     from `initial` (b, H, P, N), the row's (CARRIED)."""
     state = tl.zeros((P_BLOCK, N_BLOCK), tl.float32)
     if CARRIED:
@@ -179,7 +179,7 @@ def scan_forward(
     FINAL: tl.constexpr, APPROXIMATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y, gated; SAVE: inner, y before the gate, and states (b, H, chunks, P, N) before each chunk.
-    CARRIED: from `initial`, (b, H, P, N). FINAL: to `final`, the state behind the row.
+    CARRIED: from `initial`, (b, H, P, N). FINAL: to `final`, the state after the row.
 
     gamma q k + D of a token's own value stands on the diagonal of the chunk's products of q and k.
     """
@@ -203,10 +203,10 @@ def scan_forward(
         factor = _vector(scale + to + i, inside, WHOLE)
         own = _vector(gamma + to + i, inside, WHOLE)
         own = tl.where(factor > 0.0, own / tl.where(factor > 0.0, factor, 1.0), 0.0)
-        upto, before, behind, through, start = _decays(adt + to, starts, first, i, inside, S,
+        upto, before, to_end, through, start = _decays(adt + to, starts, first, i, inside, S,
                                                        CHUNK, PACKED, WHOLE,
                                                        APPROXIMATE)  # fmt: skip
-        weighted = (ks * behind[:, None]).to(value.dtype)
+        weighted = (ks * to_end[:, None]).to(value.dtype)
         lower = state.to(value.dtype)
         if SAVE:
             at = _state_at(h, b, chunk, p, n, H, P, N, CHUNKS)
@@ -278,7 +278,7 @@ def scan_backward(
         factor = _vector(scale + to + i, inside, WHOLE)
         own = _vector(gamma + to + i, inside, WHOLE)
         inverse = tl.where(factor > 0.0, 1.0 / tl.where(factor > 0.0, factor, 1.0), 0.0)
-        upto, before, behind, through, start = _decays(adt + to, starts, first, i, inside, S,
+        upto, before, to_end, through, start = _decays(adt + to, starts, first, i, inside, S,
                                                        CHUNK, PACKED, WHOLE,
                                                        APPROXIMATE)  # fmt: skip
         upper = dstate.to(value.dtype)
@@ -293,7 +293,7 @@ def scan_backward(
         qk = tl.sum(tl.where(same, scores, 0.0), 1) * inverse
         diagonal = tl.where(same, (own * qk + skip)[:, None], 0.0)
         scores = (scores * fade + diagonal).to(value.dtype)
-        found = tl.dot(ks, tl.trans(upper)) * behind[:, None]
+        found = tl.dot(ks, tl.trans(upper)) * to_end[:, None]
         found = tl.dot(scores, d, found)
         at = _head(dx, dx_s, dx_b, dx_h, first, i, b, h, p, ALIGN)
         _put(at, found, inside, p, P, P_BLOCK, WHOLE)
@@ -303,7 +303,7 @@ def scan_backward(
         tl.store(both + to + i, mix * own, mask=inside)
         skipped += tl.sum(mix, 0)
         products = (products * fade).to(value.dtype)
-        found = tl.dot(value, upper) * behind[:, None]
+        found = tl.dot(value, upper) * to_end[:, None]
         found = tl.dot(products, qs, found)
         turn = -tl.sum(ks.to(tl.float32) * found, 1)
         tl.store(dscale + to + i, -turn * inverse, mask=inside)

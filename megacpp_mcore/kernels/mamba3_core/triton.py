@@ -81,7 +81,7 @@ def _check(projected: Tensor) -> None:
 def _carried(
     tensors: Sequence[Tensor], sizes: around.Sizes, state: Mamba3State | None
 ) -> tuple[Tensor, Mamba3State]:
-    """y, and the state behind the row, from the one before it.
+    """y, and the state after the row, from the one before it.
 
     The term that a token adds for the token before it, (1 - lam) dt v k^T, is decayed with the
     state: the first token's is added to the state that it begins with.

@@ -1,4 +1,4 @@
-"""The Triton kernels before Mamba-3's scan; `around.py` launches them, and those behind it in the
+"""The Triton kernels before Mamba-3's scan; `around.py` launches them, and those after it in the
 backward pass, which are in `backward_kernels.py`.
 
 S tokens, H heads of P, G groups of state dim N, A rotated pairs. `proj` is in_proj's output, (s, b,
@@ -34,7 +34,7 @@ def _add_flagged(done, x, next_done, y):
 
 @triton.jit
 def _starts(starts, token, S):
-    """The first token of each token's document; of one behind the row, S."""
+    """The first token of each token's document; past the row's end, S."""
     return tl.load(starts + token, mask=token < S, other=S)
 
 
@@ -68,7 +68,7 @@ def _steps(
 
 @triton.jit
 def _speed(row, inside, a, ANGLE_AT: tl.constexpr, A: tl.constexpr):
-    """pi tanh(angle), what a step of 1 turns; zero where there is none."""
+    """pi tanh(angle), the rotation of a step of 1; zero where there is none."""
     mask = inside[:, None] & (a < A)[None, :]
     angle = tl.load(row[:, None] + ANGLE_AT + a[None, :], mask=mask, other=0.0).to(tl.float32)
     return tl.where(mask, PI * tanh(angle), 0.0)
@@ -113,7 +113,7 @@ def add_up_chunks(
     BLOCK: tl.constexpr, WIDTH_BLOCK: tl.constexpr, REVERSE: tl.constexpr, WRAP: tl.constexpr,
     PACKED: tl.constexpr, CARRIED: tl.constexpr,
 ):  # fmt: skip
-    """(b, chunks, width) sums of each chunk -> of all chunks before (REVERSE: behind) each one, and
+    """(b, chunks, width) sums of each chunk -> of all chunks before (REVERSE: after) each one, and
     `initial` (b, width) before the first (CARRIED).
 
     resets: (chunks,), nonzero where a chunk's own sum starts anew. WRAP: modulo 2 pi.

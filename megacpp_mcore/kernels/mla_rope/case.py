@@ -22,7 +22,7 @@ class MLARopeCase(OperatorCase):
     """q (s, b, heads, plain + pos), kv (s, b, heads, plain + v), k_pos (s, b, pos) -> q, k and v.
 
     documents: packed ones in each row of seq tokens, of unlike lengths; 0: rows as they are, else
-    the rows lie one behind the other, as Megatron's thd layout has them. rotary: of the pos dims.
+    the rows are concatenated, as Megatron's thd layout has them. rotary: of the pos dims.
     """
 
     batch: int

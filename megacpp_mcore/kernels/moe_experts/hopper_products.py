@@ -5,7 +5,7 @@ that pad an expert's are zero. A weight gradient is added to a float32 tensor as
 
 fc1 and fc2's input gradient gather tokens as they load them. Weight gradients take copies of the
 rows, as gathering took a quarter longer on an H200: fc2's input gradient leaves one of what it has
-loaded, and fc1's input gradient copies beside its product.
+loaded, and fc1's input gradient copies while its product runs.
 """
 
 import ctypes

@@ -23,7 +23,7 @@ class RopeQKCase(OperatorCase):
     """qkv (s, b, groups, (heads / groups + 2) * dim) -> q, k and v; q and k -> both when apart.
 
     rotary: of the dims. documents: packed ones in each row of seq tokens, of unlike lengths; 0:
-    rows as they are, else the rows lie one behind the other, as Megatron's thd layout has them.
+    rows as they are, else the rows are concatenated, as Megatron's thd layout has them.
     """
 
     batch: int
