@@ -24,17 +24,17 @@ examples:
   megacpp recipe plan nam56r --gpus 512 --set schedule.global_batch_size=2048
   megacpp recipe plan nam56r --gpus 8 --memory 75 --json
 """
-# a part of a step -> what takes longer, in a sentence
+# part of a step -> the beginning of a sentence that ends with its time
 _TOLD = {
     "products": "matrix products take",
     "attention": "attention takes",
     "recurrences": "the recurrences take",
-    "moved": "what is neither product nor attention moves bytes for",
+    "moved": "memory traffic outside products and attention takes",
     "recomputed": "recomputation takes",
     "exchange": "the exchange of tokens between expert-parallel ranks takes",
     "tensor_parallel": "collectives between tensor-parallel ranks take",
     "pipeline": "the pipeline's bubble and sends take",
-    "host": "the GPU waits for the host's launches for",
+    "host": "waiting for the host's launches takes",
     "data_parallel": "the reduction of gradients and the gather of weights delay the step by",
     "optimizer": "the optimizer takes",
 }
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# --- what both say ---
+# --- for JSON and text ---
 
 
 def _degrees(layout: Layout) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _degrees(layout: Layout) -> dict[str, Any]:
 
 
 def slower_because(layout: Layout, best: Layout) -> str:
-    """One sentence: what of the step takes most of the difference."""
+    """One sentence: the part of the step with the largest difference."""
     ours, theirs = layout.step.parts, best.step.parts
     part = max(ours, key=lambda name: ours[name] - theirs[name])
     more = 1e3 * (ours[part] - theirs[part])
@@ -178,6 +178,10 @@ def _text(
         f"{found.legal} layouts are legal, {len(found.layouts)} fit into {found.budget / _GIB:.1f} "
         f"GiB a GPU; {expert_parallelism(found)}.",
     )
+    searched = {_key(word) for layout in found.layouts for word in layout.words}
+    for key in dict.fromkeys(map(_key, request[1::2])):
+        if key in searched:
+            yield from _wrapped("note: ", f"--set {key} is not kept: layouts differ in this key")
     yield ""
     yield (
         f"{'':>3} {'DP':>4} {'EP':>3} {'TP':>3} {'ETP':>3} {'PP':>3} {'VPP':>3} {'rows':>4}  "
@@ -190,6 +194,10 @@ def _text(
     if shown:
         yield from _best(name, request, shown)
     yield from _assumptions(found, rates)
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].strip()
 
 
 def _row(rank: int, layout: Layout, flops: float) -> str:

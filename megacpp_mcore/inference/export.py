@@ -253,7 +253,7 @@ def _moe(recipe: Any) -> dict[str, Any] | None:
         return None
     return {
         "experts": moe.num_experts, "top_k": moe.moe_router_topk,
-        "ffn_hidden_size": moe.moe_ffn_hidden_size or recipe.model.ffn_hidden_size,
+        "ffn_hidden_size": moe.moe_ffn_hidden_size,
         "shared_size": moe.moe_shared_expert_intermediate_size,
         "shared_gate": moe.moe_shared_expert_gate, "score": moe.moe_router_score_function,
         "pre_softmax": moe.moe_router_pre_softmax, "bias": moe.moe_router_enable_expert_bias,

@@ -55,6 +55,11 @@ class Rules:
         if condition:
             self.found.append(Refusal(key, reason))
 
+    def must_be(self, key: str, value: Any, why: str) -> None:
+        """`key` must have `value`, None standing for unset. why: ends the sentence."""
+        told = "left out" if value is None else shown(value)
+        self.refuse(self[key] != value, key, f"must be {told} {why}")
+
     def ordered(self, low: str, high: str) -> None:
         """The value of key `low` must be at most that of `high`."""
         self.refuse(self[low] > self[high], low, f"must be at most {self.told(high)}")

@@ -274,6 +274,7 @@ def test_text(capsys):
     text = "\n".join(lines)
     assert "expert parallelism is not needed" in text
     assert "--set parallel.expert_model_parallel_size=1" in text
+    assert "note: --set parallel.expert_model_parallel_size is not kept" in text
     assert "ms slower: " in text
     assert [line.split()[0] for line in lines if line[:4].strip().isdigit()] == ["1", "2", "3"]
     assert "activations E" in text
@@ -285,7 +286,7 @@ def test_on_paper_the_assumptions_are_printed(capsys):
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 100
     assert "on 4096 GPUs of 512 hosts" in out
-    assert "On paper" in out
+    assert "On paper" in out and "not kept" not in out
     assert "network" in out
     assert "not measured" in out
 

@@ -78,11 +78,7 @@ def _mla(r: Rules) -> None:
         )
     else:
         for key, unset in (("rotary_scaling_factor", 1), ("mscale", 1), ("mscale_all_dim", 0)):
-            r.refuse(
-                r[f"attention.{key}"] != unset,
-                f"attention.{key}",
-                f'must be {unset} without attention.rope_type = "yarn"',
-            )
+            r.must_be(f"attention.{key}", unset, 'without attention.rope_type = "yarn"')
     r.refuse(
         r["attention.mla_down_proj_fusion"] and r["attention.q_lora_rank"] is None,
         "attention.mla_down_proj_fusion",

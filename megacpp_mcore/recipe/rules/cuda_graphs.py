@@ -70,8 +70,7 @@ def _whole_step(r: Rules) -> None:
     if r.has("E"):
         _experts(r, captured)
     for key, (value, why) in _CAPTURED.items():
-        told = "left out" if value is None else shown(value)
-        r.refuse(r[key] != value, key, f"must be {told} {captured}: {why}")
+        r.must_be(key, value, f"{captured}: {why}")
     r.refuse(
         not r["launch.cuda_graph_warmup_steps"],
         "launch.cuda_graph_warmup_steps",

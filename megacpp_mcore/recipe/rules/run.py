@@ -2,7 +2,7 @@
 
 import re
 
-from megacpp_mcore.recipe.refusal import Rules, shown
+from megacpp_mcore.recipe.refusal import Rules
 from megacpp_mcore.surfaces.moe_dispatch import ALLGATHER
 
 # names in launch.environment that torchrun or the lowering sets
@@ -42,8 +42,7 @@ def check(r: Rules) -> None:
 
 def _cpu(r: Rules) -> None:
     for key, (value, why) in _ON_CPU.items():
-        told = "left out" if value is None else shown(value)
-        r.refuse(r[key] != value, key, f'must be {told} with launch.device = "cpu": {why}')
+        r.must_be(key, value, f'with launch.device = "cpu": {why}')
 
 
 def _schedule(r: Rules) -> None:
