@@ -33,15 +33,18 @@ from megacpp_mcore.recipe import Recipe, load_recipe
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before the first test module is imported, and not in the process that only leads others."""
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        return
-    from megacpp_mcore.stack import bridges
+    """Before the first test module is imported. The process that only leads others imports no
+    Megatron, but has the server of `warm`, one for all."""
     from megacpp_mcore.surfaces.workload import current_device
 
     if current_device() == "cpu":
         # Kernels run in Triton's interpreter. Triton reads it as it is imported, which dynamo does.
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        os.environ[warm.SHARED] = warm.python()
+        return
+    from megacpp_mcore.stack import bridges
+
     bridges.before_megatron()
     if os.environ.get("TRITON_INTERPRET") == "1":
         import interpreter
@@ -161,6 +164,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_setup(item):
+    import torch
+
+    # What a test draws without a seed is the same whichever tests its worker had before.
+    torch.manual_seed(0)
     if "megatron.training.argument_utils" in sys.modules:  # or a test that needs none would import
         import megatron_parser
 

@@ -1,4 +1,4 @@
-"""The server of `warm`: imports, then forks a process for every program that a client asks for.
+"""The server of `warm`: imports when a client first asks, and forks a process for every program.
 
 Arguments: the listening socket's number, the module to import, and the module to import once for
 every PYTHONPATH. It ends when its standard input does, which is when its maker ends.
@@ -32,6 +32,8 @@ def serve(listener: socket.socket, preload: str, preload_by_path: str) -> list[s
 
     Returns once more in every fork that is to be a program: its words, with everything else set.
     """
+    if 0 in select.select([listener, 0], [], [])[0]:
+        return None
     _preload(preload)
     paths: dict[str, str] = {}  # PYTHONPATH -> the socket of its own server
     while True:
