@@ -8,7 +8,6 @@ import shutil
 import sys
 import tempfile
 import uuid
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch, in every process that compiles: it makes scalar code.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
-# The suite keeps no answers of Megatron's for the user, and finds none of an earlier run. What is
-# long to make and depends on the machine alone stays: Megatron's extension in C++.
+# The suite keeps nothing for the user, and finds nothing of an earlier run.
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "megacpp-tests")
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{cache}/torch-{version('torch')}")
-    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="megacpp-cache-")
+    os.environ["SUITE_FOLDER"] = tempfile.mkdtemp(prefix="megacpp-tests-")
+    os.environ["XDG_CACHE_HOME"] = f"{os.environ['SUITE_FOLDER']}/cache"
 
 from left_behind import MARK, Marked
 
@@ -150,7 +147,7 @@ def pytest_sessionfinish(session, exitstatus):
         # What ends with an interpreter, and so has ended with xdist's workers, ends here.
         multiprocessing.util._exit_function()
         multiprocessing.resource_tracker._resource_tracker._stop()
-    shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+    shutil.rmtree(os.environ["SUITE_FOLDER"], ignore_errors=True)
     if left := SUITE.left():
         print("\nThe test suite left behind:", *left, sep="\n  ")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -172,6 +169,10 @@ def pytest_runtest_setup(item):
         import megatron_parser
 
         megatron_parser.parse_once()
+    if "megatron.core.tensor_parallel.random" in sys.modules:
+        import share_storage
+
+        share_storage.compile_quickly()
 
 
 def pytest_collection_finish(session):

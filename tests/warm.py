@@ -69,9 +69,9 @@ _SERVERS: list["Server"] = []
 class Server:
     """A server, its folder and its command; it ends with the process that made it.
 
-    preload: the module that it imports when the first program asks for it. preload_by_path: a module that it imports, if
-    given, once for every PYTHONPATH that a program asks for, in a server of that path. changes: of
-    the environment it imports in.
+    preload: the module that it imports once a program asks. preload_by_path: a module that it
+    imports, if given, once for every PYTHONPATH that a program asks for, in a server of that path.
+    changes: of the environment it imports in.
     """
 
     def __init__(self, preload: str, preload_by_path: str = "", **changes: str) -> None:
