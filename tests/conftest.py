@@ -183,6 +183,13 @@ def pytest_collection_finish(session):
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config, specs):
+    """Workers begin with torch and Megatron imported, once for all of them."""
+    for spec in specs:
+        spec.python = warm.python()
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     # `--dist loadgroup` would do it, but xdist 3.8 renames the tests for it, which pytest 9.2 does
     # not notice.

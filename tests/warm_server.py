@@ -154,7 +154,9 @@ def run(words: list[str]) -> int:
 
 
 def _execute(kind: str, *rest: str) -> None:
-    if kind == "-c":
+    if kind == "-u":  # pytest-xdist's workers, who write to their descriptors themselves
+        _execute(*rest)
+    elif kind == "-c":
         sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
         module = sys.modules["__main__"] = ModuleType("__main__")
         exec(compile(rest[0], "<string>", "exec"), module.__dict__)
@@ -165,7 +167,7 @@ def _execute(kind: str, *rest: str) -> None:
         sys.argv, sys.path[0] = [kind, *rest], os.path.dirname(os.path.abspath(kind))
         runpy.run_path(kind, run_name="__main__")
     else:
-        raise SystemExit(f"{kind} is not one of -c CODE, -m MODULE and a script")
+        raise SystemExit(f"{kind} is not one of -u, -c CODE, -m MODULE and a script")
 
 
 if __name__ == "__main__":
