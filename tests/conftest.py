@@ -8,7 +8,6 @@ import shutil
 import sys
 import tempfile
 import uuid
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch, in every process that compiles: it makes scalar code.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
-# The suite keeps no answers of Megatron's for the user, and finds none of an earlier run. What is
-# long to make and depends on the machine alone stays: Megatron's extension in C++.
+# The suite keeps nothing for the user, and finds nothing of an earlier run.
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "megacpp-tests")
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{cache}/torch-{version('torch')}")
-    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="megacpp-cache-")
+    os.environ["SUITE_FOLDER"] = tempfile.mkdtemp(prefix="megacpp-tests-")
+    os.environ["XDG_CACHE_HOME"] = f"{os.environ['SUITE_FOLDER']}/cache"
 
 from left_behind import MARK, Marked
 
@@ -33,15 +30,18 @@ from megacpp_mcore.recipe import Recipe, load_recipe
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before the first test module is imported, and not in the process that only leads others."""
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        return
-    from megacpp_mcore.stack import bridges
+    """Before the first test module is imported. The process that only leads others imports no
+    Megatron, but has the server of `warm`, one for all."""
     from megacpp_mcore.surfaces.workload import current_device
 
     if current_device() == "cpu":
         # Kernels run in Triton's interpreter. Triton reads it as it is imported, which dynamo does.
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        os.environ[warm.SHARED] = warm.python()
+        return
+    from megacpp_mcore.stack import bridges
+
     bridges.before_megatron()
     if os.environ.get("TRITON_INTERPRET") == "1":
         import interpreter
@@ -147,7 +147,7 @@ def pytest_sessionfinish(session, exitstatus):
         # What ends with an interpreter, and so has ended with xdist's workers, ends here.
         multiprocessing.util._exit_function()
         multiprocessing.resource_tracker._resource_tracker._stop()
-    shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+    shutil.rmtree(os.environ["SUITE_FOLDER"], ignore_errors=True)
     if left := SUITE.left():
         print("\nThe test suite left behind:", *left, sep="\n  ")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -161,10 +161,18 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_setup(item):
+    import torch
+
+    # What a test draws without a seed is the same whichever tests its worker had before.
+    torch.manual_seed(0)
     if "megatron.training.argument_utils" in sys.modules:  # or a test that needs none would import
         import megatron_parser
 
         megatron_parser.parse_once()
+    if "megatron.core.tensor_parallel.random" in sys.modules:
+        import share_storage
+
+        share_storage.compile_quickly()
 
 
 def pytest_collection_finish(session):
@@ -172,6 +180,13 @@ def pytest_collection_finish(session):
     of the time of each, and `megacpp bench` asks for sixty."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config, specs):
+    """Workers begin with torch and Megatron imported, once for all of them."""
+    for spec in specs:
+        spec.python = warm.python()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -12,6 +12,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from made_once import made_once
+
 from megacpp_mcore.kernels.nvcc import find_nvcc
 
 _HEADER = Path(__file__).with_suffix(".h")
@@ -29,14 +31,17 @@ def reason() -> str | None:
     return None
 
 
-def library(source: Path, folder: Path) -> ctypes.CDLL:
-    """`source`, a .cu file with a C interface, compiled for this CPU into `folder`."""
-    translated, target = folder / f"{source.stem}.cpp", folder / f"{source.stem}.so"
-    translated.write_text(translate(source))
-    # nvcc, for a C++ file, is g++ with the toolkit's headers.
-    command = [find_nvcc(), *_FLAGS, f"-I{_HEADER.parent}", "-o", target, translated]
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(str(target))
+def library(source: Path) -> ctypes.CDLL:
+    """`source`, a .cu file with a C interface, compiled for this CPU."""
+
+    def compile_to(target: Path) -> None:
+        translated = target.with_suffix(".cpp")
+        translated.write_text(translate(source))
+        # nvcc, for a C++ file, is g++ with the toolkit's headers.
+        command = [find_nvcc(), *_FLAGS, f"-I{_HEADER.parent}", "-o", target, translated]
+        subprocess.run(command, check=True)
+
+    return ctypes.CDLL(str(made_once(f"{source.stem}-on-cpu.so", compile_to)))
 
 
 def translate(source: Path) -> str:

@@ -25,13 +25,14 @@ from pathlib import Path
 
 import pytest
 
+SHARED = "WARM_PYTHON"  # the variable with the command of pytest-xdist's leader, for its workers
 _HERE = Path(__file__).parent
 
 
 @functools.cache
 def python() -> str:
     """The command, with torch and Megatron imported as this package's commands import them."""
-    return Server("warm_preload").command
+    return os.environ.get(SHARED) or Server("warm_preload").command
 
 
 @contextlib.contextmanager
@@ -68,9 +69,9 @@ _SERVERS: list["Server"] = []
 class Server:
     """A server, its folder and its command; it ends with the process that made it.
 
-    preload: the module that it imports first. preload_by_path: a module that it imports, if
-    given, once for every PYTHONPATH that a program asks for, in a server of that path. changes: of
-    the environment it imports in.
+    preload: the module that it imports once a program asks. preload_by_path: a module that it
+    imports, if given, once for every PYTHONPATH that a program asks for, in a server of that path.
+    changes: of the environment it imports in.
     """
 
     def __init__(self, preload: str, preload_by_path: str = "", **changes: str) -> None:

@@ -14,6 +14,8 @@ import megacpp_mcore.specs.nam56r  # noqa: E402
 import megatron.core.models.mimo.optimizer  # noqa: E402
 import megatron.training.training  # noqa: E402
 import megatron_parser  # noqa: E402
+import share_storage  # noqa: E402
+import torch._dynamo.trace_rules  # noqa: E402
 import triton.language  # noqa: E402, F401
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 
@@ -28,6 +30,8 @@ import megacpp_mcore.training.gpu.model  # noqa: E402, F401
 filesystem_async._results_queue = queue.Queue()
 
 megatron_parser.parse_once()
+share_storage.compile_quickly()
+torch._dynamo.trace_rules.get_torch_obj_rule_map()  # kept; dynamo asks for it at its first frame
 megatron.training.arguments.add_megatron_arguments(argparse.ArgumentParser())
 
 if os.environ.get("TRITON_INTERPRET") == "1":

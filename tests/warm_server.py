@@ -1,4 +1,4 @@
-"""The server of `warm`: imports, then forks a process for every program that a client asks for.
+"""The server of `warm`: imports when a client first asks, and forks a process for every program.
 
 Arguments: the listening socket's number, the module to import, and the module to import once for
 every PYTHONPATH. It ends when its standard input does, which is when its maker ends.
@@ -17,7 +17,10 @@ import socket
 import sys
 import threading
 import traceback
+from dataclasses import dataclass
 from types import ModuleType
+
+BARE = "WARM_BARE"  # a program with this variable has nothing that is imported for its PYTHONPATH
 
 
 def main() -> None:
@@ -32,23 +35,35 @@ def serve(listener: socket.socket, preload: str, preload_by_path: str) -> list[s
 
     Returns once more in every fork that is to be a program: its words, with everything else set.
     """
+    if 0 in select.select([listener, 0], [], [])[0]:
+        return None
     _preload(preload)
     paths: dict[str, str] = {}  # PYTHONPATH -> the socket of its own server
+    programs: dict[int, Program] = {}  # by the descriptors that tell that it or its client ended
     while True:
-        ready, _, _ = select.select([listener, 0], [], [], 1.0)
-        _reap()
+        ready, _, _ = select.select([listener, 0, *programs], [], [])
         if 0 in ready:
+            for program in set(programs.values()):
+                program.end()
             return None
-        if not ready:
+        for program in {programs[descriptor] for descriptor in ready if descriptor in programs}:
+            for descriptor in program.descriptors():
+                del programs[descriptor]
+            program.end()
+        if listener not in ready:
             continue
         connection, _ = listener.accept()
         data, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
         words, folder, environment = json.loads(data)
         path = environment.get("PYTHONPATH", "")
-        if not preload_by_path:
-            if not os.fork():
-                listener.close()
-                return _begin(connection, streams, words, folder, environment)
+        if not preload_by_path or BARE in environment:
+            pid = os.fork()
+            if not pid:
+                _close(listener, connection, *programs)
+                return _begin(streams, words, folder, environment)
+            os.setpgid(pid, pid)  # here and there: whichever comes first
+            program = Program(pid, os.pidfd_open(pid), connection)
+            programs |= dict.fromkeys(program.descriptors(), program)
         else:
             if path not in paths:
                 paths[path] = f"{listener.getsockname()}.{len(paths)}"
@@ -56,13 +71,34 @@ def serve(listener: socket.socket, preload: str, preload_by_path: str) -> list[s
                 own.bind(paths[path])
                 own.listen(64)
                 if not os.fork():
-                    listener.close()
-                    _close(connection, streams)
+                    _close(listener, connection, *streams, *programs)
                     _add_to_path(path)
                     return serve(own, preload_by_path, "")
                 own.close()
             connection.send(f"at {paths[path]}".encode())
-        _close(connection, streams)
+            connection.close()
+        _close(*streams)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A running program, and the client that waits for it."""
+
+    pid: int
+    pidfd: int
+    client: socket.socket
+
+    def descriptors(self) -> tuple[int, int]:
+        return self.pidfd, self.client.fileno()
+
+    def end(self) -> None:
+        """It has ended, or its client has; what it started and left behind ends, too."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        _, status = os.waitpid(self.pid, 0)
+        with contextlib.suppress(BrokenPipeError):
+            self.client.send(str(os.waitstatus_to_exitcode(status)).encode())
+        _close(self.pidfd, self.client)
 
 
 def _preload(module: str) -> None:
@@ -73,16 +109,9 @@ def _preload(module: str) -> None:
     gc.freeze()  # no program's collector visits, and so copies, what all of them share
 
 
-def _reap() -> None:
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
-def _close(connection: socket.socket, streams: list[int]) -> None:
-    connection.close()
-    for stream in streams:
-        os.close(stream)
+def _close(*what: socket.socket | int) -> None:
+    for each in what:
+        os.close(each) if isinstance(each, int) else each.close()
 
 
 def _add_to_path(path: str) -> None:
@@ -90,23 +119,8 @@ def _add_to_path(path: str) -> None:
     sys.path[1:1] = [entry for entry in path.split(os.pathsep) if entry and entry not in sys.path]
 
 
-def _begin(connection, streams, words, folder, environment) -> list[str]:
-    """In a fork of the server: fork the program, in which this returns, and see it to its end."""
-    program = os.fork()
-    if program:
-        os.setpgid(program, program)  # here and there: whichever comes first
-        for stream in streams:
-            os.close(stream)
-        ended = os.pidfd_open(program)
-        select.select([connection, ended], [], [])
-        # The program has ended, or its client has; what it started and left behind ends, too.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(program, signal.SIGKILL)
-        _, status = os.waitpid(program, 0)
-        with contextlib.suppress(BrokenPipeError):
-            connection.send(str(os.waitstatus_to_exitcode(status)).encode())
-        os._exit(0)
-    connection.close()
+def _begin(streams, words, folder, environment) -> list[str]:
+    """In a fork of the server: what a new process has."""
     os.setpgid(0, 0)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -140,7 +154,9 @@ def run(words: list[str]) -> int:
 
 
 def _execute(kind: str, *rest: str) -> None:
-    if kind == "-c":
+    if kind == "-u":  # pytest-xdist's workers, who write to their descriptors themselves
+        _execute(*rest)
+    elif kind == "-c":
         sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
         module = sys.modules["__main__"] = ModuleType("__main__")
         exec(compile(rest[0], "<string>", "exec"), module.__dict__)
@@ -151,7 +167,7 @@ def _execute(kind: str, *rest: str) -> None:
         sys.argv, sys.path[0] = [kind, *rest], os.path.dirname(os.path.abspath(kind))
         runpy.run_path(kind, run_name="__main__")
     else:
-        raise SystemExit(f"{kind} is not one of -c CODE, -m MODULE and a script")
+        raise SystemExit(f"{kind} is not one of -u, -c CODE, -m MODULE and a script")
 
 
 if __name__ == "__main__":

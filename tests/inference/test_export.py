@@ -71,9 +71,9 @@ def folder_of(small_recipe, tmp_path):
 
 
 def rounding(logits):
-    """Another order of sums: 4 layers, up to 64 terms; up to 5 roundings of the largest (measured
-    over the cases here)."""
-    return 16 * torch.finfo(torch.float32).eps * logits.abs().max().item()
+    """Another order of sums: 4 layers, up to 64 terms. Of 280 models, 20 of each case here, one was
+    off by 18 roundings of the largest logit, most by less than 10."""
+    return 64 * torch.finfo(torch.float32).eps * logits.abs().max().item()
 
 
 @pytest.mark.slow

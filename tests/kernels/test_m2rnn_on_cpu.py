@@ -33,9 +33,8 @@ TANH = {"approximate": 2**-11, "exact": 2**-20}  # how far from tanh
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    source = launch.LIBRARY.source
-    library = cuda_on_cpu.library(source, tmp_path_factory.mktemp("m2rnn"))
+def kernels():
+    library = cuda_on_cpu.library(launch.LIBRARY.source)
     library.m2rnn_error.restype = ctypes.c_char_p
     library.m2rnn_params_size.restype = ctypes.c_int64
     assert library.m2rnn_params_size() == ctypes.sizeof(launch.Params)

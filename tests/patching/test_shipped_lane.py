@@ -5,16 +5,18 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 import warm
+from warm_server import BARE
 
 from megacpp_mcore.patching import manifest, operations, verify
 
 LANE = manifest.load()
-FRESH = ["te-import-without-driver"]  # its defect is in the import of Megatron
+BY_THEMSELVES = ["te-import-without-driver"]  # its defect is in the import of Megatron
 # `make env` installs mamba-ssm's sources there: its package cannot be imported without CUDA.
 PATCH_TARGETS = Path(sys.prefix) / "patch-targets"
 
@@ -43,17 +45,24 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def proofs(site: Path) -> dict[str, verify.Proof]:
-    """Of every patch; each reproducer runs in a process forked from one that has imported its tree,
-    but for those of FRESH, which run as their users run them."""
+def python() -> Iterator[str]:
+    """A Python with torch in it, and Megatron from its PYTHONPATH but where BARE is set."""
     changes = {"TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}  # as `hide_gpu` sets them
-    server = warm.Server("torch", "reproducers_preload", **changes)
-    rest = [patch.id for patch in LANE.patches if patch.id not in FRESH]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys, "executable", server.command)
-        found = list(verify.verify(LANE, site, only=rest))
+    server = warm.Server("torch_preload", "reproducers_preload", **changes)
+    yield server.command
     server.close()
-    found += verify.verify(LANE, site, only=FRESH)
+
+
+@pytest.fixture(scope="module")
+def proofs(site: Path, python: str) -> dict[str, verify.Proof]:
+    """Of every patch; each reproducer runs in a process forked from one that has imported its tree,
+    but for those of BY_THEMSELVES."""
+    rest = [patch.id for patch in LANE.patches if patch.id not in BY_THEMSELVES]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "executable", python)
+        found = list(verify.verify(LANE, site, only=rest))
+        patched.setenv(BARE, "1")
+        found += verify.verify(LANE, site, only=BY_THEMSELVES)
     return {proof.patch: proof for proof in found}
 
 
@@ -75,7 +84,9 @@ def test_a_reproducer_that_meets_other_internals_is_inapplicable():
 
 
 @pytest.mark.slow
-def test_with_the_lane_applied_the_plugin_drops_its_bridge_and_trains(site, small_recipe, tmp_path):
+def test_with_the_lane_applied_the_plugin_drops_its_bridge_and_trains(
+    site, python, small_recipe, tmp_path
+):
     patched = tmp_path / "site"
     shutil.copytree(site, patched)
     shutil.rmtree(patched / "mamba_ssm")  # its import wants CUDA; on a CPU it is not installed
@@ -95,7 +106,7 @@ def test_with_the_lane_applied_the_plugin_drops_its_bridge_and_trains(site, smal
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MEGACPP_")}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment | {"PYTHONPATH": str(patched)},
+        [python, "-c", script], env=environment | {"PYTHONPATH": str(patched), BARE: "1"},
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -18,6 +18,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megacpp_mcore.kernels import adam
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.stack import bridges
@@ -61,6 +62,7 @@ def _rank(rank: int, run: Run, folder: str) -> None:
     bridges.install()
     _without_cuda()
     _use_an_adam_as_on_cuda()
+    adam._CHUNK = adam._BLOCK = 4096  # a program of the interpreter takes every block of a chunk
     ranks.meet(rank, run.ranks)
     training = _Training(run)
     losses, norms = training.steps()
