@@ -283,8 +283,8 @@ def test_packed_documents_are_apart_in_the_loop(gpu_recipe, overrides):
         other["tokens"][:end] = (other["tokens"][:end] + 1) % 256
         whole = {"cu_seqlens": torch.tensor([0] + 32 * [32], dtype=torch.int32)}
         whole["max_seqlen"] = torch.tensor(32, dtype=torch.int32)
-        # what an expert multiplies beside a row rounds it in another order: a few units in the last
-        # place. The corpus is this package's source, so that is met in one commit and not in another
+        # An expert's product rounds a row in another order where its other rows are others: a few
+        # units in the last place. The corpus is our own source: another commit, other rows.
         rounding = 4 * torch.finfo(torch.float32).eps
         assert loss_behind_it(other) == pytest.approx(loss_behind_it(row), rel=rounding)
         off = loss_behind_it(other | whole) / loss_behind_it(row | whole) - 1
