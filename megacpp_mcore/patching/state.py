@@ -135,7 +135,7 @@ class PackageState:
         elif kept and file.found == kept.after:
             whole = kept.before == ABSENT or store.original(kept.before) is not None
             file.other = OUTDATED if whole or not chain else DRIFTED
-            if whole and chain and kept.before == stages[0]:
+            if whole and chain:
                 some = frozenset(self.entry.patches).intersection(link.id for link in chain)
                 with contextlib.suppress(PatchError):
                     if sha256(self.composed(path, some)) == file.found:

@@ -39,6 +39,7 @@ def test_apply_then_revert_restores_every_byte_and_mode(lane, site):
         "fakepkg/new.py": NEW,
     }
     assert snapshot(site)[ONE_PATH][1] == 0o600
+    (site / ONE_PATH).chmod(0o644)
     assert outcome.applied == {"fakepkg": ("alpha", "beta", "gamma")}
     assert len(outcome.changed) == 3
     assert set(states(lane, site).values()) == {"applied"}
@@ -73,9 +74,23 @@ def test_record_of_other_tools_keeps_its_other_rows(lane, site):
     record.write_bytes(record.read_bytes().replace(b"\n", b"\r\n").rstrip(b"\r\n"))
     before = record.read_bytes()
     apply(lane, site)
+    assert record.read_bytes().count(b"\r\n") == record.read_bytes().count(b"\n")
     record.write_bytes(record.read_bytes() + b"\r\nfakepkg/cache.bin,,")
     revert(lane, site)
     assert record.read_bytes() == before + b"\r\nfakepkg/cache.bin,,"
+
+
+@pytest.mark.parametrize("row", ["fakepkg/one.py,,\n", ""])
+def test_an_odd_row_of_record_comes_back_after_two_runs(lane, site, row):
+    """A row without a digest, or none: nothing but the ledger remembers it."""
+    record = site / RECORD
+    record.write_text(record.read_text().replace(record_line(ONE_PATH, ONE), row))
+    before = snapshot(site)
+    apply(lane, site, ["alpha"])
+    apply(lane, site)
+    assert record_line(ONE_PATH, ONE_G) in record.read_text()
+    revert(lane, site)
+    assert snapshot(site) == before
 
 
 def test_only_some(lane, site):
@@ -181,6 +196,25 @@ def test_another_release_of_the_lane(lane, site, tmp_path):
     assert not (site / "fakepkg/new.py").exists()
     revert(lane, site)
     assert snapshot(site) == before
+
+
+def test_what_another_release_patched_and_a_reinstall_brought_back(lane, site, tmp_path):
+    """Such a file is in nobody's way, though only the ledger knows it."""
+    apply(lane, site)
+    newer = manifest.load(make_lane(tmp_path / "newer", {"beta": {ONE_PATH: (ONE, BETA_ONLY)}}))
+    (site / "fakepkg/sub/two.py").write_bytes(FILES["fakepkg/sub/two.py"])
+    (row,) = state.status(newer, site)
+    assert row["leftovers"] == ["fakepkg/new.py"]
+    apply(newer, site)
+    assert (site / ONE_PATH).read_bytes() == BETA_ONLY
+    assert not (site / "fakepkg/new.py").exists()
+
+
+def test_some_patches_on_an_original_that_is_lost_are_drift(lane, site):
+    apply(lane, site, ["beta"])
+    for file in (site / FOLDER / "pristine").iterdir():
+        file.write_bytes(b"damaged")
+    assert states(lane, site)["beta"] == "drifted"
 
 
 def test_every_patch_alone_after_any_other(lane, site):
