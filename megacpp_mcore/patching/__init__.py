@@ -38,7 +38,7 @@ def applied(package: str) -> frozenset[str]:
     """The ids of the shipped lane that are applied to `package` as this interpreter imports it.
 
     Read from the files' digests, once per process. Empty when the package is absent, of another
-    version, editable, or hidden behind a checkout on the path; a patch with a drifted file is not
+    version, editable, or shadowed by a checkout on the path; a patch with a drifted file is not
     applied. Raises PatchError for a package that the lane does not know, and while a run on it is
     unfinished.
     """

@@ -1,4 +1,4 @@
-"""Unified diffs, read and applied to the byte: no fuzz, no moved hunk, no repair.
+"""Unified diffs, read and applied exactly: no fuzz, no moved hunk, no repair.
 
 Each diff of a chain is written against the file with every earlier patch of the lane in it. When an
 earlier one is left out (`compose`), the later one's lines are found by identity, not by searching

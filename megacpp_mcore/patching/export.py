@@ -28,7 +28,7 @@ def export(
     """The mail: subject and reason, the reproducer as text, the diff against the release tag.
 
     folder: site-packages, read only when another patch of the lane changes a file of this one: then
-    the diff is made again against the original file, or against the original with just the patches
+    the diff is recomputed against the original file, or against the original with just the patches
     it builds on, which the message names. author: "Name <address>", default git's own user.
     Raises PatchError for an unknown id, no author, or originals that cannot be had.
     """
@@ -88,7 +88,7 @@ def _diff(manifest: Manifest, patch: Patch, folder: Path | None) -> tuple[bytes,
 
 
 def _scripts(script: Path) -> list[Path]:
-    """The reproducer and the files beside it that it imports."""
+    """The reproducer and the files of its folder that it imports."""
     found = [script]
     for each in found:
         try:
@@ -99,8 +99,8 @@ def _scripts(script: Path) -> list[Path]:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = [node.module]
-            beside = [script.with_name(f"{name.split('.')[0]}.py") for name in names]
-            found += [path for path in beside if path.is_file() and path not in found]
+            siblings = [script.with_name(f"{name.split('.')[0]}.py") for name in names]
+            found += [path for path in siblings if path.is_file() and path not in found]
     return found
 
 

@@ -98,7 +98,7 @@ def _locked_plans(
     """
     stores = {kept.site: kept for kept in state.stores(request.folder) if kept.unfinished()}
     if not stores:
-        # What goes wrong here may come of a run beside this one: it is read again with the lock.
+        # A concurrent run may cause an error here: the state is read again under the lock.
         with contextlib.suppress(PatchError, OSError):
             plans, absent = _plans(request)
             if not plans:

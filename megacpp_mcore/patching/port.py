@@ -1,4 +1,4 @@
-"""What the lane meets on another version of a package, and the lane refreshed for that version."""
+"""How each patch applies to another version of a package, and a lane written for that version."""
 
 import shutil
 import subprocess

@@ -98,7 +98,7 @@ def _installed(package: str, site: Path, infos: list[Path]) -> Installed:
 
 
 def check_inside(site: Path, package: str, paths: Iterable[str]) -> None:
-    """Refuse a file that is a link, or that stands outside the site behind a linked folder."""
+    """Refuse a file that is a link, or outside the site because a folder on its path is one."""
     for file in (site / path for path in paths):
         if file.resolve() != file:
             raise PatchError(

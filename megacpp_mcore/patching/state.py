@@ -1,4 +1,4 @@
-"""What is applied: read from the files' digests, never from a note that they were changed."""
+"""Which patches are applied, judged by the files' digests alone."""
 
 import contextlib
 from collections.abc import Collection, Mapping
