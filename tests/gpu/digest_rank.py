@@ -1,4 +1,4 @@
-"""A rank of a run that writes `digests` of its gradients and weights to FILE, a line of JSON a step.
+"""A rank of a run that writes `digests` of its gradients and weights, a line of JSON a step.
 
     torchrun --standalone --nproc-per-node 1 tests/gpu/digest_rank.py FILE ARGUMENTS
 
