@@ -93,10 +93,16 @@ class Run:
 
 SEED = Run("seed", overrides=("schedule.train_iters=1", "schedule.lr_warmup_iters=0"), start=None)
 ONE = Run("one", saves=True)
-# Half the micro batches, twice as large: how far rounding alone takes the losses apart.
-ROUNDING = Run("one-mb2", overrides=("schedule.micro_batch_size=2",))
+# How far rounding alone takes the losses of one GPU apart: half the micro batches, twice as large;
+# and M's and R's operators one by one, as tensor-parallel ranks have them.
+_UNFUSED = ("backends.mamba3_core=reference", "backends.m2rnn_core=reference")
+ROUNDING = (
+    Run("one-mb2", overrides=("schedule.micro_batch_size=2",)),
+    Run("one-unfused", overrides=_UNFUSED),
+)
 # What a machine that is lent for minutes must not miss comes first.
 RUNS = (
+    *ROUNDING,
     Run("dp2", 2, saves=True),
     Run("ep2", 2, _ep(2), saves=True),
     Run("tp2", 2, _TP),
@@ -107,7 +113,6 @@ RUNS = (
     Run("pp2-vpp2", 2, (*_PP, "model.pattern=AE|ME|AR|ME")),
     Run("tp2-from-dp2", 2, _TP, start=("dp2", SAVED)),
     Run("ep4-from-ep2", 4, _ep(4), start=("ep2", SAVED)),
-    ROUNDING,
     Run("one-resumed", start=("one", SAVED)),
     Run("dp2-grouped-mm", 2, ("backends.moe_experts=grouped_mm",)),
 )

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from parallel_layouts import ONE, STEPS, Run
+from parallel_layouts import ONE, ROUNDING, STEPS, Run
 
 _BF16_EPS = 2.0**-7
 
@@ -28,6 +28,21 @@ def bound(step: int) -> float:
     return _BF16_EPS / 2 * math.sqrt(step)
 
 
+def spread(step: int, run: Run, outcomes: Mapping[str, Outcome]) -> float:
+    """How far other one-GPU runs' losses have been from the one-GPU run's up to a step, as a part
+    of it: their roundings are others, or those of other kernels. Where training is chaotic, as
+    around a spike of the loss, that is many times the bound: on a CPU a quarter of the weights
+    moved by one rounding each, DP 2 and TP 2 were all 2 % away from one rank after 20 steps in
+    bf16, and in float32 a rounding moved a loss by 7e-4, TP 2 by 5e-4.
+    """
+    one, found = outcomes[ONE.name].losses, [0.0]
+    for other in ROUNDING:
+        losses = outcomes[other.name].losses if other.name in outcomes else {}
+        if other.name != run.name:
+            found += [abs(losses[s] / one[s] - 1) for s in range(1, step + 1) if s in losses]
+    return max(found)
+
+
 def differences(run: Run, outcomes: Mapping[str, Outcome]) -> list[str]:
     """What of a run is not as it should be: steps that are missing; losses out of bounds of the
     one-GPU run's; and of the run's whose checkpoint it goes on from, with the gradient norm of the
@@ -39,11 +54,13 @@ def differences(run: Run, outcomes: Mapping[str, Outcome]) -> list[str]:
     if outcome.reason or missing:
         return [outcome.reason or f"no losses of steps {missing}"]
     origin, first = _origin(run), run.first_step
-    found = _apart(outcome.losses, one.losses, "loss", "one GPU", steps, 0)
+    allowed = {step: bound(step) + 2 * spread(step, run, outcomes) for step in steps}
+    found = _apart(outcome.losses, one.losses, "loss", "one GPU", allowed)
     if origin != ONE.name:
-        found += _apart(outcome.losses, outcomes[origin].losses, "loss", origin, steps, first - 1)
+        since = {step: allowed[step] - bound(step) + bound(step - first + 1) for step in steps}
+        found += _apart(outcome.losses, outcomes[origin].losses, "loss", origin, since)
     norms = outcomes[origin].norms
-    return found + _apart(outcome.norms, norms, "gradient norm", origin, [first], first - 1)
+    return found + _apart(outcome.norms, norms, "gradient norm", origin, {first: bound(1)})
 
 
 def _origin(run: Run) -> str:
@@ -53,13 +70,13 @@ def _origin(run: Run) -> str:
 
 def _apart(
     found: dict[int, float], expected: dict[int, float], what: str, whose: str,
-    steps: Iterable[int], equal_at: int,
+    allowed: Mapping[int, float],
 ) -> list[str]:  # fmt: skip
-    """equal_at: the step after which both had the same weights."""
+    """allowed: by step, as a part of the expected value."""
     return [
         f"step {step}: {what} {found[step]:.6f}, {whose} {expected[step]:.6f}"
-        for step in steps
-        if not abs(found[step] / expected[step] - 1) <= bound(step - equal_at)
+        for step, most in allowed.items()
+        if not abs(found[step] / expected[step] - 1) <= most
     ]
 
 

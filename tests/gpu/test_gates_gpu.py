@@ -78,7 +78,8 @@ def test_an_operators_backends_are_right_and_wrong_values_refused(operator):
             (error,) = parity.errors(case, {name: wrong}, alone, dtype)
             nearest = min(nearest, error.share)
             if not error.share > 1:
-                missed.append(f"{kind} of {name}: {error.share:.2f} of the bound")
+                (own,) = parity.errors(case, {name: value}, alone, dtype)
+                missed.append(f"{kind}: {error.share:.2f} of the bound, {error}; as it was, {own}")
     print(f"{chosen.name} made wrong: {nearest:.1f} of the bound or more")
     assert not missed, "\n".join(missed)
 

@@ -10,7 +10,7 @@ import parallel_runs
 import psutil
 import pytest
 import warm
-from parallel_layouts import ONE, RUNS, SEED, STEPS, STOCK, Run
+from parallel_layouts import ONE, ROUNDING, RUNS, SEED, STEPS, STOCK, Run
 from parallel_runs import Packed
 from parallel_verdicts import Outcome, differences, table, unlike_in_print
 
@@ -122,6 +122,16 @@ def test_a_run_that_differs_is_told():
     told("step 20: loss 4.2", outcome([4.0] * (STEPS - 1) + [4.2]), DP2)
     told("step 20: loss nan", outcome([4.0] * (STEPS - 1) + [float("nan")]), DP2)
     told("step 1: gradient norm 2.1", outcome([4.0] * STEPS, norm=2.1), DP2)
+
+
+def test_a_run_may_be_off_by_twice_what_rounding_alone_does():
+    rounding = outcome([4.0] * 11 + [4.04] + [4.0] * (STEPS - 12))  # a spike, in one step
+    others = {ROUNDING[0].name: rounding}
+    late = outcome([4.0] * 12 + [4.12] * (STEPS - 12))
+    assert differences(DP2, {ONE.name: outcome([4.0] * STEPS), DP2.name: late, **others}) == []
+    told("step 13: loss 4.12", late, DP2)
+    told("step 11: loss 4.12", outcome([4.0] * 10 + [4.12] * (STEPS - 10)), DP2, **others)
+    told("step 12: loss 4.12", outcome([4.0] * 11 + [4.12] * (STEPS - 11)), ROUNDING[0])
 
 
 def test_a_run_that_resumes_goes_on_where_the_other_run_was():

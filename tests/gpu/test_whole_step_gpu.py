@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import digests
 import pytest
 import torch
 from parallel_layouts import RECIPE
@@ -19,15 +20,30 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 CLI = [sys.executable, "-m", "megacpp_mcore.cli"]
 EAGER = ["launch.cuda_graph_impl=none", "schedule.train_iters=20"]
 GRAPH = [*EAGER, "launch.cuda_graph_impl=full_iteration"]
+QUARTER = """
+extends = "nam56r-quarter"
+description = "the sizes of NAM56R's layers, in few steps of few rows"
+unset = ["checkpoint.save", "checkpoint.load", "checkpoint.save_interval"]
+[schedule]
+global_batch_size = 8
+lr_warmup_iters = 2
+eval_iters = 0
+[data]
+split = "100,0,0"
+null_tokenizer_eod_id = 256
+num_workers = 1
+[launch]
+nproc_per_node = 1
+"""
 EVALUATION = [
     "data.split=90,10,0", "schedule.eval_interval=10", "schedule.eval_iters=5",
 ]  # fmt: skip
 
 
-def words(folder: Path, corpus: Path, *sets: str) -> list[str]:
-    """The small recipe's file, and `--set` for each of `sets`."""
-    recipe = folder / "small.toml"
-    recipe.write_text(RECIPE)
+def words(folder: Path, corpus: Path, *sets: str, text: str = RECIPE) -> list[str]:
+    """The file of a recipe, the small one by default, and `--set` for each of `sets`."""
+    recipe = folder / "recipe.toml"
+    recipe.write_text(text)
     own = [f'data.data_path=["{corpus}"]', f"data.data_cache_path={folder}/data"]
     return [str(recipe), *(word for text in [*own, *sets] for word in ("--set", text))]
 
@@ -67,19 +83,40 @@ def test_a_captured_run_goes_on_from_its_checkpoint(corpus, tmp_path):
     assert resumed["loss"] == whole["loss"]
 
 
-@pytest.mark.parametrize("sets", [EAGER, GRAPH], ids=["eager", "graph"])
-def test_no_step_waits_for_the_host(corpus, tmp_path, sets):
-    arguments = words(tmp_path, corpus, *sets, "schedule.train_iters=8")
+def launch_rank(name: str, folder: Path, arguments: list[str], *before: str) -> None:
+    """One process of tests/gpu/NAME, with the words of `megacpp recipe args` and a folder out."""
     listed = subprocess.run(
         [*CLI, "recipe", "args", *arguments, "--with-recipe", "--format", "lines"],
         check=True, capture_output=True, text=True,
     ).stdout.splitlines()  # fmt: skip
-    rank = Path(__file__).with_name("no_sync_rank.py")
+    rank = Path(__file__).with_name(name)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    out = ["--megacpp-out", str(tmp_path / "out")]
-    subprocess.run([*launcher, str(rank), *listed, *out], check=True)
+    out = ["--megacpp-out", str(folder / "out")]
+    subprocess.run([*launcher, str(rank), *before, *listed, *out], check=True)
+
+
+@pytest.mark.parametrize("sets", [EAGER, GRAPH], ids=["eager", "graph"])
+def test_no_step_waits_for_the_host(corpus, tmp_path, sets):
+    arguments = words(tmp_path, corpus, *sets, "schedule.train_iters=8")
+    launch_rank("no_sync_rank.py", tmp_path, arguments)
     receipt = receipts.read(tmp_path / "out" / "receipt.json")
     assert receipt["result"]["steps"] == 8
     # Garbage collection is off: what a step does not free by itself adds up.
     peaks = receipt["series"]["peak_memory_bytes"]
     assert peaks[-1] == peaks[4]
+
+
+@pytest.mark.parametrize("text", [RECIPE, QUARTER], ids=["small", "quarter"])
+def test_two_captured_runs_have_the_same_bits(corpus, tmp_path, text):
+    """Of every gradient and weight, after every one of 20 steps."""
+    found = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        arguments, file = (
+            words(tmp_path / name, corpus, *GRAPH, text=text),
+            tmp_path / f"{name}.json",
+        )
+        launch_rank("digest_rank.py", tmp_path / name, arguments, str(file))
+        found.append(digests.read(file))
+    assert len(found[0]) == 20
+    assert digests.first_difference(*found) is None

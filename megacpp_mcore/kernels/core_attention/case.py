@@ -154,24 +154,28 @@ class CoreAttentionCase(Case):
         self, truth: Tensors, directions: Tensors, dtype: torch.dtype, **tensors: Tensor
     ) -> dict[str, float | Tensor]:
         """Flash attention takes dS = P (dP - dy . y) with the output y as it was rounded. Where a
-        query sees one key alone, or nearly, dP - dy . y vanishes, and dq with it; the rounding of
-        dy . y, half an epsilon of each of dv terms, times that key does not. In float32 dP is
-        rounded as coarsely.
+        query sees one key alone, or nearly, dP - dy . y vanishes, and with it what it adds to dq
+        and dk; the rounding of dy . y, half an epsilon of each of dv terms, times the key or the
+        query does not. In float32 both sums are rounded at each of dv terms, to half an epsilon of
+        what they have come to.
 
-        float32 on a GPU: sums are cut off (`_CUT`), dP too, and everything is a little too small.
+        float32 on a GPU: sums are cut off (`_CUT`), and everything is a little too small.
         """
-        dy, v, k = directions["y"], tensors["v"], tensors["k"]
-        if not k.numel():
+        if not tensors["k"].numel():
             return {}
         eps, is_fp32 = torch.finfo(dtype).eps, dtype == torch.float32
-        cuts = _CUT * eps if is_fp32 and self._cuts_sums(k) else 0.0
-        rms = [float(x.double().square().mean().sqrt()) for x in (dy, v, k)]
-        terms = self.dv * (2 if is_fp32 else 1)
-        rounded = eps / 2 * terms**0.5 + cuts * self.dv * self.dv**0.5
-        found = {"dq": rounded * rms[0] * rms[1] * rms[2] * self.dqk**-0.5}
-        # Half of a floor may be a common factor.
-        shrunk = {n: 2 * cuts * self.terms(n) * x.abs() for n, x in truth.items()} if cuts else {}
-        return found | {name: x + found.get(name, 0.0) for name, x in shrunk.items()}
+        cuts = _CUT * eps if is_fp32 and self._cuts_sums(tensors["k"]) else 0.0
+        q, k, v, dy = (
+            float(x.double().square().mean().sqrt())
+            for x in (*(tensors[name] for name in self.inputs), directions["y"])
+        )
+        rounded = eps / 2 * (self.dv if is_fp32 else self.dv**0.5) + cuts * self.dv**1.5
+        of_scores = rounded * dy * v * self.dqk**-0.5
+        found = {"dq": of_scores * k, "dk": of_scores * q}
+        if cuts:  # half of a floor may be a common factor
+            shrunk = {n: 2 * cuts * self.terms(n) * x.abs() for n, x in truth.items()}
+            return {name: x + found.get(name, 0.0) for name, x in shrunk.items()}
+        return found
 
     @staticmethod
     def _cuts_sums(x: Tensor) -> bool:

@@ -133,7 +133,12 @@ class Mamba3ScanCase(Case):
         the rotation twice. The gradient of one token's angle, and through it of its dt, is a sum
         over all later tokens, of terms that cancel (turning all of them together changes nothing)
         and of one rounding each, which do not: a random walk of as many steps.
+
+        D's has no rotation and no scan on its way: the gate's gradient, v (MIMO's), their product
+        and the sum's operands.
         """
+        if name == "dD":
+            return 4
         rotations = 1 if name == "y" else 2
         walk = math.sqrt(self.seq) if name in ("dangles", "ddt") else 0.0
         return 4 * rotations + 2 * math.pi * rotations + walk

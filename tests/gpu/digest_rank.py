@@ -1,0 +1,49 @@
+"""A rank of a run that writes `digests` of its gradients and weights, a line of JSON a step.
+
+    torchrun --standalone --nproc-per-node 1 tests/gpu/digest_rank.py FILE ARGUMENTS
+
+ARGUMENTS: those of `megacpp recipe args RECIPE --with-recipe`.
+"""
+
+import functools
+import itertools
+import json
+import sys
+from pathlib import Path
+
+from megacpp_mcore.training.gpu.rank_setup import launch
+
+
+def main(file: str, *arguments: str) -> None:
+    launched = launch(list(arguments))  # before torch is imported: it sets the environment
+    import digests
+    from megatron.training import training
+
+    from megacpp_mcore.training.gpu.train import train
+
+    setup = training.setup_model_and_optimizer
+
+    @functools.wraps(setup)
+    def watched_setup(*args, **kwargs):
+        model, optimizer, scheduler = setup(*args, **kwargs)
+        named = {n: p for chunk in model for n, p in chunk.named_parameters()}
+        step, steps = optimizer.step, itertools.count(1)
+
+        @functools.wraps(step)
+        def watched(*args, **kwargs):
+            gradients = digests.of({name: p.main_grad for name, p in named.items()})
+            done = step(*args, **kwargs)
+            found = {"step": next(steps), "gradients": gradients, "weights": digests.of(named)}
+            with Path(file).open("a") as lines:
+                print(json.dumps(found), file=lines)
+            return done
+
+        optimizer.step = watched
+        return model, optimizer, scheduler
+
+    training.setup_model_and_optimizer = watched_setup
+    train(launched)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
