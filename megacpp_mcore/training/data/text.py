@@ -125,7 +125,11 @@ class TextFiles:
         self.total = sum(file.size for file in files)
         self.max_tokens = self.total + len(files)
         self.max_documents = len(files)
-        self.at = Position()
+        self.begin_at(Position())
+
+    def begin_at(self, position: Position) -> None:
+        """Go on from there. earlier_bytes: the text_bytes of an earlier build that was resumed."""
+        self.at, self.earlier_bytes = position, position.text_bytes
 
     @property
     def paths(self) -> list[Path]:
@@ -139,7 +143,7 @@ class TextFiles:
 
     def documents(self, advance: Callable[[int], Any]) -> Iterator[np.ndarray]:
         """Each document as uint16 tokens; `advance` gets the bytes read since the last call."""
-        self.at = Position()
+        self.begin_at(Position())
         for batch in self.batches(advance):
             yield from batch
 
