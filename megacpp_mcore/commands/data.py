@@ -150,10 +150,10 @@ def run_build(args: argparse.Namespace) -> int:
     """Build, then print what was written. Returns 130 when interrupted; nothing is left behind."""
     from megacpp_mcore.training.data.build import build
 
-    started = time.monotonic()
+    started, source = time.monotonic(), _source(args)
     try:
         manifest = build(
-            _source(args), args.out, overwrite=args.overwrite, quiet=args.quiet, resume=args.resume
+            source, args.out, overwrite=args.overwrite, quiet=args.quiet, resume=args.resume
         )
     except KeyboardInterrupt:
         kept = "; what is done is kept, the same command goes on from it" if args.resume else ""
@@ -163,7 +163,7 @@ def run_build(args: argparse.Namespace) -> int:
     print(f"wrote {args.out}.bin, .idx and .json in {seconds:.1f} s")
     _print_manifest(manifest)
     if read := manifest.get("text_bytes"):
-        rate = f", {read / seconds / 1e6:.1f} MB/s" if seconds else ""
+        rate = f", {(read - source.earlier_bytes) / seconds / 1e6:.1f} MB/s" if seconds else ""
         ends = manifest["documents"]
         print(f"  bytes      {read:,}, {read / (manifest['tokens'] - ends):.2f} a token{rate}")
     print(f"next: {_next(args.out, manifest)}")

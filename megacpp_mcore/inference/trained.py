@@ -1,13 +1,12 @@
 """Which checkpoint of a run's folder, and of which recipe. Imports neither torch nor Megatron."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacpp_mcore.files import read_regular
 from megacpp_mcore.inference.recipe import InferenceError
+from megacpp_mcore.receipts import ReceiptError, read
 from megacpp_mcore.training.checkpoints import folder
 
 
@@ -33,15 +32,13 @@ def trained(run: Path, iteration: int | None = None) -> Trained:
     the recipe's checkpoint.save; if that is relative, it is looked for from the current folder.
     Raises InferenceError, which says what is missing.
     """
-    receipt = run / "receipt.json"
     try:
-        entry = json.loads(read_regular(receipt))["recipe"]
-        name, recipe = str(entry["name"]), dict(entry["content"])
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        entry = read(run / "receipt.json")["recipe"]
+    except (ReceiptError, LookupError) as error:
         raise InferenceError(
-            f"{run} is not the folder of a run: {receipt} cannot be read ({error}); name the --out "
-            "of `megacpp train`"
+            f"{run} is not the folder of a run: {error}; name the --out of `megacpp train`"
         ) from error
+    recipe = entry["content"]
     saved = (recipe.get("checkpoint") or {}).get("save")
     folders = [run / "checkpoints", *([Path(saved)] if isinstance(saved, str) else [])]
     found = {number: place for place in reversed(folders) for number in folder.complete(place)}
@@ -55,4 +52,4 @@ def trained(run: Path, iteration: int | None = None) -> Trained:
         listed = ", ".join(map(str, sorted(found)))
         raise InferenceError(f"--iteration {number}: there are checkpoints of iterations {listed}")
     checkpoint = folder.path_of(found[number], number)
-    return Trained(name, recipe, checkpoint, number)
+    return Trained(entry["name"], recipe, checkpoint, number)

@@ -2,8 +2,8 @@
 
     python -m megacpp_mcore.stack.megatron_arguments < questions.json > answers.json
 
-Megatron fills global variables as it parses; where there is no GPU its questions about one are
-answered as an H200 would. What it validates is the argv, then the TransformerConfig built from it;
+Megatron fills global variables as it parses; where there is no GPU it is told that there is an
+H200. What it validates is the argv, then the TransformerConfig built from it;
 no model is built and nothing is written.
 """
 

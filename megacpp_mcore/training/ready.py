@@ -31,11 +31,16 @@ def verdict(recipe: Recipe) -> tuple[list[str], list[str]]:
         _ask(support.check, recipe, refusals)
     for check in of_the_machine:
         _ask(check, recipe, refusals if here else notes)
-    missing = [prefix for prefix in prefixes(recipe) if not os.path.exists(paths(prefix)[1])]
-    if missing:
-        notes.append(f"no dataset yet at {', '.join(missing)}: megacpp data build SRC --out PREFIX")
-    else:
-        _ask(check_data, recipe, refusals)
+
+    def check_datasets(recipe: Recipe) -> None:
+        missing = [prefix for prefix in prefixes(recipe) if not os.path.exists(paths(prefix)[1])]
+        if missing:
+            there = ", ".join(missing)
+            notes.append(f"no dataset yet at {there}: megacpp data build SRC --out PREFIX")
+        else:
+            check_data(recipe)
+
+    _ask(check_datasets, recipe, refusals)
     return refusals, notes
 
 

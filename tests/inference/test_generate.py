@@ -10,7 +10,7 @@ from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.inference.context import GenerationContext
 from megacpp_mcore.inference.generate import Generation, fill
 from megacpp_mcore.inference.loading import built, load_weights, loaded
-from megacpp_mcore.inference.recipe import on_one_device
+from megacpp_mcore.inference.recipe import InferenceError, on_one_device
 from megacpp_mcore.inference.sampling import Sampling
 from megacpp_mcore.inference.text import Bytes, check_ids, check_tokenizer, tokenizer_of
 from megacpp_mcore.inference.trained import trained
@@ -274,3 +274,24 @@ def test_refusals(small_run, tmp_path, capsys):
     ]:
         assert cli.main(["generate", *words]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda receipt: receipt.pop("recipe"),
+        lambda receipt: receipt["recipe"].update(content={}),
+        lambda receipt: receipt["recipe"].update(content=[["model", 3]]),
+        lambda receipt: receipt["recipe"]["content"].update(model=None),
+        lambda receipt: receipt["recipe"]["content"]["model"].update(vocab_size=10**12),
+        lambda receipt: receipt["recipe"]["content"].update(checkpoint=[1]),
+        lambda receipt: receipt["recipe"].update(name={}),
+    ],
+)
+def test_a_run_whose_receipt_is_damaged_is_refused(small_run, tmp_path, damage):
+    receipt = json.loads((small_run / "receipt.json").read_text())
+    damage(receipt)
+    (tmp_path / "receipt.json").write_text(json.dumps(receipt))
+    (tmp_path / "checkpoints").symlink_to(small_run / "checkpoints")
+    with pytest.raises(InferenceError, match="is not the folder of a run"):
+        trained(tmp_path)

@@ -244,6 +244,18 @@ def test_kinds_that_are_damaged_are_refused(repositories, tmp_path, lines):
         resumable.Partial(tmp_path / "p", "plan")
 
 
+def test_the_rate_is_of_what_was_read_since_the_build_was_resumed(repositories, tmp_path, capsys):
+    source = TextFiles([repositories])
+    with resumable.Partial(tmp_path / ".c.partial", source.plan()) as partial:
+        source.begin_at(partial.position)
+        for documents in source.batches(lambda size: None):
+            partial.append(documents)
+        partial.commit(now=True)
+    words = ["data", "build", str(repositories), "--out", str(tmp_path / "c"), "--resume"]
+    assert cli.main(words) == 0
+    assert " 1.00 a token, 0.0 MB/s" in capsys.readouterr().out
+
+
 def test_what_is_kept_of_another_build_is_refused(repositories, tokenizer, tmp_path):
     with resumable.Partial(tmp_path / ".c.partial", TextFiles([repositories]).plan()) as partial:
         partial.commit(now=True)

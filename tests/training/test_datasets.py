@@ -1,6 +1,7 @@
 """Megatron's GPTDataset over our files: which samples come, in which order, and what is refused."""
 
 import itertools
+import json
 import logging
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megacpp_mcore.recipe import load_recipe
+from megacpp_mcore.training.data.blend import prefixes
 from megacpp_mcore.training.data.build import build
 from megacpp_mcore.training.data.datasets import (
     batches,
@@ -19,6 +22,7 @@ from megacpp_mcore.training.data.datasets import (
 )
 from megacpp_mcore.training.data.files import DataError, read_pair
 from megacpp_mcore.training.data.text import TextFiles
+from megacpp_mcore.training.ready import verdict
 
 EOD = 256
 SEQ = 16
@@ -241,6 +245,30 @@ class TestBlend:
         one = len(datasets_of(heavy, split="1")[0])
         with pytest.raises(DataError, match="oversamples"):
             datasets_of(path, split="1", num_samples=(one, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        (["a"], ["a"]),
+        (["1", "a", "2"], ["1", "a", "2"]),  # an odd number: Megatron reads three prefixes
+        (["1", "a", "2", "b"], ["a", "b"]),
+        (["a", "1", "b", "2"], ["a", "1", "b", "2"]),
+    ],
+)
+def test_every_dataset_of_a_recipe_is_looked_at(path, expected):
+    """By Megatron's rule of what is a weight."""
+    recipe = load_recipe("nam56r-tiny", [f"data.data_path={json.dumps(path)}"])
+    assert prefixes(recipe) == expected
+    refusals, notes = verdict(recipe)
+    assert refusals == [] and f"no dataset yet at {', '.join(expected)}: " in notes[0]
+
+
+@pytest.mark.parametrize("path", [["1", "a", "b", "c"], ["nan", "a"], ["0", "a", "1", "b"]])
+def test_a_blend_without_a_weight_is_refused(path):
+    recipe = load_recipe("nam56r-tiny", [f"data.data_path={json.dumps(path)}"])
+    refusals, notes = verdict(recipe)
+    assert "is not a weight" in refusals[0] and notes == []
 
 
 class TestCache:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 from collections.abc import Sequence
 
 from megacpp_mcore.recipe import Recipe
@@ -42,13 +41,10 @@ def check_data(recipe: Recipe) -> None:
 
 
 def prefixes(recipe: Recipe) -> list[str]:
-    """Every dataset prefix of the recipe, without the weights of blends."""
-    data, found = recipe.data, []
-    for path in (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path):
-        parts = list(path or ())
-        weighted = len(parts) > 1 and all(re.fullmatch(r"[\d.eE+-]+", p) for p in parts[::2])
-        found += parts[1::2] if weighted else parts
-    return found
+    """Every dataset prefix of the recipe, without the weights of blends. Raises DataError."""
+    data = recipe.data
+    named = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    return [prefix for path in named if path for prefix in parse_data_path(path)[0]]
 
 
 def parse_data_path(

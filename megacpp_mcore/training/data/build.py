@@ -146,7 +146,7 @@ def _write_resumable(
 ) -> dict[str, Any]:
     """As `_write`, going on from what `hidden` holds."""
     with Partial(hidden, source.plan()) as partial:
-        source.at = partial.position
+        source.begin_at(partial.position)
         with _bar(source, quiet) as bar:
             bar.update(source.progress())
             for documents in source.batches(bar.update):

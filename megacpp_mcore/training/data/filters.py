@@ -1,4 +1,4 @@
-"""What of a source file is not worth a token: licence headers, and files that a program wrote."""
+"""What to leave out of source files: licence headers, and files that a program wrote."""
 
 import re
 

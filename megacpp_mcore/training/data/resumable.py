@@ -1,8 +1,8 @@
 """The half-built files of a dataset, kept so that an interrupted build goes on where it was.
 
 FOLDER/part.bin has tokens, part.len the length of each document, part.kind its file's suffix,
-part.seen the digests of what dedup has seen, progress.json how much of each counts. What is behind
-that is cut off on resuming.
+part.seen the digests of what dedup has seen, progress.json how much of each counts. Anything
+after that is cut off on resuming.
 """
 
 import contextlib

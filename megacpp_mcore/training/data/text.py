@@ -125,7 +125,11 @@ class TextFiles:
         self.total = sum(file.size for file in files)
         self.max_tokens = self.total + len(files)
         self.max_documents = len(files)
-        self.at = Position()
+        self.begin_at(Position())
+
+    def begin_at(self, position: Position) -> None:
+        """Go on from there. earlier_bytes: the text_bytes of an earlier build that was resumed."""
+        self.at, self.earlier_bytes = position, position.text_bytes
 
     @property
     def paths(self) -> list[Path]:
@@ -139,7 +143,7 @@ class TextFiles:
 
     def documents(self, advance: Callable[[int], Any]) -> Iterator[np.ndarray]:
         """Each document as uint16 tokens; `advance` gets the bytes read since the last call."""
-        self.at = Position()
+        self.begin_at(Position())
         for batch in self.batches(advance):
             yield from batch
 
@@ -155,7 +159,7 @@ class TextFiles:
                 yield text
 
     def batches(self, advance: Callable[[int], Any]) -> Iterator[list[np.ndarray]]:
-        """The documents from `at` on, some MiB at a time; `at` is behind each when it is given."""
+        """The documents from `at` on, some MiB at a time; `at` is the index after each one."""
         at = self.at
         while at.file < len(self._files):
             texts, end, size = self._read_batch(at)
@@ -165,7 +169,7 @@ class TextFiles:
             advance(size)
 
     def _read_batch(self, at: Position) -> tuple[list[tuple[SourceFile, bytes]], int, int]:
-        """Of the next files: those that are kept with their text, the index behind, their bytes.
+        """Of the next files: those kept, with their text; the index after them; their bytes.
 
         A batch does not reach over the boundary of the held-out folders.
         """
@@ -262,7 +266,7 @@ class TextFiles:
 
     def _first_held_out(self) -> int:
         """Index of the first file of the folders that are held out: the boundary between folders
-        whose share of the bytes behind it is nearest to `held_out`."""
+        whose share of the bytes after it is nearest to `held_out`."""
         share, total = self.options.held_out, sum(file.size for file in self._files)
         before, index, boundaries = 0, 0, []
         for _, group in itertools.groupby(self._files, _folder):

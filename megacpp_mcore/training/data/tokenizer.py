@@ -114,7 +114,7 @@ class TextTokenizer:
         return made
 
     def documents(self, texts: Sequence[bytes]) -> list[np.ndarray | None]:
-        """uint16 tokens of each text with the end of document behind; None for what is no UTF-8.
+        """uint16 tokens of each text followed by the end of document; None for what is no UTF-8.
 
         The library's threads share the work.
         """
