@@ -1,9 +1,9 @@
 """Taking times: cold once, then warm and interleaved, on a CPU or by CUDA's own events.
 
 `triton.testing.do_bench` and `torch.utils.benchmark` time one call at a time. A comparison needs
-what they do not have: contenders in turns, so that a drift of the machine meets all of them alike,
-the samples in the order taken with the round of each, inputs that rotate, the first (cold) call on
-its own, peak memory, and one way for CPU and GPU.
+what they do not have: contenders alternating, so that a drift of the machine affects all of them
+alike, the samples in the order taken with the round of each, inputs that rotate, the first (cold)
+call on its own, peak memory, and one way for CPU and GPU.
 """
 
 import gc
@@ -52,7 +52,7 @@ class Clock:
 
 
 class CudaClock(Clock):
-    """CUDA events around a call that the host has queued behind a pause of the device.
+    """CUDA events around a call that the host has queued after a pause of the device.
 
     The pause is as long as the host needed to queue the slowest of all calls so far, so that the
     device does not wait for the host in between, as in a training step, where the host runs ahead.
@@ -116,7 +116,7 @@ def interleave(clock: Clock, calls: Mapping[str, Call], seconds: float) -> dict[
     """Warm samples of every call, taken in turns, in about `seconds`.
 
     A call gets from FEWEST to MOST samples, as its share of the time allows, each in a round of its
-    own; so whatever slows the machine down for a while slows them all. A round has an order of its
+    own; so a temporary slowdown of the machine affects them all. A round has an order of its
     own: a GPU that one call has heated is slower for the next.
     """
     wanted, turns = {}, {}

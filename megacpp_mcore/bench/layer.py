@@ -1,4 +1,4 @@
-"""One layer as it stands in the model: norm, mixer or experts, residual.
+"""One layer as it is in the model: norm, mixer or experts, residual.
 
 A recipe's model of that one layer is built for every variant, with the same weights; what is timed
 is its decoder without the final norm.

@@ -1,4 +1,4 @@
-"""The bench: contenders built and checked, timed in turns, their memory measured, a receipt made.
+"""The bench: contenders are built, checked and timed alternately; a receipt is made.
 
 What is benched is a `Target`: an operator's backends, a layer, or a model.
 """

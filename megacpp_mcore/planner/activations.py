@@ -142,16 +142,16 @@ def _mamba3(recipe: Recipe, sizes: Sizes, asked: _Asked) -> float:
         return 0.0
     if asked and asked.mamba3 == "core":
         return projected + out
-    turned = 2 * _BF16 * heads * rank * state
+    rotated = 2 * _BF16 * heads * rank * state
     states = _BF16 * inner * state / m.chunk_size
     if m.variant == "siso" and sizes.serving["mamba3_core"] != REFERENCE:
         # B and C normed; dt, A dt and two factors; q and k rotated, and the angles
         steps = 2 * _BF16 * groups * state + 4 * _FP32 * heads + _FP32 * heads * angles
-        return projected + steps + turned + states + 2 * out
+        return projected + steps + rotated + states + 2 * out
     norms = 2 * groups * rank * state * (_FP32 + _BF16)  # B and C before, q and k after
     steps = 12 * _FP32 * heads  # softplus, decay, dt, A, their sums and scales
-    turned += 2 * _BF16 * heads * angles
-    return projected + norms + steps + turned + states + 2 * out
+    rotated += 2 * _BF16 * heads * angles
+    return projected + norms + steps + rotated + states + 2 * out
 
 
 def _m2rnn(recipe: Recipe, sizes: Sizes, asked: _Asked) -> float:

@@ -1,4 +1,4 @@
-"""Which backend the planner reckons with: the one that is named, or that an H200 would have."""
+"""Which backend the planner assumes: the one that is named, or that an H200 would have."""
 
 import functools
 

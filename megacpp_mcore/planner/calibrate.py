@@ -106,7 +106,7 @@ class Calibration:
         self.m2rnn()
 
     def m2rnn(self) -> None:
-        """A chain of tokens takes its time whatever the batch is; more heads and rows add to it."""
+        """A chain of tokens takes the same time for every batch; more heads and rows add to it."""
         one, four = "m2rnn-b1-h44.json", "m2rnn-b4-h44.json"
         sizes = self.receipt(one)["problem"]["sizes"]
         elements = sizes["heads"] * sizes["seq"] * sizes["k_head_dim"] * sizes["v_head_dim"]

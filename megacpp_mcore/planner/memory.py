@@ -76,7 +76,7 @@ def memory_of_stage(recipe: Recipe, stage: int, skew: float) -> Memory:
 
 
 def kept_of_stage(recipe: Recipe, stage: int) -> float:
-    """Bytes of weights, gradients and optimizer states on a rank of a stage, whatever its batch."""
+    """Bytes of weights, gradients and optimizer states on a rank of a stage, for any batch."""
     dense, experts = parameters(recipe, stage)
     weights = _BF16 if recipe.precision.bf16 else _FP32
     own = (dense + experts) * (weights + summed_bytes(recipe))
@@ -184,7 +184,7 @@ def _rows(recipe: Recipe, sizes: Sizes, stage: int) -> float:
 
 def _workspace(recipe: Recipe, sizes: Sizes, stage: int) -> float:
     """What is no activation of a layer: library workspaces, and the most that the heads or one
-    layer's backward pass have beside what the layers keep."""
+    layer's backward pass need in addition to what the layers keep."""
     own = [layer for layer, _ in kinds_of(recipe, stage)]
     found = float(_WORKSPACE * _buffers(recipe, sizes.serving, {layer.letter for layer in own}))
     # The gradients of what a layer keeps are about as large; recomputed, it is there as well.

@@ -102,12 +102,12 @@ def micro_batches(recipe: Recipe) -> int:
 def held_at_once(recipe: Recipe, stage: int) -> float:
     """Micro batches whose activations a stage holds at most, in whole stages.
 
-    One forward, one backward in turns (Megatron's schedules.py): a stage starts as many as there
-    are stages from it to the last. Interleaved, it starts 2 a stage behind it and a pipeline's
+    Forward and backward passes alternate (1F1B, Megatron's schedules.py): a stage starts as many as
+    there are stages from it to the last. Interleaved, it starts 2 a later stage and a pipeline's
     length for each virtual stage but the last, each of 1 / vpp of its layers.
     """
     pp, vpp, batches = recipe.plan.pp, recipe.plan.vpp, micro_batches(recipe)
-    behind = pp - stage - 1
+    later_stages = pp - stage - 1
     if vpp == 1:
-        return min(batches, behind + 1)
-    return min(batches * vpp, 2 * behind + (vpp - 1) * pp + 1) / vpp
+        return min(batches, later_stages + 1)
+    return min(batches * vpp, 2 * later_stages + (vpp - 1) * pp + 1) / vpp

@@ -1,4 +1,4 @@
-"""What an H200 does, as the planner takes it: measured rates and stated assumptions.
+"""An H200's rates, as the planner uses them: measured rates and stated assumptions.
 
 h200.json is written by `megacpp_mcore.planner.calibrate` from committed receipts; every number
 names its receipt. assumptions.json has what no receipt says, with the reason for each value.

@@ -1,6 +1,6 @@
 """What makes a receipt valid: the shipped JSON Schema, and what a schema cannot say.
 
-The schema is `receipt.schema.json` beside this file (draft 2020-12); any validator can use it.
+The schema is `receipt.schema.json` next to this file (draft 2020-12); any validator can use it.
 `validate` adds the checks between fields: columns of one length, parts that add up, a hash that
 fits its content.
 """

@@ -81,7 +81,7 @@ def _ranks(run: Path) -> dict[int, dict[str, Any]]:
 
 
 def _doing(ranks: dict[int, dict[str, Any]]) -> str:
-    """What the ranks do; those that are behind are named."""
+    """What the ranks do; where they differ, each is named."""
     doing: dict[str, list[int]] = {}
     for rank, beat in ranks.items():
         doing.setdefault(str(beat.get("doing")), []).append(rank)

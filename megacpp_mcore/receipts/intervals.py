@@ -6,7 +6,7 @@ goes on for a while (clocks, a busy neighbour) widens an interval instead of nar
 `ratio_in_turns`, where both were taken in turns, once a round each: a round gives one ratio, of
 two calls that followed each other, and what slows both down for a while is not in it. From the
 lowest to the highest of the 8 blocks' medians is a 99.2 % interval of the median (1 - 2^-7: it is
-missed when all 8 lie on one side), whatever the shape of the noise. Blocks, for a round's ratio may
+missed when all 8 lie on one side), for any shape of the noise. Blocks, for a round's ratio may
 be like the one before it: where 0.4 of a side's own noise stays from round to round, the interval
 of 40 rounds holds 98.8 %, and one of all 40 ratios would hold 91 % (400 simulations).
 

@@ -1,4 +1,4 @@
-"""What a run or a bench ran on: the device, the driver and the versions that decide its figures."""
+"""What a run or a bench ran on: the device, the driver, the versions that influence its figures."""
 
 import functools
 import hashlib

@@ -147,7 +147,7 @@ class RunReceipt:
         lr: float | None = None,
         cold: bool = False,
     ) -> None:
-        """Record one training step; costs a few microseconds whatever the length of the run.
+        """Record one training step; costs a few microseconds, however long the run is.
 
         step: counted from 1. tokens: in this step, over all ranks. ms: wall time of the step. loss:
         nats per token. cold: this step compiled or autotuned; the first one of a process always

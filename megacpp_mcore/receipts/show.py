@@ -166,8 +166,8 @@ def _result(run: Receipt, verbose: bool) -> list[str]:
 
 
 def training_loss(run: Receipt) -> str:
-    """What a run on the CPU ends with: its last steps' loss beside the corpus's entropies; "" for a
-    run without them."""
+    """The end of a CPU run: the loss of its last steps compared with the corpus's entropies; "" for
+    a run without them."""
     result, steps = run["result"], len(run["series"]["step"])
     if "unigram_entropy" not in result or result["final_loss"] is None:
         return ""

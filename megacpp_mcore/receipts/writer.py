@@ -28,7 +28,7 @@ def write(path: str | Path, document: dict[str, Any]) -> None:
     """Validate a receipt and write it atomically: temporary file, fsync, rename.
 
     Raises ReceiptError when it is not valid, and ReceiptWriteError when the file cannot be written;
-    whatever stood at `path` before is then still there, whole. The folder is created.
+    the former file at `path` is then unchanged. The folder is created.
     """
     path = Path(path)
     validate(document, f"the receipt for {path}")

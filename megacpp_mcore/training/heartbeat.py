@@ -1,8 +1,8 @@
 """A heartbeat of every rank: a rank that makes no progress ends the run, which names it.
 
-The loop calls `beat` at every step, evaluation and save, and `note` where a rank reads data. Beside
-it a thread writes the rank's last word into FOLDER/rank-N.json, and after `timeout_s` seconds
-without one it dumps the stacks of all threads, names the rank that is behind all others, and ends
+The loop calls `beat` at every step, evaluation and save, and `note` where a rank reads data. A
+thread writes the rank's last word into FOLDER/rank-N.json, and after `timeout_s` seconds
+without one it dumps the stacks of all threads, names the rank with the least progress, and ends
 the process. The other ranks wait for it in a collective, so they time out, too, and every rank's
 stacks are in the log. A rank whose interpreter is stuck as well (the thread needs it) is ended by
 `faulthandler`'s timer.
@@ -108,7 +108,7 @@ class Heartbeat:
         os._exit(EXIT_STATUS)
 
     def verdict(self) -> str:
-        """The sentence that names the rank which is behind all others, and what it was doing. Of
+        """The sentence that names the rank with the least progress, and what it was doing. Of
         those with as many beats it is one that waited for no other, else the first to be silent."""
         ranks = {self._rank: self._word()}
         for path in self._folder.glob("rank-*.json"):

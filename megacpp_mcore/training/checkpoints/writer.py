@@ -1,9 +1,9 @@
-"""Bridges for Megatron's writer of checkpoints: checksums as it writes, and no process left behind.
+"""Bridges for Megatron's checkpoint writer: checksums as it writes, and no leftover process.
 
 The writer opens every shard with `open`, writes it front to back, and syncs it. `install` counts
 the CRC-32 of what passes; it is kept in a file `.sum-NAME` beside the shard until rank 0, which
 writes `metadata.json` last of all, gathers them in `checksums.json`. torch counts a CRC-32 of every
-tensor, too, and never looks at it: that one is turned off, so a save takes no longer than before.
+tensor, too, and never looks at it: that one is disabled, so a save takes no longer than before.
 """
 
 import json

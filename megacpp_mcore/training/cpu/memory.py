@@ -1,4 +1,4 @@
-"""Whether a run fits in this machine's memory, told before anything of it is allocated.
+"""Check that a run fits in this machine's memory, before anything is allocated.
 
 The estimate is a lower bound of the four parts that grow with the recipe's sizes, so that it
 refuses nothing that could run.

@@ -163,8 +163,7 @@ class _Shards:
         return Shard(gradient, parameter, *(state[name] for name in _STATES), weight)
 
     def _table(self, key: tuple, shards: list[Shard]) -> Table:
-        """The launch's table, made again where a tensor has moved, as when a checkpoint is
-        loaded."""
+        """The launch's table, rebuilt where a tensor has moved, as when a checkpoint is loaded."""
         known = self._tables.get(key)
         if known is None or known.addresses != adam.addresses(shards):
             known = self._tables[key] = adam.table_of(shards)

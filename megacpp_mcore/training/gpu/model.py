@@ -88,7 +88,7 @@ class MegacppHybridModel(HybridModel):
     def next_token_logits(
         self, input_ids: Tensor, inference_context: Any = None, last_only: bool = False
     ) -> Tensor:
-        """Logits of the token behind each of input_ids [b, s]: [b, s, V], or with last_only of the
+        """Logits of the token after each of input_ids [b, s]: [b, s, V], or with last_only of the
         last one alone, [b, 1, V]. MTP's depths do not run.
 
         inference_context: static; the tokens then follow those that it has states of, and the

@@ -1,4 +1,4 @@
-"""What surrounds Megatron's saves and loads: one checkpoint replaces another only when it is
+"""Hooks around Megatron's saves and loads: one checkpoint replaces another only when it is
 complete, old ones are deleted, and what was loaded is of the iteration that its name says."""
 
 from collections.abc import Callable

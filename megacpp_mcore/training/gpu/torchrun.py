@@ -33,8 +33,8 @@ class RanksOutcome:
 
 
 def run_ranks(module: str, argv: Sequence[str], count: int) -> RanksOutcome:
-    """Run `python -m module argv...` as `count` ranks, and wait for them. If this process ends, by
-    whatever cause, so do they."""
+    """Run `python -m module argv...` as `count` ranks, and wait for them. If this process ends, for
+    any cause, so do they."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

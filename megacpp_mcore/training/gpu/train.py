@@ -223,7 +223,7 @@ class HungError(MegacppError):
 
 
 def _record_end(watch: Any, error: BaseException) -> None:
-    """Write the receipt of a run that ended early. Never hides `error` behind another one."""
+    """Write the receipt of a run that ended early. Its own errors never replace `error`."""
     if memory.is_out_of_memory(error):
         with contextlib.suppress(RuntimeError):  # CUDA itself may no longer answer
             print(watch.memory_report(), file=sys.stderr, flush=True)
