@@ -81,7 +81,7 @@ def translate(
     mtp_symbols = _symbols(mtp_letters, attention)
     mtp = Mtp(mtp_depths, mtp_letters, mtp_symbols) if mtp_depths else None
     spec = spec_of(uncut + mtp_letters, target)
-    layers = (*_main_layers(segments, spec), *_mtp_layers(mtp, segments[-1], spec))
+    layers = tuple(_layers(segments, mtp, spec))
     return HybridPlan(
         source_pattern="|".join(pieces),
         megatron_pattern=main + f"/{mtp_symbols}" * mtp_depths,
@@ -299,37 +299,25 @@ def _segments(pieces: Sequence[str], symbols: str, pp: int) -> Iterable[Segment]
         done = end
 
 
-def _main_layers(segments: Iterable[Segment], spec: Spec | None) -> Iterable[Layer]:
+def _layers(segments: Sequence[Segment], mtp: Mtp | None, spec: Spec | None) -> Iterable[Layer]:
+    """The main decoder's layers, then those of every MTP depth, which are on the last stage."""
+    pieces = [(s, s.source_pattern, s.megatron_pattern, s.first_layer, None) for s in segments]
+    for depth in range(1, mtp.depths + 1) if mtp else ():
+        pieces.append((segments[-1], mtp.source_pattern, mtp.megatron_pattern, 1, depth))
     rank = 0
-    for segment in segments:
-        pairs = zip(segment.source_pattern, segment.megatron_pattern, strict=True)
-        for number, (letter, symbol) in enumerate(pairs, segment.first_layer):
-            rank += letter == "A"
+    for segment, source, symbols, first, mtp_depth in pieces:
+        for number, (letter, symbol) in enumerate(zip(source, symbols, strict=True), first):
+            is_ranked = letter == "A" and mtp_depth is None
+            rank += is_ranked
             yield Layer(
                 number=number,
                 letter=letter,
                 symbol=symbol,
-                a_rank=rank if letter == "A" else None,
+                a_rank=rank if is_ranked else None,
                 module=module_of(letter, symbol, spec),
                 stage=segment.stage,
                 virtual_stage=segment.virtual_stage,
-                mtp_depth=None,
-            )
-
-
-def _mtp_layers(mtp: Mtp | None, last: Segment, spec: Spec | None) -> Iterable[Layer]:
-    for depth in range(1, mtp.depths + 1) if mtp else ():
-        pairs = zip(mtp.source_pattern, mtp.megatron_pattern, strict=True)
-        for number, (letter, symbol) in enumerate(pairs, 1):
-            yield Layer(
-                number=number,
-                letter=letter,
-                symbol=symbol,
-                a_rank=None,
-                module=module_of(letter, symbol, spec),
-                stage=last.stage,
-                virtual_stage=last.virtual_stage,
-                mtp_depth=depth,
+                mtp_depth=mtp_depth,
             )
 
 

@@ -93,19 +93,14 @@ def on_one_device(
 
 
 def to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """A recipe's file. Values that are None are left out, which is what they say."""
+    """A recipe's file. Values that are None are left out. JSON's literals are TOML's."""
     lines = []
     for section, table in sections.items():
         lines += ["", f"[{section}]"]
         for key, value in table.items():
             if isinstance(value, Mapping):
-                inner = ", ".join(f"{json.dumps(k)} = {_literal(v)}" for k, v in value.items())
+                inner = ", ".join(f"{json.dumps(k)} = {json.dumps(v)}" for k, v in value.items())
                 lines.append(f"{key} = {{{inner}}}")
             elif value is not None:
-                lines.append(f"{key} = {_literal(value)}")
+                lines.append(f"{key} = {json.dumps(value)}")
     return "\n".join(lines).lstrip() + "\n"
-
-
-def _literal(value: Any) -> str:
-    """JSON's literals of numbers, strings, booleans and lists are TOML's."""
-    return json.dumps(value)

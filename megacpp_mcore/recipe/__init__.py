@@ -195,14 +195,7 @@ def _sections(settings: Settings, name: str) -> dict[str, Any]:
             arguments[section].setdefault(table, {})[entry] = value
         else:
             arguments[section][key] = value
-    missing = [
-        f"{section}.{f.name}"
-        for section, cls in schema.SECTIONS.items()
-        for f in dataclasses.fields(cls)
-        if f.name not in arguments[section]
-        and f.default is dataclasses.MISSING
-        and f.default_factory is dataclasses.MISSING
-    ]
+    missing = [key for key, found in KEYS.items() if found.required and key not in settings.values]
     if missing:
         raise RecipeError(f"recipe {name}: missing keys, without a default: {', '.join(missing)}")
     sections = {section: cls(**arguments[section]) for section, cls in schema.SECTIONS.items()}

@@ -76,17 +76,25 @@ SEED = Bounds(zero=True, most=2**32 - 1)  # numpy's
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the schema, resolved. bounds: of numbers, not used for other types."""
+    """One key of the schema, resolved. bounds: of numbers, not used for other types.
+
+    default: dataclasses.MISSING for a key that must be given.
+    """
 
     section: str
     name: str
     hint: Any
     lowers_to: Flag | Target | None
-    bounds: Bounds = POSITIVE
+    bounds: Bounds
+    default: Any = dataclasses.field(compare=False)
 
     @property
     def dotted(self) -> str:
         return f"{self.section}.{self.name}"
+
+    @property
+    def required(self) -> bool:
+        return self.default is dataclasses.MISSING
 
     @property
     def flag(self) -> str | None:
@@ -149,7 +157,9 @@ def keys_of(section: str, cls: type) -> dict[str, Key]:
             is_bool = bool in _members(hints[field.name])
             lowers_to = Flag(lowers_to.name, given_when=True if is_bool else None)
         bounds = field.metadata.get(_BOUNDS, POSITIVE)
-        keys[field.name] = Key(section, field.name, hints[field.name], lowers_to, bounds)
+        has_factory = field.default_factory is not dataclasses.MISSING
+        default = field.default_factory() if has_factory else field.default
+        keys[field.name] = Key(section, field.name, hints[field.name], lowers_to, bounds, default)
     return keys
 
 

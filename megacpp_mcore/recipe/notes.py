@@ -6,10 +6,10 @@ A key's note is the comment on its field's line, or else the comment lines right
 import ast
 import inspect
 import io
+import json
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from megacpp_mcore.recipe.fields import Bounds, Flag, Key, expected, optional
 from megacpp_mcore.recipe.schema import SECTIONS
@@ -33,16 +33,13 @@ class KeyFacts:
 def facts() -> list[KeyFacts]:
     """Every key of the schema, in its order."""
     notes = {section: _notes(cls) for section, cls in SECTIONS.items()}
-    defaults = {section: _defaults(cls) for section, cls in SECTIONS.items()}
-    found = []
-    for dotted, key in KEYS.items():
-        required = key.name not in defaults[key.section]
-        value = defaults[key.section].get(key.name)
-        found.append(KeyFacts(
-            dotted, _takes(key), _toml(value), required, _goes_to(key),
+    return [
+        KeyFacts(
+            dotted, _takes(key), _default(key), key.required, _goes_to(key),
             notes[key.section].get(key.name, ""),
-        ))  # fmt: skip
-    return found
+        )
+        for dotted, key in KEYS.items()
+    ]  # fmt: skip
 
 
 def described(cls: type) -> str:
@@ -64,35 +61,16 @@ def _bounds(bounds: Bounds) -> str:
     return f" {low}" if bounds.most is None else f" {low}, at most {bounds.most:,.0f}"
 
 
+def _default(key: Key) -> str:
+    """JSON writes numbers, strings, booleans and lists as TOML does."""
+    return "" if key.required or key.default is None else json.dumps(key.default)
+
+
 def _goes_to(key: Key) -> str:
     if not isinstance(key.lowers_to, Flag):
         return key.lowers_to.value if key.lowers_to else ""
     given_when = key.lowers_to.given_when
     return f"{key.flag}{' where false' if given_when is False else ''}"
-
-
-def _defaults(cls: type) -> dict[str, Any]:
-    """Key -> default, of the keys that have one."""
-    return {
-        name: parameter.default if parameter.default is not _FACTORY else {}
-        for name, parameter in inspect.signature(cls).parameters.items()
-        if parameter.default is not inspect.Parameter.empty
-    }
-
-
-_FACTORY = inspect.signature(SECTIONS["launch"]).parameters["environment"].default
-
-
-def _toml(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return f'"{value}"'
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    return str(value)
 
 
 def _notes(cls: type) -> dict[str, str]:

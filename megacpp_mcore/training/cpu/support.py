@@ -5,12 +5,11 @@ the CPU lane supports the keys listed here. Any other key must have its default,
 is silently ignored.
 """
 
-from dataclasses import MISSING, fields
 from typing import Any
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.recipe.schema import SECTIONS
+from megacpp_mcore.recipe.source import KEYS
 from megacpp_mcore.surfaces.moe_dispatch import ALLGATHER
 
 _MODEL_SECTIONS = {"model", "attention", "moe", "mamba3", "m2rnn", "mtp"}
@@ -77,21 +76,12 @@ def check(recipe: Recipe, steps: int | None = None) -> None:
             f"{recipe.schedule.train_iters}"
         )
     for (section, key), served in _ONLY.items():
-        asked = getattr(getattr(recipe, section), key)
-        if asked not in served:
+        if (asked := recipe.get(f"{section}.{key}")) not in served:
             problems.append(f"{section}.{key} is {asked!r}; the CPU lane supports {served[-1]!r}")
-    for section, cls in SECTIONS.items():
-        if section in _MODEL_SECTIONS:
-            continue
-        for field in fields(cls):
-            asked = getattr(getattr(recipe, section), field.name)
-            default = field.default
-            if field.default_factory is not MISSING:
-                default = field.default_factory()
-            if field.name not in _SERVED[section] and asked != default:
-                problems.append(
-                    f"{section}.{field.name} is {asked!r}; the CPU lane supports {default!r}"
-                )
+    for dotted, key in KEYS.items():
+        served = key.section in _MODEL_SECTIONS or key.name in _SERVED[key.section]
+        if not served and (asked := recipe.get(dotted)) != key.default:
+            problems.append(f"{dotted} is {asked!r}; the CPU lane supports {key.default!r}")
     if recipe.model.add_bias_linear and "E" in recipe.plan.letters:
         problems.append(
             "model.add_bias_linear is True; experts that run one after another train without a "
