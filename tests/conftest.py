@@ -156,8 +156,15 @@ def pytest_sessionfinish(session, exitstatus):
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.nodeid.split("::")[0] in SLOW_FILES:
+        if _file(item) in SLOW_FILES:
             item.add_marker(pytest.mark.slow)
+    # The last file first: tests of training take and wait longest, and should not end alone.
+    files = list(dict.fromkeys(map(_file, items)))
+    items.sort(key=lambda item: -files.index(_file(item)))
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.split("::")[0]
 
 
 def pytest_runtest_setup(item):
