@@ -17,7 +17,7 @@ from made_once import made_once
 from megacpp_mcore.kernels.nvcc import find_nvcc
 
 _HEADER = Path(__file__).with_suffix(".h")
-_FLAGS = ("-x", "c++", "-O1", "-std=c++17", "-w", "-shared", "-Xcompiler", "-fPIC")
+_FLAGS = ("-x", "c++", "-O2", "-std=c++17", "-w", "-shared", "-Xcompiler", "-fPIC")
 _ASM = re.compile(r'asm(?: volatile)?\((?:[^;"]|"[^"]*")*\);')
 _OPERAND = re.compile(r'"[=+]?[fr]"\s*\(((?:[^()]|\([^()]*\))*)\)')
 
