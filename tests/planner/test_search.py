@@ -3,10 +3,8 @@
 import dataclasses
 import itertools
 import json
-import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import warm
@@ -312,12 +310,3 @@ def test_it_says_where_expert_parallelism_is_needed(capsys):
              "--set", SMALL[0]]  # fmt: skip
     assert main([*words, "--top", "1"]) == 0
     assert "expert parallelism is needed: without it" in capsys.readouterr().out
-
-
-def test_the_commands_of_the_page(capsys):
-    page = (Path(__file__).parents[2] / "docs/layouts.md").read_text()
-    commands = [line[len("$ megacpp ") :] for line in page.splitlines() if line[:2] == "$ "]
-    assert commands
-    for command in commands:
-        assert main(shlex.split(command)) == 0
-        assert capsys.readouterr().out

@@ -27,7 +27,7 @@ MODEL = (
     "launch.environment.CUDA_DEVICE_MAX_CONNECTIONS=1",
     "parallel.use_distributed_optimizer=true", "parallel.overlap_grad_reduce=true",
     "parallel.overlap_param_gather=true",
-    "parallel.ddp_bucket_size=1000",  # many buckets, or there is nothing to overlap
+    "parallel.ddp_bucket_size=8000",  # many buckets, or there is nothing to overlap
 )  # fmt: skip
 TP2 = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
 PP2 = ("parallel.pipeline_model_parallel_size=2",)
