@@ -11,7 +11,7 @@ from megacpp_mcore.commands.parser import add_overrides
 from megacpp_mcore.files import write_atomically
 from megacpp_mcore.recipe import Recipe, changed_keys, load_recipe
 from megacpp_mcore.recipe.notes import facts
-from megacpp_mcore.recipe.source import KEYS, RecipeError, read
+from megacpp_mcore.recipe.source import KEYS, RecipeError, read, split_override
 
 NEW_EPILOG = """\
 The file extends RECIPE: what it does not say is RECIPE's. It lists the keys that are changed first,
@@ -77,7 +77,7 @@ def _text(recipe: Recipe, parent: str, extends: str, overrides: Sequence[str]) -
     notes = {fact.key: fact.note for fact in facts()}
     settings = read(extends, overrides)
     given = {key: value for key, value in settings.values.items() if settings.is_override(key)}
-    unset = [key for key, value in map(_split, overrides) if value == "null"]
+    unset = [key for key, value in map(split_override, overrides) if value == "null"]
     lines = [f'description = "what it is for"\nextends = {json.dumps(parent)}']
     if unset:
         lines.append(f"unset = {json.dumps(unset)}")
@@ -99,11 +99,6 @@ def _text(recipe: Recipe, parent: str, extends: str, overrides: Sequence[str]) -
     for table, entries in tables.items():
         lines.append("\n".join([f"\n[{table}]", *entries]))
     return "\n".join(lines) + "\n"
-
-
-def _split(override: str) -> tuple[str, str]:
-    key, _, value = override.partition("=")
-    return key.strip(), value.strip()
 
 
 def add_diff_arguments(parser: argparse.ArgumentParser) -> None:

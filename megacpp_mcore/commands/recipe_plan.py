@@ -10,6 +10,7 @@ from typing import Any
 from megacpp_mcore.hybrid.flops import PEAKS, training_flops
 from megacpp_mcore.planner.rates import Rates, h200
 from megacpp_mcore.planner.search import Layout, Plan, checked, plan
+from megacpp_mcore.recipe.source import split_override
 
 _WIDTH = 100
 _GIB = 2**30
@@ -116,6 +117,13 @@ def expert_parallelism(found: Plan) -> str:
     raise AssertionError("a layout without expert parallelism fits and is not among those that do")
 
 
+def _not_kept(request: list[str], found: Plan) -> list[str]:
+    """Keys of the request's `--set` that the search has set itself."""
+    asked = (split_override(word)[0] for word in request[1::2])
+    searched = {split_override(word)[0] for layout in found.layouts for word in layout.words}
+    return [key for key in dict.fromkeys(asked) if key in searched]
+
+
 def _memory(layout: Layout) -> dict[str, float]:
     memory = layout.memory
     return {
@@ -137,6 +145,7 @@ def _document(
     return {
         "recipe": recipe,
         "overrides": request[1::2],
+        "not_kept": _not_kept(request, found),
         "gpus": found.gpus,
         "nodes": found.nodes,
         "memory_bytes": found.budget,
@@ -178,10 +187,8 @@ def _text(
         f"{found.legal} layouts are legal, {len(found.layouts)} fit into {found.budget / _GIB:.1f} "
         f"GiB a GPU; {expert_parallelism(found)}.",
     )
-    searched = {_key(word) for layout in found.layouts for word in layout.words}
-    for key in dict.fromkeys(map(_key, request[1::2])):
-        if key in searched:
-            yield from _wrapped("note: ", f"--set {key} is not kept: layouts differ in this key")
+    for key in _not_kept(request, found):
+        yield from _wrapped("note: ", f"--set {key} is not kept: layouts differ in this key")
     yield ""
     yield (
         f"{'':>3} {'DP':>4} {'EP':>3} {'TP':>3} {'ETP':>3} {'PP':>3} {'VPP':>3} {'rows':>4}  "
@@ -194,10 +201,6 @@ def _text(
     if shown:
         yield from _best(name, request, shown)
     yield from _assumptions(found, rates)
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].strip()
 
 
 def _row(rank: int, layout: Layout, flops: float) -> str:

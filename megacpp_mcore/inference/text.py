@@ -8,9 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
-from megacpp_mcore.files import read_regular
 from megacpp_mcore.inference.recipe import InferenceError
 from megacpp_mcore.training.data.text import BYTE_EOD_ID, BYTE_VOCAB_SIZE
+from megacpp_mcore.training.data.tokenizer import parsed, read_bytes
 
 
 class Decoder(Protocol):
@@ -49,20 +49,10 @@ class _ByteDecoder:
 
 
 class TokenizerFile:
-    """A tokenizer.json of the `tokenizers` package. data: its content."""
+    """A tokenizer.json as `megacpp data build` encodes with it. data: its content."""
 
     def __init__(self, path: Path, data: bytes) -> None:
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise InferenceError(
-                f"{path} is read with the package tokenizers, which is not installed ({error})"
-            ) from error
-        try:
-            self._tokenizer = Tokenizer.from_str(data.decode())
-            self._tokenizer.encode_special_tokens = True  # as `megacpp data build` encodes
-        except Exception as error:  # the package raises plain Exception
-            raise InferenceError(f"{path} is not a tokenizer: {error}") from error
+        self._tokenizer = parsed(path, data)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -98,12 +88,10 @@ class _TokenDecoder:
 def check_tokenizer(file: Path, sha256: str | None) -> bytes:
     """The content of a tokenizer.json, which must be the one that the run was trained with.
 
-    sha256: the recipe's data.tokenizer_sha256; None: not known. Raises InferenceError.
+    sha256: the recipe's data.tokenizer_sha256; None: not known. Raises InferenceError, and
+    TokenizerError for a file that cannot be read.
     """
-    try:
-        data = read_regular(file, most=1 << 30)
-    except OSError as error:
-        raise InferenceError(f"cannot read the tokenizer {file}: {error.strerror}") from error
+    data = read_bytes(file)
     if sha256 not in (None, found := hashlib.sha256(data).hexdigest()):
         raise InferenceError(
             f"the tokenizer {file} has sha256 {found}, but the run was trained with that of "
@@ -117,8 +105,8 @@ def tokenizer_of(
 ) -> Bytes | TokenizerFile:
     """The tokenizer in `file`, or else bytes, where documents end with 256.
 
-    sha256: the recipe's data.tokenizer_sha256. Raises InferenceError where the file is missing or
-    not that of the run.
+    sha256: the recipe's data.tokenizer_sha256. Raises InferenceError where none is named or it is
+    not that of the run, and TokenizerError for a file that is none.
     """
     if file is not None:
         return TokenizerFile(file, check_tokenizer(file, sha256))

@@ -146,14 +146,14 @@ class Calibration:
     def experts(self) -> None:
         """E with permuted copies has no receipt alone: a model has five, and one in MTP."""
         recipe = recipe_of(self.receipt(_MODEL))
-        rate = passes_rate("E", Serving(recipe).of_layer("E"))
+        sizes = Sizes.of(recipe)
+        rate = passes_rate("E", sizes.serving.of_layer("E"))
         self.put(rate, 0.0, "passes", _MODEL, "")
         known = micro_batch(recipe, self.rates, 0)
         # the bench has no main gradient to add to
-        summed = adding_gradients(recipe, self.rates, 0)
+        summed = adding_gradients(recipe, self.rates, sizes, 0)
         seconds = self.seconds(_MODEL, "model") - (sum(known.values()) - summed)
         found = [layer for layer in layers_of(recipe, 0) if layer.letter == "E"]
-        sizes = Sizes.of(recipe)
         kept = sizes.tokens * bytes_per_token(recipe, sizes, found[0], recompute=False)
         self.put(rate, seconds * self.rates["bytes"] / kept / len(found), "passes", _MODEL,
                  "what all other layers, heads and the experts' products leave of the model's "

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from megacpp_mcore.hybrid.plan import Layer
 from megacpp_mcore.planner.activations import Sizes, bytes_per_token
-from megacpp_mcore.planner.backends import PASSES_OF_OTHERS, Serving, passes_rate
+from megacpp_mcore.planner.backends import PASSES_OF_OTHERS, passes_rate
 from megacpp_mcore.planner.memory import optimized, parameters, summed_bytes
 from megacpp_mcore.planner.pipeline import (
     costs,
@@ -134,7 +134,7 @@ def micro_batch(recipe: Recipe, rates: Rates, stage: int) -> dict[str, float]:
     if is_last(recipe, stage):
         heads = sum(flops[name][1] for name in _HEADS if name in flops)
         found["products"] += sizes.tokens * heads / sizes.tp / rates["products"]
-    found["moved"] += adding_gradients(recipe, rates, stage)
+    found["moved"] += adding_gradients(recipe, rates, sizes, stage)
     if recipe.plan.pp > 1:
         size = _BF16 * recipe.model.hidden_size * sizes.tokens / sizes.cut
         link = Link.of(recipe, rates, 2, recipe.world_size // recipe.plan.pp)
@@ -142,7 +142,7 @@ def micro_batch(recipe: Recipe, rates: Rates, stage: int) -> dict[str, float]:
     return found
 
 
-def adding_gradients(recipe: Recipe, rates: Rates, stage: int) -> float:
+def adding_gradients(recipe: Recipe, rates: Rates, sizes: Sizes, stage: int) -> float:
     """Seconds in which a micro batch's weight gradients are added to the main gradient.
 
     Those that Transformer Engine's products have not added themselves: a bf16 gradient is read, and
@@ -151,8 +151,7 @@ def adding_gradients(recipe: Recipe, rates: Rates, stage: int) -> float:
     dense, experts = parameters(recipe, stage)
     if recipe.precision.gradient_accumulation_fusion:
         dense = 0.0
-        serving = Serving(recipe)
-        added = serving["moe_experts"] == TE or serving.gathers_tokens
+        added = sizes.serving["moe_experts"] == TE or sizes.serving.gathers_tokens
         experts = 0.0 if added else experts
     return (dense + experts) * (_BF16 + 2 * summed_bytes(recipe)) / rates["bytes"]
 

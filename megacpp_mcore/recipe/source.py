@@ -188,12 +188,17 @@ def _known(dotted: str, where: str) -> Any:
     raise RecipeError(f"{where}: unknown key {dotted!r}{hint}")
 
 
+def split_override(override: str) -> tuple[str, str | None]:
+    """(key, text of its value) of one `a.b=value`; None for the text without an `=`."""
+    dotted, equals, text = override.partition("=")
+    return dotted.strip(), text.strip() if equals else None
+
+
 def _override(settings: Settings, override: str) -> None:
     """Apply one `a.b=value`. The value is TOML, or bare text for a string; `null` unsets."""
     origin = _SET + override
-    dotted, equals, text = override.partition("=")
-    dotted, text = dotted.strip(), text.strip()
-    if not equals:
+    dotted, text = split_override(override)
+    if text is None:
         raise RecipeError(f"{origin}: expected SECTION.KEY=VALUE")
     hint = _known(dotted, origin)
     if text == "null":

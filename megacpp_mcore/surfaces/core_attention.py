@@ -280,8 +280,7 @@ SURFACE = Surface(
             "sdpa", f"{_CLASSES}:SDPACoreAttention", _sdpa,
             removes="the [s, s] scores of every head, on a CPU and in fp32 too",
             layout=_ONE_BY_ONE,
-            dtypes="bf16, fp16, fp32, fp64; on a GPU fp32 as three products of TF32, whose sums "
-            "are cut off: an error that grows with the tokens, by 2e-8 each",
+            dtypes="bf16, fp16, fp32, fp64; on a GPU fp32 as three products of TF32",
             fallback=REFERENCE, receipt=_ROWS,
             exit_when="the CPU lane has another attention",
             **_TESTS,

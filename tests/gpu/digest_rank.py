@@ -17,15 +17,12 @@ from megacpp_mcore.training.gpu.rank_setup import launch
 def main(file: str, *arguments: str) -> None:
     launched = launch(list(arguments))  # before torch is imported: it sets the environment
     import digests
-    from megatron.training import training
 
+    from megacpp_mcore.training.gpu.loop import wrapped
     from megacpp_mcore.training.gpu.train import train
 
-    setup = training.setup_model_and_optimizer
-
-    @functools.wraps(setup)
-    def watched_setup(*args, **kwargs):
-        model, optimizer, scheduler = setup(*args, **kwargs)
+    def setup(call, given):
+        model, optimizer, scheduler = call()
         named = {n: p for chunk in model for n, p in chunk.named_parameters()}
         step, steps = optimizer.step, itertools.count(1)
 
@@ -41,8 +38,8 @@ def main(file: str, *arguments: str) -> None:
         optimizer.step = watched
         return model, optimizer, scheduler
 
-    training.setup_model_and_optimizer = watched_setup
-    train(launched)
+    with wrapped({"setup_model_and_optimizer": (setup, ())}):
+        train(launched)
 
 
 if __name__ == "__main__":

@@ -39,23 +39,24 @@ def guarded(function: Callable) -> Callable:
 def main() -> None:
     launched = launch(sys.argv[1:])  # before torch is imported: it sets the environment
     from megatron.core.rerun_state_machine import RerunStateMachine
-    from megatron.training import training
 
+    from megacpp_mcore.training.gpu.loop import wrapped
     from megacpp_mcore.training.gpu.train import train
 
-    forward_backward, setup = training.get_forward_backward_func, training.setup_model_and_optimizer
-
-    @functools.wraps(setup)
-    def guarded_setup(*args, **kwargs):
-        model, optimizer, scheduler = setup(*args, **kwargs)
+    def setup(call, given):
+        model, optimizer, scheduler = call()
         optimizer.step = guarded(optimizer.step)
         return model, optimizer, scheduler
 
-    training.setup_model_and_optimizer = guarded_setup
     between = "should_run_forward_backward"  # before the forward pass, and after the backward pass
     setattr(RerunStateMachine, between, guarded(getattr(RerunStateMachine, between)))
-    training.get_forward_backward_func = lambda *a, **k: guarded(forward_backward(*a, **k))
-    train(launched)
+    with wrapped(
+        {
+            "setup_model_and_optimizer": (setup, ()),
+            "get_forward_backward_func": (lambda call, given: guarded(call()), ()),
+        }
+    ):
+        train(launched)
 
 
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ def test_what_is_not_fused_is_still_added():
     def seconds(fused, experts):
         overrides = [f"precision.gradient_accumulation_fusion={fused}"]
         recipe = load_recipe("nam56r", [*overrides, f"backends.moe_experts={experts}"])
-        return adding_gradients(recipe, RATES, 0)
+        return adding_gradients(recipe, RATES, Sizes.of(recipe), 0)
 
     unfused = seconds("false", "grouped_mm")
     assert seconds("false", "te") == unfused
@@ -291,8 +291,12 @@ def test_on_paper_the_assumptions_are_printed(capsys):
 
 def test_json(capsys):
     words = ["recipe", "plan", "nam56r", "--gpus", "2", "--memory", "80", "--top", "0", "--json"]
+    searched, kept = "parallel.expert_model_parallel_size", "schedule.global_batch_size"
+    assert main([*words, "--set", f"{searched}=2", "--set", f"{kept}=32"]) == 0
+    assert json.loads(capsys.readouterr().out)["not_kept"] == [searched]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)
+    assert found["not_kept"] == []
     assert found["memory_bytes"] == 80 * GIB
     assert found["fit"] == len(found["layouts"])
     first, second = found["layouts"][:2]

@@ -82,11 +82,34 @@ def _text(data: bytes) -> str | None:
         return None
 
 
+def read_bytes(path: str | os.PathLike) -> bytes:
+    """The content of a `tokenizer.json`. Raises TokenizerError."""
+    try:
+        return read_regular(path, most=_MOST_BYTES)
+    except OSError as error:
+        reason = error.strerror or error
+        raise TokenizerError(f"cannot read the tokenizer {path}: {reason}") from error
+
+
+def parsed(path: str | os.PathLike, data: bytes) -> Any:
+    """The library's tokenizer of that content, to which text that spells a special token is text.
+
+    Raises TokenizerError, which names `path`.
+    """
+    library = _library()
+    try:
+        json.loads(data)
+        tokenizer = library.Tokenizer.from_str(data.decode())
+    except Exception as error:  # the library raises plain Exception
+        raise TokenizerError(f"{path} is no tokenizer.json: {error}") from error
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
 class TextTokenizer:
     """A `tokenizer.json` in use. sha256: of the file; a dataset and a recipe record it."""
 
     def __init__(self, inner: Any, sha256: str) -> None:
-        inner.encode_special_tokens = True  # text that spells one is text
         self._inner, self.sha256 = inner, sha256
         self.vocab_size = int(inner.get_vocab_size())
         self.eod_id = inner.token_to_id(EOD)
@@ -94,17 +117,8 @@ class TextTokenizer:
     @classmethod
     def read(cls, path: str | os.PathLike) -> "TextTokenizer":
         """Raises TokenizerError for a file that is none, or that has no end of document."""
-        library = _library()
-        try:
-            data = read_regular(path, most=_MOST_BYTES)
-            json.loads(data)
-            inner = library.Tokenizer.from_str(data.decode())
-        except OSError as error:
-            reason = error.strerror or error
-            raise TokenizerError(f"cannot read the tokenizer {path}: {reason}") from error
-        except Exception as error:  # the library raises plain Exception
-            raise TokenizerError(f"{path} is no tokenizer.json: {error}") from error
-        made = cls(inner, hashlib.sha256(data).hexdigest())
+        data = read_bytes(path)
+        made = cls(parsed(path, data), hashlib.sha256(data).hexdigest())
         if made.eod_id is None:
             raise TokenizerError(f"{path} has no token {EOD}, which ends a document")
         if made.vocab_size > MAX_VOCAB_SIZE:
