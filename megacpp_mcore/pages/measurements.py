@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.receipts.judge import MARGIN, judge_rows, judge_runs
-from megacpp_mcore.receipts.reader import Receipt, read, rows_by_key, warm, warm_median
+from megacpp_mcore.receipts.reader import Receipt, read, rows_by_key, warm, warm_median, warm_power
 from megacpp_mcore.receipts.show import training_loss
 from megacpp_mcore.training.cpu.progress import held_out_line, step_line
 
@@ -25,7 +25,8 @@ _FOLDER = "examples/receipts/h200"
 def runs(words: str, folder: Path) -> str:
     """A row a run. words: lines `RECEIPT | what it is`."""
     head = ["run", "layout", "steps", "tokens a step", "median step", "tokens/s per GPU",
-            "TFLOP/s per GPU", "MFU", "peak memory", "slowest of the last 8", "loss"]  # fmt: skip
+            "TFLOP/s per GPU", "MFU", "power",
+            "peak memory", "slowest of the last 8", "loss"]  # fmt: skip
     rows = []
     for line in _lines(words):
         name, label = _words(line, 2)
@@ -44,11 +45,18 @@ def _run(name: str, label: str, run: Receipt) -> list[str]:
         f"{series['tokens'][0]:,}", f"{warm_median(run, 'ms'):,.0f} ms",
         f"{result['tokens_per_s_median'] / gpus:,.0f}",
         "" if ours is None else f"{ours:.0f}",
-        f"{100 * result['mfu']:.1f} %" if result.get("mfu") else "",
+        f"{100 * result['mfu']:.1f} %" if result.get("mfu") else "", _power(run),
         f"{result['peak_memory_bytes'] / _GIB:.1f} GiB",
         f"{max(last) / statistics.median(last):.3f} x the median",
         f"{losses[0]:.2f} to {losses[-1]:.2f}",
     ]  # fmt: skip
+
+
+def _power(run: Receipt) -> str:
+    """ "690 of 700 W" of a median step; "" of a receipt that has not counted it."""
+    watts, limit = warm_power(run, "power_w"), run["result"].get("power_limit_w")
+    of = "" if limit is None else f" of {limit:.0f}"
+    return "" if watts is None else f"{watts:.0f}{of} W"
 
 
 def _layout(run: Receipt) -> str:

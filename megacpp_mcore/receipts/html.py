@@ -99,6 +99,7 @@ def _charts(runs: Sequence[tuple[str, Receipt]]) -> str:
         ("Time of a step, ms", "series", "ms", 1),
         ("Gradient norm", "series", "grad_norm", 1),
         ("Peak memory, GiB", "series", "peak_memory_bytes", 2**30),
+        ("Power of a GPU, W", "series", "power_w", 1),
     )
     figures = []
     for caption, group, column, unit in asked:

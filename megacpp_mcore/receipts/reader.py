@@ -56,6 +56,13 @@ def warm_median(run: Receipt, column: str) -> float:
     return statistics.median(warm(run, column))
 
 
+def warm_power(run: Receipt, column: str) -> float | None:
+    """Median of `power_w` or `power_limited` over the warm steps that have it; None: none has."""
+    found = warm(run, column) if column in run["series"] else []
+    counted = [value for value in found if value is not None]
+    return statistics.median(counted) if counted else None
+
+
 def points(columns: Mapping[str, list], name: str) -> tuple[list[int], list[float]]:
     """Steps and values of a column of `series` or `evaluations`, where there is a value."""
     rows = [row for row, value in enumerate(columns[name]) if value is not None]

@@ -21,7 +21,7 @@ MAX_ROWS = 8192
 FINAL_WINDOW = 20  # kept steps that final_loss is the mean of
 SLOW, MOST_SLOW = 1.25, 32  # a slow step, in medians; how many are listed
 _REQUIRED = ("step", "tokens", "ms", "tokens_per_s", "peak_memory_bytes", "loss")
-_OPTIONAL = ("grad_norm", "lr")
+_OPTIONAL = ("grad_norm", "lr", "power_w", "power_limited")
 
 
 @dataclass(frozen=True)
@@ -145,13 +145,17 @@ class RunReceipt:
         peak_memory_bytes: int | None = None,
         grad_norm: float | None = None,
         lr: float | None = None,
+        power_w: float | None = None,
+        power_limited: float | None = None,
         cold: bool = False,
     ) -> None:
         """Record one training step; costs a few microseconds, however long the run is.
 
         step: counted from 1. tokens: in this step, over all ranks. ms: wall time of the step. loss:
         nats per token. cold: this step compiled or autotuned; the first one of a process always
-        counts as cold. A loss or grad_norm that is not finite is stored as null with its reason.
+        counts as cold. power_w: mean power of this process's GPU in the step. power_limited: share
+        of the step in which its power limit held the clock down. A loss or grad_norm that is not
+        finite is stored as null with its reason.
         Raises ReceiptError when step does not grow, or tokens or ms is not positive and finite.
         """
         if step <= self._last_step:
@@ -177,6 +181,8 @@ class RunReceipt:
             self._finite(step, "loss", loss),
             self._finite(step, "grad_norm", grad_norm),
             self._finite(step, "lr", lr),
+            self._finite(step, "power_w", power_w),
+            self._finite(step, "power_limited", power_limited),
         )
         for column, value in zip(self._columns.values(), values, strict=True):
             column.append(value)

@@ -7,7 +7,14 @@ from typing import Any
 
 from megacpp_mcore.receipts.goodput import parse_utc
 from megacpp_mcore.receipts.judge import MARGIN, ROW_RULE, judge_rows
-from megacpp_mcore.receipts.reader import Receipt, observed, problem_text, warm, warm_rows
+from megacpp_mcore.receipts.reader import (
+    Receipt,
+    observed,
+    problem_text,
+    warm,
+    warm_power,
+    warm_rows,
+)
 from megacpp_mcore.receipts.run import FINAL_WINDOW, SLOW
 from megacpp_mcore.receipts.text import (
     WIDTH,
@@ -22,7 +29,8 @@ from megacpp_mcore.receipts.text import (
 )
 
 _BAR = 30
-_HEADLINE = ("status", "reason", "steps", "tokens")  # of a result; shown in the first lines
+# Of a result: shown in the lines before it.
+_HEADLINE = ("status", "reason", "steps", "tokens", "power_limit_w")
 _LABELS = {  # a result's name -> what it is, where the name alone does not say it
     "final_loss": "training loss, mean of the last {window} steps",
     "final_eval_loss": "held-out loss, last evaluation",
@@ -144,6 +152,11 @@ def _series(run: Receipt) -> list[str]:
             low, median, high = statistics.quantiles(warm(run, name), n=4, method="inclusive")
             quartiles = f"quartiles {low:,.1f} to {high:,.1f}"
             lines.append(f"          {label:<10}{median:>14,.1f}  {quartiles}")
+    if (watts := warm_power(run, "power_w")) is not None:
+        limit, limited = run["result"].get("power_limit_w"), warm_power(run, "power_limited")
+        of = "" if limit is None else f"  of {limit:.0f}"
+        share = "" if limited is None else f"; {percent(limited)} of the time at the limit"
+        lines.append(f"          {'W a GPU':<10}{watts:>14,.1f}{of}{share}")
     for gap in info["gaps"][:5]:
         lines.append(f"          {gap['column']} of step {gap['step']} is {gap['value']}")
     return lines

@@ -99,6 +99,20 @@ def test_show_says_all_backends_of_a_run_at_once_and_labels_its_figures(cli, bas
     assert any(line.startswith("result training loss, mean of the last 20 steps") for line in lines)
 
 
+def test_show_and_the_page_tell_the_power_of_the_median_warm_step(cli, tmp_path):
+    path = tmp_path / "r.json"
+    run = samples.start(path)
+    for step, (watts, limited) in enumerate(((90.0, 0.0), (688.0, 0.75), (None, None)) * 2, 1):
+        run.step(step, tokens=8, ms=1.0, loss=2.0, power_w=watts, power_limited=limited)
+    run.write(power_limit_w=700.0)
+    _, out, _ = cli("report", "show", path)
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "W a GPU 688.0 of 700; 75.0 % of the time at the limit" in lines
+    assert not any("power_limit_w" in line for line in lines)
+    cli("report", "html", path, "--out", tmp_path / "r.html")
+    assert "Power of a GPU, W" in (tmp_path / "r.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("loss", "entropy", "said"), [(1.0, 2.5112, "1.5112 below"), (2.5112, 1.0, "1.5112 above")]
 )

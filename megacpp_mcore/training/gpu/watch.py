@@ -24,6 +24,7 @@ from megacpp_mcore.training.gpu import decisions, fused_update, memory
 from megacpp_mcore.training.gpu.compilations import anywhere, captured_bytes, compilations
 from megacpp_mcore.training.gpu.gather_check import GatherCheck
 from megacpp_mcore.training.gpu.loop import WatchError, wrapped
+from megacpp_mcore.training.gpu.power import PowerMeter
 from megacpp_mcore.training.gpu.process_start import start_times
 from megacpp_mcore.training.gpu.rank_setup import Launch
 from megacpp_mcore.training.gpu.receipt import keeps_the_receipt, new_receipt
@@ -55,6 +56,7 @@ class Watch:
         self._evaluated: dict[str, Any] | None = None
         self._results: dict[str, float | int] = {}
         self._memory: memory.MemoryWatch | None = None
+        self._power: PowerMeter | None = None
 
     def installed(self) -> AbstractContextManager[None]:
         """Observe Megatron's functions inside the block. Raises WatchError when one is missing."""
@@ -83,6 +85,7 @@ class Watch:
             print(dispatch.summary(), file=sys.stderr, flush=True)
         if keeps_the_receipt():
             self.receipt = new_receipt(self.path, self.launch, self.goodput, backends)
+            self._power = PowerMeter()
             parameters = sum(p.numel() for chunk in built[0] for p in chunk.parameters())
             self._results["rank_parameters"] = parameters
             self._results["triton_cache_entries_at_start"] = self.launch.triton_cache_entries
@@ -124,6 +127,7 @@ class Watch:
         lr = training.get_canonical_lr_for_logging(given["optimizer"].param_groups)
         first, self._warm = not self._warm, True
         compiled = compilations()
+        before = self._power.read() if self._power else None
         started = time.perf_counter()
         with self.goodput.span("step") as span:
             done = call()
@@ -138,6 +142,7 @@ class Watch:
             self._gathers.finish()
             self._gathers = None
         milliseconds = (time.perf_counter() - started) * 1000
+        power = before.until(self._power.read(), milliseconds / 1000) if before else {}
         if first and self._memory:
             self._memory.stop()
         losses, should_exit, norm = done[0], done[3], done[5]
@@ -158,12 +163,15 @@ class Watch:
             grad_norm=None if norm is None else float(norm),
             lr=lr,
             cold=cold,
+            **power,
         )
         if cold and captures:
             self._results["cuda_graph_bytes"] = captured_bytes()
         if first:
             self._results["first_step_ms"] = round(milliseconds, 3)
             self._results |= start_times() | self._memory_results()
+            if self._power and (limit := self._power.limit_w()) is not None:
+                self._results["power_limit_w"] = limit
             self.write("running")
         return done
 
