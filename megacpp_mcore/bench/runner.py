@@ -5,6 +5,7 @@ What is benched is a `Target`: an operator's backends, a layer, or a model.
 
 import importlib.util
 import os
+import statistics
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 from megacpp_mcore import dispatch, receipts
 from megacpp_mcore.bench import BenchError
 from megacpp_mcore.bench.clock import Call, Clock, clock_for, interleave
+from megacpp_mcore.bench.sustained import sustained
 from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.stack import bridges
@@ -24,6 +26,7 @@ from megacpp_mcore.surfaces.workload import current_device
 from megacpp_mcore.training.environment import apply_environment
 
 _TOPOLOGY = {"world_size": 1, "tp": 1, "pp": 1, "ep": 1, "cp": 1, "dp": 1}
+_TRAINED = "forward_backward"  # the phase that a training step repeats
 _ONE_RANK_NOTE = "one process: the recipe's model on one device, without any parallelism"
 
 
@@ -144,13 +147,15 @@ def _timed(
     peaks = [target.peak_memory_bytes(contender, phase, clock) for contender in contenders]
     calls = {contender.name: contender.calls[phase] for contender in contenders}
     samples = interleave(clock, calls, target.seconds)
+    medians = {name: statistics.median(taken.ms) for name, taken in samples.items()}
+    loaded = sustained(clock, calls, medians) if phase == _TRAINED else {}
     flops, bytes_floor = target.cost(phase)
     return [
         receipts.bench_row(
             contender.name, phase, samples[contender.name].ms,
             rounds=samples[contender.name].rounds, cold_ms=contender.cold_ms.get(phase),
             peak_memory_bytes=peak, error=contender.error, tolerance=contender.tolerance,
-            flops=flops, bytes_floor=bytes_floor,
+            flops=flops, bytes_floor=bytes_floor, **loaded.get(contender.name, {}),
         )
         for contender, peak in zip(contenders, peaks, strict=True)
     ]  # fmt: skip

@@ -90,7 +90,15 @@ def pair(words: str, folder: Path) -> str:
 def benches(words: str, folder: Path) -> str:
     """Rows of benches. words: lines `RECEIPT | what | BACKEND[@PHASE] | BACKEND: what, ...`, the
     backends compared with being in the same receipt; none after the last bar."""
-    head = ["layer or operator", "ms", "GiB", "compared with", "time, 99 % interval"]
+    head = [
+        "layer or operator",
+        "ms",
+        "sustained ms",
+        "J",
+        "GiB",
+        "compared with",
+        "time, 99 % interval",
+    ]
     rows = []
     for line in _lines(words):
         name, label, ours, others = _words(line, 4)
@@ -108,10 +116,13 @@ def _bench(folder: Path, name: str, label: str, ours: str, others: str) -> list[
         theirs, _, what = other.partition(": ")
         their_row = table[theirs, phase]
         ratio = judge_rows(their_row, row, MARGIN, in_turns=True).time
-        compared.append(f"{_ms(their_row)} ms, {_memory(their_row)} GiB: {what}")
+        without_pause, energy = _sustained(their_row)
+        loaded = f" ({without_pause} sustained, {energy} J)" if without_pause else ""
+        compared.append(f"{_ms(their_row)} ms{loaded}, {_memory(their_row)} GiB: {what}")
         ratios.append(_interval(ratio, 3))
     return [
-        f"[{label}]({_FOLDER}/{name}.json){_history(receipt)}", _ms(row), _memory(row),
+        f"[{label}]({_FOLDER}/{name}.json){_history(receipt)}", _ms(row),
+        *_sustained(row), _memory(row),
         "; ".join(compared) or "timed alone", "; ".join(ratios),
     ]  # fmt: skip
 
@@ -213,9 +224,18 @@ def _interval(effect: Any, digits: int) -> str:
 
 
 def _ms(row: Any) -> str:
+    return _digits(row["median_ms"])
+
+
+def _digits(value: float) -> str:
     """Three digits, or all before the point."""
-    ms = row["median_ms"]
-    return f"{ms:,.0f}" if ms >= 100 else f"{ms:#.3g}".rstrip(".")
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
+
+
+def _sustained(row: Any) -> tuple[str, str]:
+    """Milliseconds and joules of calls without a pause; "" where they were not measured."""
+    ms, joules = row.get("sustained_ms"), row.get("joules")
+    return tuple("" if value is None else _digits(value) for value in (ms, joules))
 
 
 def _memory(row: Any) -> str:

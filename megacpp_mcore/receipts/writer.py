@@ -89,6 +89,8 @@ def bench_row(
     tolerance: float | None = None,
     flops: float | None = None,
     bytes_floor: float | None = None,
+    sustained_ms: float | None = None,
+    joules: float | None = None,
 ) -> dict[str, Any]:
     """One backend's row of a bench; median, quartiles, minimum and n come from the samples.
 
@@ -96,6 +98,7 @@ def bench_row(
     each of them, where the backends of a phase took turns, once a round at most. cold_ms: the first
     call. error: the worst error against the reference, in the unit that `tolerance`
     bounds; null for the reference itself. flops, bytes_floor: what one call needs at least.
+    sustained_ms, joules: of one of many calls without a pause between them, on a GPU.
     """
     if not samples_ms:
         raise ReceiptError(f"backend {backend!r}, {phase}: no samples")
@@ -105,6 +108,8 @@ def bench_row(
         "peak_memory_bytes": peak_memory_bytes, "error": error, "tolerance": tolerance,
         "flops": flops, "bytes_floor": bytes_floor, "samples_ms": samples,
     }  # fmt: skip
+    if sustained_ms is not None:
+        row |= {"sustained_ms": sustained_ms, "joules": joules}
     return row if rounds is None else row | {"rounds": list(rounds)}
 
 

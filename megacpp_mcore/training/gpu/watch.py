@@ -19,12 +19,12 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.layers.loss import keep_log_group
 from megacpp_mcore.receipts.goodput import Goodput
+from megacpp_mcore.receipts.power import PowerMeter
 from megacpp_mcore.receipts.run import RunReceipt
 from megacpp_mcore.training.gpu import decisions, fused_update, memory
 from megacpp_mcore.training.gpu.compilations import anywhere, captured_bytes, compilations
 from megacpp_mcore.training.gpu.gather_check import GatherCheck
 from megacpp_mcore.training.gpu.loop import WatchError, wrapped
-from megacpp_mcore.training.gpu.power import PowerMeter
 from megacpp_mcore.training.gpu.process_start import start_times
 from megacpp_mcore.training.gpu.rank_setup import Launch
 from megacpp_mcore.training.gpu.receipt import keeps_the_receipt, new_receipt

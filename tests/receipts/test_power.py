@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megacpp_mcore.training.gpu import power
+from megacpp_mcore.receipts import power
 
 NVML = """
 #include <string.h>
