@@ -7,7 +7,8 @@ of the program. A kill of that process, by a timeout say, kills the program.
 
 A server of our own, not a fork of the test's process: a fork has the locks of its parent's threads,
 which are not there to release them, and this server has no thread but the one (it refuses to begin
-otherwise; torch starts its own with the first parallel loop, never as it is imported).
+otherwise; torch starts its own with the first parallel loop, never as it is imported). On a host
+with a GPU there is no server, as what Megatron imports there starts threads: Python is Python.
 """
 
 import atexit
@@ -27,6 +28,7 @@ import pytest
 
 SHARED = "WARM_PYTHON"  # the variable with the command of pytest-xdist's leader, for its workers
 _HERE = Path(__file__).parent
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @functools.cache
@@ -75,8 +77,9 @@ class Server:
     """
 
     def __init__(self, preload: str, preload_by_path: str = "", **changes: str) -> None:
-        if sys.platform != "linux":  # it needs pidfd_open and sockets of whole messages
-            self.command = sys.executable
+        self.command = sys.executable
+        # It needs pidfd_open and sockets of whole messages, and imports that start no thread.
+        if sys.platform != "linux" or _DRIVER.exists():
             return
         folder = tempfile.mkdtemp(prefix="warm-")  # short: a socket's path has 107 bytes
         command = Path(folder, "python")
@@ -98,7 +101,7 @@ class Server:
         atexit.register(self.close)
 
     def close(self) -> None:
-        if sys.platform == "linux" and self._process.poll() is None:
+        if self._process.poll() is None:
             self._process.stdin.close()
             self._process.wait(60)
             shutil.rmtree(self._folder)
