@@ -15,7 +15,8 @@ has not: the first as large as the truth, the second as large everywhere.
 A factor common to a region is found long before its rms is too large, since roundings are as often
 up as down: `scale` is (error . truth) / (truth . truth), and its bound that of the draws, an
 epsilon, of the bound above what independent roundings of so many values leave over, and half of
-the floor, whose roundings may be the same for neighbours.
+the floor, whose roundings may be the same for neighbours. Float32's roundings may have all a factor
+in common, as those of a recurrence do: the bound above refuses any factor that matters there.
 """
 
 import itertools
@@ -144,7 +145,8 @@ class _Cells:
         draws = [_pooled(draw.product, parts).flatten() for draw in self.rounding.draws]
         scales = torch.stack(draws).abs() / size.square()
         chance = torch.maximum(scales.amax(0), scales.median())
-        left = max(1 / 8, min(1.0, 4 / values**0.5)) * independent
+        share = max(1 / 8, min(1.0, 4 / values**0.5))
+        left = torch.where(independent < _FINE, 1.0, share) * independent
         bound = factor * chance + left + floor / size / 2 + self.eps
         found = _pooled(self.product, parts).flatten().abs() / size.square()
         yield self._worst(found, bound, parts, "scale ")

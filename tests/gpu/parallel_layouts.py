@@ -37,14 +37,14 @@ expert_model_parallel_size = 1
 ddp_bucket_size = 200_000  # several buckets, or there is nothing to overlap
 
 [optimizer]
-lr = 1e-3
-min_lr = 1e-4
+lr = 2e-4
+min_lr = 2e-5
 
 [schedule]
 train_iters = 20
 micro_batch_size = 1
 global_batch_size = 4
-lr_warmup_iters = 2
+lr_warmup_iters = 5
 eval_iters = 0
 log_interval = 1
 log_throughput = false

@@ -93,6 +93,9 @@ def test_a_factor_common_to_many_values_is_refused_below_what_each_may_be_off():
     off = truth * (1 + 0.03 * torch.randn(truth.shape).double().sign())
     assert regions.worst(off, truth, exact, 0.06).share <= 1
     assert regions.worst(truth * 1.02, truth, exact, 0.06).share > 1
+    # float32's: what is common to all values may be as large as what each is off
+    assert regions.worst(truth * (1 + 2e-6), truth, exact, 2.5e-6).share <= 1
+    assert regions.worst(truth * (1 + 3e-6), truth, exact, 2.5e-6).share > 1
     floor, wrong = torch.zeros(64).double(), truth.clone()
     floor[:8], wrong[:, :8] = 1.0, 0.0
     assert regions.worst(wrong, truth, exact, 0.06).share > 1
