@@ -1,7 +1,7 @@
 """Saves of Megatron's loop: what they replace, what they leave, and when."""
 
 import os
-import pickle
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megacpp_mcore.stack import bridges
-from megacpp_mcore.training.checkpoints import checksums, folder, staging
+from megacpp_mcore.training.checkpoints import checksums, folder
 from megacpp_mcore.training.gpu import saves as module
 from megacpp_mcore.training.gpu.resume import ResumeError
 from megacpp_mcore.training.gpu.saves import Saves
@@ -106,9 +106,9 @@ def test_what_was_loaded_is_of_the_iteration_of_its_name(loop, monkeypatch, name
             module.check_what_was_loaded()
 
 
-@pytest.mark.slow
-def test_an_asynchronous_save_has_checksums_and_its_processes_end(tmp_path):
-    """Megatron's own queue of calls, the write in the worker that recipes ask for."""
+@pytest.fixture
+def saving(tmp_path):
+    """begin(values, start): Megatron's queue with the request to save them, and its caller."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
@@ -124,34 +124,59 @@ def test_an_asynchronous_save_has_checksums_and_its_processes_end(tmp_path):
     filesystem_async._results_queue = None
     writer.keep_no_process(asynchronous=True)
     manager = filesystem_async._results_queue._manager
+
+    queues = []
+
+    def begin(values, start):
+        if start == "forkserver":
+            async_utils.AsyncCallsQueue.warmup_persistent_caller(0, mp_mode=start)
+        sharded = ShardedTensor.from_rank_offsets
+        request = dist_checkpointing.save(
+            {name: sharded(name, tensor) for name, tensor in values.items()}, str(path),
+            async_sharded_save=True, async_strategy="mcore",
+        )  # fmt: skip
+        queues.append(async_utils.AsyncCallsQueue(persistent=True))
+        return queues[0], request, caller
+
     try:
         with quiet(), single_process(1):
-            values = {
-                "w": torch.randn(100_001), "bf16": torch.randn(3, 5).bfloat16(),
-                "turned": torch.randn(7, 11).t(), "part": torch.randn(1_000_000)[5:8],
-                "number": torch.tensor([7]),
-            }  # fmt: skip
-            kept = {name: tensor.clone() for name, tensor in values.items()}
-            sharded = ShardedTensor.from_rank_offsets
-            request = dist_checkpointing.save(
-                {name: sharded(name, tensor) for name, tensor in values.items()}, str(path),
-                async_sharded_save=True, async_strategy="mcore",
-            )  # fmt: skip
-            queue = async_utils.AsyncCallsQueue(persistent=True)
-            queue.schedule_async_request(request)
-            worker = caller._persistent_process
-            assert worker.is_alive() and not folder.is_complete(path)
-            for tensor in values.values():  # the run goes on
-                tensor.zero_()
-            queue.maybe_finalize_async_calls(blocking=True)
-            queue.close()
-            assert not worker.is_alive()
-            found = dist_checkpointing.load(
-                {name: sharded(name, torch.empty_like(x)) for name, x in values.items()}, str(path)
-            )
+            yield path, begin
     finally:
+        if caller._persistent_process is not None:
+            queues[0]._get_async_caller().close(abort=True)
         manager.shutdown()
         writer.keep_no_process(asynchronous=False)
+        forkserver._forkserver._stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["forkserver", "spawn"])
+def test_an_asynchronous_save_has_checksums_and_its_processes_end(saving, start):
+    """Megatron's own queue of calls, the write in the worker that recipes ask for. Megatron starts
+    it by a fork server before training; without that, the first save does, and spawns it."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    path, begin = saving
+    values = {
+        "w": torch.randn(100_001), "bf16": torch.randn(3, 5).bfloat16(),
+        "turned": torch.randn(7, 11).t(), "part": torch.randn(1_000_000)[5:8],
+        "number": torch.tensor([7]),
+    }  # fmt: skip
+    kept = {name: tensor.clone() for name, tensor in values.items()}
+    queue, request, caller = begin(values, start)
+    queue.schedule_async_request(request)
+    worker = caller._persistent_process
+    assert worker.is_alive() and not folder.is_complete(path)
+    for tensor in values.values():  # the run goes on
+        tensor.zero_()
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    assert not worker.is_alive()
+    sharded = ShardedTensor.from_rank_offsets
+    found = dist_checkpointing.load(
+        {name: sharded(name, torch.empty_like(x)) for name, x in values.items()}, str(path)
+    )
     assert folder.is_complete(path) and checksums.verify(path)
     assert "__0_0.distcp" in checksums.read(path) and not list(path.glob(".sum-*"))
     for name, tensor in kept.items():
@@ -159,19 +184,23 @@ def test_an_asynchronous_save_has_checksums_and_its_processes_end(tmp_path):
     assert sum(file.stat().st_size for file in path.iterdir()) < 500_000  # no views' storages
 
 
-def test_tensors_reach_another_process_in_memory_without_a_name(tmp_path):
-    """Also empty ones, numbers, and views, whose storage is not written whole."""
-    tensors = [torch.randn(3, 5).t(), torch.empty(0, 4), torch.tensor(3.0), torch.arange(1000)[7:9],
-               torch.tensor([1.5], dtype=torch.float8_e4m3fn)]  # fmt: skip
-    buckets = [("a", "b", (["object"], list(enumerate(tensors)))), ("c", "d", ([], []))]
-    open_files = os.listdir("/proc/self/fd")
-    with staging.on_the_host(buckets) as staged:
-        first, second = pickle.loads(pickle.dumps(staged))()
-    assert (first[:2], first[2][0], second) == (("a", "b"), ["object"], ("c", "d", ([], [])))
-    for (index, copy), tensor in zip(first[2][1], tensors, strict=True):
-        assert copy.dtype == tensor.dtype and torch.equal(copy.float(), tensor.float()), index
-        assert copy.untyped_storage().nbytes() == tensor.nbytes
-    with pytest.raises(OSError):
-        staged()  # it is over
-    del first, second, copy  # of the other process
-    assert os.listdir("/proc/self/fd") == open_files
+@pytest.mark.slow
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_worker_of_saves_that_has_ended_ends_the_run_with_a_sentence(saving, blocking):
+    """Killed before it has the tensors, or as it writes: a wait for it would never end."""
+    from megacpp_mcore.training.checkpoints.writer import SaveWorkerError
+
+    path, begin = saving
+    os.mkfifo(path / "__0_0.distcp")  # as long as nobody reads, the worker waits in its write
+    queue, request, caller = begin({"w": torch.randn(1000)}, "forkserver")
+    queue.schedule_async_request(request)
+    assert queue.maybe_finalize_async_calls(blocking=False) == []
+    caller._persistent_process.kill()
+    caller._persistent_process.join()
+    for attempt in (
+        lambda: queue.maybe_finalize_async_calls(blocking=blocking),
+        lambda: queue.schedule_async_request(request),
+    ):
+        with pytest.raises(SaveWorkerError, match=r"ended with status .* checkpoint.async_save"):
+            attempt()
+    assert not folder.is_complete(path)

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import queue
 import tempfile
+import time
 import zlib
 from multiprocessing.managers import SyncManager
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
+from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.files import sync
 from megacpp_mcore.training.checkpoints import checksums, staging
 from megacpp_mcore.training.processes import end_with_parent
@@ -28,7 +30,14 @@ from megacpp_mcore.training.processes import end_with_parent
 _SIDECAR = ".sum-"
 _save_config = serialization.save_config
 _async_loop = PersistentAsyncCaller.async_loop
-_schedule = PersistentAsyncCaller.schedule_async_call
+_is_done = PersistentAsyncCaller.is_current_async_call_done
+_LOOK_S = 0.5  # between two looks at the worker of asynchronous saves, while it is waited for
+
+
+class SaveWorkerError(MegacppError):
+    """The process that writes asynchronous saves has ended."""
+
+    exit_status = 1
 
 
 class _SummedFile:
@@ -70,6 +79,7 @@ def install() -> None:
     serialization.save_config = _gather_and_save_config
     PersistentAsyncCaller.async_loop = staticmethod(_async_loop_of_a_worker)
     PersistentAsyncCaller.schedule_async_call = _schedule_from_the_host
+    PersistentAsyncCaller.is_current_async_call_done = _is_done_by_a_living_worker
 
 
 def keep_no_process(asynchronous: bool) -> None:
@@ -86,17 +96,57 @@ def keep_no_process(asynchronous: bool) -> None:
 
 
 def _schedule_from_the_host(self: PersistentAsyncCaller, request: Any) -> None:
-    """As Megatron's, which returns when the worker has the tensors, but with tensors on the CPU."""
-    if request.preload_fn is None:  # nothing to write on this rank
-        _schedule(self, request)
+    """Hand the worker a request, and return when it has the tensors. As Megatron's, but with
+    tensors on the CPU, and an error instead of a wait for a worker that has ended.
+
+    Raises SaveWorkerError.
+    """
+    if request.async_fn is None:  # nothing to write on this rank
         return
+    if self.process is None:
+        self.process = self._get_process(torch.distributed.get_rank())
     rank, buckets, results = request.async_fn_args
     with staging.on_the_host(buckets) as staged:
-        _schedule(self, request._replace(async_fn_args=[rank, None, results], preload_fn=staged))
+        self._persistent_preload_q.put(request.call_idx)
+        self._persistent_queue.put(
+            request._replace(async_fn_args=[rank, None, results], preload_fn=staged)
+        )
+        taken = self._persistent_preload_q
+        with taken._cond:  # JoinableQueue.join, which has no time limit
+            while not taken._unfinished_tasks._semlock._is_zero():
+                _check_worker(self.process)
+                taken._cond.wait(_LOOK_S)
+
+
+def _is_done_by_a_living_worker(
+    self: PersistentAsyncCaller, blocking: bool = False, no_dist: bool = False
+) -> bool:
+    """Megatron's question, which with `blocking` is asked until the worker answers.
+
+    Raises SaveWorkerError.
+    """
+    while self.process and self.cur_item is None and self._persistent_comp_q.empty():
+        _check_worker(self.process)
+        if not blocking:
+            break
+        time.sleep(_LOOK_S / 10)
+    return _is_done(self, blocking, no_dist)
+
+
+def _check_worker(process: multiprocessing.Process) -> None:
+    if not process.is_alive():
+        raise SaveWorkerError(
+            f"the process that writes asynchronous saves ended with status {process.exitcode} (its "
+            "last words are above), so the checkpoint under way is not complete: resume from the "
+            "one before it, or save with checkpoint.async_save = false"
+        )
 
 
 def _async_loop_of_a_worker(*arguments: Any) -> None:
-    end_with_parent(multiprocessing.parent_process().pid)
+    # The parent is the rank, or its fork server, which ends with it.
+    end_with_parent(os.getppid())
+    if not multiprocessing.parent_process().is_alive():
+        return
     install()
     # Megatron's loop chooses a GPU, and would make a CUDA context there. It needs none.
     torch.cuda.device_count, torch.cuda.set_device = lambda: 1, lambda device: None
