@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megacpp_mcore import __version__
 from megacpp_mcore.commands.examples import add_examples
@@ -36,12 +36,12 @@ COMMANDS = (
 )
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser with every command registered. Imports no torch."""
+def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+    """The parser with these commands registered. Imports no torch."""
     parser = Parser(prog="megacpp", description=__doc__.split(":")[0])
     parser.add_argument("--version", action="version", version=f"megacpp {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name in COMMANDS:
+    for name in commands:
         importlib.import_module(f"megacpp_mcore.commands.{name}").register(subparsers)
     add_examples(parser)
     return parser
@@ -50,8 +50,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns its exit status: 0 done, 2 refused, 1 failed (why, on stderr), 130
     after Ctrl-C, 143 after SIGTERM."""
+    words = sys.argv[1:] if argv is None else argv
     try:
-        args = build_parser().parse_args(argv)
+        # the others would take longer than most commands do
+        args = build_parser([w for w in words[:1] if w in COMMANDS] or COMMANDS).parse_args(words)
         with _leaving_at_sigterm(), contextlib.redirect_stdout(Escaping(sys.stdout)):
             return args.run(args)
     except MegacppError as error:

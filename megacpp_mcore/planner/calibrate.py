@@ -149,7 +149,7 @@ class Calibration:
         sizes = Sizes.of(recipe)
         rate = passes_rate("E", sizes.serving.of_layer("E"))
         self.put(rate, 0.0, "passes", _MODEL, "")
-        known = micro_batch(recipe, self.rates, 0)
+        known = micro_batch(recipe, self.rates, sizes, 0)
         # the bench has no main gradient to add to
         summed = adding_gradients(recipe, self.rates, sizes, 0)
         seconds = self.seconds(_MODEL, "model") - (sum(known.values()) - summed)

@@ -52,13 +52,13 @@ def memory(recipe: Recipe, skew: float) -> Memory:
 
     skew: by how much the rows of the fullest expert-parallel rank are more than the mean's.
     """
-    stages = range(recipe.parallel.pipeline_model_parallel_size)
-    return max((memory_of_stage(recipe, stage, skew) for stage in stages), key=lambda m: m.total)
+    sizes, stages = Sizes.of(recipe), range(recipe.parallel.pipeline_model_parallel_size)
+    found = (memory_of_stage(recipe, sizes, stage, skew) for stage in stages)
+    return max(found, key=lambda m: m.total)
 
 
-def memory_of_stage(recipe: Recipe, stage: int, skew: float) -> Memory:
-    sizes = Sizes.of(recipe)
-    dense, experts = parameters(recipe, stage)
+def memory_of_stage(recipe: Recipe, sizes: Sizes, stage: int, skew: float) -> Memory:
+    dense, experts = parameters(recipe, sizes, stage)
     own = dense + experts
     bf16, state = recipe.precision.bf16, _state_bytes(recipe)
     kept = _activations(recipe, sizes, stage)
@@ -69,7 +69,7 @@ def memory_of_stage(recipe: Recipe, stage: int, skew: float) -> Memory:
         parameters=round(own),
         weights=own * (_BF16 if bf16 else _FP32),
         gradients=own * summed_bytes(recipe),
-        optimizer=state * optimized(recipe, dense, experts),
+        optimizer=state * optimized(recipe, sizes, dense, experts),
         workspace=_workspace(recipe, sizes, stage),
         activations=kept,
     )
@@ -77,10 +77,11 @@ def memory_of_stage(recipe: Recipe, stage: int, skew: float) -> Memory:
 
 def kept_of_stage(recipe: Recipe, stage: int) -> float:
     """Bytes of weights, gradients and optimizer states on a rank of a stage, for any batch."""
-    dense, experts = parameters(recipe, stage)
+    sizes = Sizes.of(recipe)
+    dense, experts = parameters(recipe, sizes, stage)
     weights = _BF16 if recipe.precision.bf16 else _FP32
     own = (dense + experts) * (weights + summed_bytes(recipe))
-    return own + _state_bytes(recipe) * optimized(recipe, dense, experts)
+    return own + _state_bytes(recipe) * optimized(recipe, sizes, dense, experts)
 
 
 def _state_bytes(recipe: Recipe) -> int:
@@ -91,9 +92,8 @@ def _state_bytes(recipe: Recipe) -> int:
 # --- parameters ---
 
 
-def parameters(recipe: Recipe, stage: int) -> tuple[float, float]:
+def parameters(recipe: Recipe, sizes: Sizes, stage: int) -> tuple[float, float]:
     """Parameters on a rank of a stage: those of all but the routed experts, and the experts'."""
-    sizes = Sizes.of(recipe)
     parts = costs(recipe)
     last = is_last(recipe, stage)
     tied = not recipe.model.untie_embeddings_and_output_weights
@@ -120,11 +120,10 @@ def parameters(recipe: Recipe, stage: int) -> tuple[float, float]:
     return dense, experts
 
 
-def optimized(recipe: Recipe, dense: float, experts: float) -> float:
+def optimized(recipe: Recipe, sizes: Sizes, dense: float, experts: float) -> float:
     """Of a rank's parameters, those whose optimizer state it has."""
     if not recipe.parallel.use_distributed_optimizer:
         return dense + experts
-    sizes = Sizes.of(recipe)
     return dense / sizes.dp + experts / sizes.expert_dp
 
 

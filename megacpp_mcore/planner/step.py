@@ -93,13 +93,14 @@ class Link:
 
 def step(recipe: Recipe, rates: Rates) -> Step:
     """Of the slowest pipeline stage."""
-    stages = range(recipe.parallel.pipeline_model_parallel_size)
-    return max((_of_stage(recipe, rates, stage) for stage in stages), key=lambda s: s.total)
+    sizes, stages = Sizes.of(recipe), range(recipe.parallel.pipeline_model_parallel_size)
+    found = (_of_stage(recipe, rates, sizes, stage) for stage in stages)
+    return max(found, key=lambda s: s.total)
 
 
-def _of_stage(recipe: Recipe, rates: Rates, stage: int) -> Step:
+def _of_stage(recipe: Recipe, rates: Rates, sizes: Sizes, stage: int) -> Step:
     batches, plan = micro_batches(recipe), recipe.plan
-    one = micro_batch(recipe, rates, stage)
+    one = micro_batch(recipe, rates, sizes, stage)
     device = sum(one.values())
     launched = recipe.launch.cuda_graph_impl != "full_iteration"
     host = launched * rates["host"] * len(layers_of(recipe, stage))
@@ -107,19 +108,18 @@ def _of_stage(recipe: Recipe, rates: Rates, stage: int) -> Step:
     bubble = (plan.pp - 1) / plan.vpp * (device + waits)
     own = {name: batches * seconds for name, seconds in one.items()}
     own["pipeline"] += bubble
-    dense, experts = parameters(recipe, stage)
+    dense, experts = parameters(recipe, sizes, stage)
     return Step(
         **own,
         host=batches * waits,
-        data_parallel=_data_parallel(recipe, rates, dense, experts, device),
-        optimizer=_optimizer(recipe, rates, dense, experts),
+        data_parallel=_data_parallel(recipe, rates, sizes, dense, experts, device),
+        optimizer=_optimizer(recipe, rates, sizes, dense, experts),
         stage=stage,
     )
 
 
-def micro_batch(recipe: Recipe, rates: Rates, stage: int) -> dict[str, float]:
+def micro_batch(recipe: Recipe, rates: Rates, sizes: Sizes, stage: int) -> dict[str, float]:
     """Seconds of a micro batch's forward and backward on a stage, by `Step`'s names."""
-    sizes = Sizes.of(recipe)
     found = dict.fromkeys(
         ("products", "attention", "recurrences", "moved", "recomputed", "exchange",
          "tensor_parallel", "pipeline"), 0.0,
@@ -148,7 +148,7 @@ def adding_gradients(recipe: Recipe, rates: Rates, sizes: Sizes, stage: int) -> 
     Those that Transformer Engine's products have not added themselves: a bf16 gradient is read, and
     the one that is summed is read and written.
     """
-    dense, experts = parameters(recipe, stage)
+    dense, experts = parameters(recipe, sizes, stage)
     if recipe.precision.gradient_accumulation_fusion:
         dense = 0.0
         added = sizes.serving["moe_experts"] == TE or sizes.serving.gathers_tokens
@@ -236,10 +236,10 @@ def _collectives(recipe: Recipe, rates: Rates, sizes: Sizes, layer: Layer) -> di
 
 
 def _data_parallel(
-    recipe: Recipe, rates: Rates, dense: float, experts: float, device: float
+    recipe: Recipe, rates: Rates, sizes: Sizes, dense: float, experts: float, device: float
 ) -> float:
     """What the reduction of gradients and the gather of weights add to a step."""
-    sizes, p = Sizes.of(recipe), recipe.parallel
+    p = recipe.parallel
     summed = summed_bytes(recipe)
     reduced = gathered = 0.0
     groups = ((dense, sizes.dp, sizes.tp), (experts, sizes.expert_dp, sizes.ep * sizes.etp))
@@ -261,7 +261,7 @@ def _data_parallel(
     )
 
 
-def _optimizer(recipe: Recipe, rates: Rates, dense: float, experts: float) -> float:
-    own = optimized(recipe, dense, experts)
+def _optimizer(recipe: Recipe, rates: Rates, sizes: Sizes, dense: float, experts: float) -> float:
+    own = optimized(recipe, sizes, dense, experts)
     zeroed = summed_bytes(recipe) * (dense + experts)
     return (rates["optimizer_bytes"] * own + zeroed) / rates["bytes"]

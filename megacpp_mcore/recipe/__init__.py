@@ -147,8 +147,8 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
         overrides=tuple(overrides),
         origins=dict(settings.origins),
     )
-    recipe = rules.completed(recipe)
-    refused = [refusal.text(recipe) for refusal in rules.refusals(recipe)]
+    recipe, refusals = rules.completed(recipe)
+    refused = [refusal.text(recipe) for refusal in refusals]
     if len(refused) == 1:
         raise RecipeError(f"recipe {name}: {refused[0]}")
     if refused:

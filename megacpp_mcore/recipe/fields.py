@@ -88,15 +88,19 @@ class Key:
     bounds: Bounds
     default: Any = dataclasses.field(compare=False)
 
-    @property
+    @functools.cached_property
     def dotted(self) -> str:
         return f"{self.section}.{self.name}"
+
+    def of(self, recipe: Any) -> Any:
+        """The key's value in a recipe."""
+        return getattr(getattr(recipe, self.section), self.name)
 
     @property
     def required(self) -> bool:
         return self.default is dataclasses.MISSING
 
-    @property
+    @functools.cached_property
     def flag(self) -> str | None:
         """The Megatron flag that carries the key, or None."""
         if not isinstance(self.lowers_to, Flag):

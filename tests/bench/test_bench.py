@@ -1,5 +1,6 @@
 """The bench: turns and times, what is kept of a backend that fails, receipts and the command."""
 
+import functools
 import itertools
 import json
 import os
@@ -27,9 +28,17 @@ SMALL = [
 ]  # fmt: skip
 
 
+@functools.cache
+def rates_once(device, dtype):
+    return clocks.measure_rates(clocks.clock_for(device), dtype)
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Few samples, and the environment as it was."""
+    """Few samples, this machine's rates measured once, and the environment as it was."""
+    monkeypatch.setattr(
+        operator, "measure_rates", lambda clock, dtype: rates_once(clock.device, dtype)
+    )
     monkeypatch.setattr(operator, "_SECONDS_A_PHASE", 0.01)
     monkeypatch.setattr(model, "_SECONDS_A_PHASE", 0.01)
     monkeypatch.setattr(layer, "_SECONDS_A_PHASE", 0.01)

@@ -22,7 +22,7 @@ from ranks import run_ranks
 
 MICRO_BATCHES, SEQ, HIDDEN = 4, 32, 32
 ONE = [
-    "model.pattern=AEMRMEAR", "model.depth=8", f"model.hidden_size={HIDDEN}",
+    "model.pattern=AEMREA", "model.depth=6", f"model.hidden_size={HIDDEN}",
     "model.ffn_hidden_size=64", "model.num_attention_heads=4", f"model.seq_length={SEQ}",
     "model.make_vocab_size_divisible_by=160",  # times TP, to 320: padding has a part in every loss
     "attention.q_lora_rank=8", "attention.kv_lora_rank=8", "attention.qk_head_dim=8",
@@ -46,8 +46,8 @@ LAYOUTS = {
     "tp2-ep2": [*_TP, *_EP, "parallel.expert_tensor_parallel_size=1"],
     "tp2-again": [*_TP, *_AGAIN],
     "ep2": _EP,
-    "pp2": [*_PP, "model.pattern=AEM|RMEAR"],
-    "pp2-vpp2": [*_PP, "model.pattern=AE|MRM|E|AR"],
+    "pp2": [*_PP, "model.pattern=AEM|REA"],
+    "pp2-vpp2": [*_PP, "model.pattern=AE|MR|E|A"],
 }
 # Experts over tensor-parallel ranks train with sequence parallelism only.
 NO_EXPERTS = ["model.pattern=AMRA", "model.depth=4", "mtp.pattern=A"]

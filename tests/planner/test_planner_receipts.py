@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megacpp_mcore.planner.activations import Sizes
 from megacpp_mcore.planner.calibrate import calibrate, recipe_of
 from megacpp_mcore.planner.memory import memory_of_stage
 from megacpp_mcore.planner.pipeline import layers_of
@@ -62,7 +63,7 @@ def measured_stage(document: dict) -> int:
 def test_memory(name):
     document = RUNS[name]
     result, recipe = document["result"], recipe_of(document)
-    needed = memory_of_stage(recipe, measured_stage(document), h200()["skew"])
+    needed = memory_of_stage(recipe, Sizes.of(recipe), measured_stage(document), h200()["skew"])
     parameters = result.get("rank_parameters") or result["parameters_on_this_rank"]
     # in_proj of M and R is padded by up to 15 rows, in memory alone; runs before that have none.
     layers = sum(recipe.plan.counts["source"][letter] for letter in "MR")
@@ -88,7 +89,8 @@ def test_step(name):
 def test_forward_and_backward_of_a_model():
     """Thirteen layers and an MTP depth, without Megatron's main gradients."""
     document = read(H200 / "model-nam56r-quarter-m2rnn.json")
-    predicted = sum(micro_batch(recipe_of(document), h200(), 0).values())
+    recipe = recipe_of(document)
+    predicted = sum(micro_batch(recipe, h200(), Sizes.of(recipe), 0).values())
     measured = rows_by_key(document)["model", "forward_backward"]["median_ms"] / 1e3
     assert abs(off_by(predicted, measured)) <= STEP
 

@@ -141,7 +141,7 @@ def test_each_recomputation_keeps_less_and_takes_longer():
     recipes = [load_recipe("nam56r", words_of(keys)) for keys in RECOMPUTE.values()]
     kept = [sum(memory(recipe, 0.0).activations.values()) for recipe in recipes]
     # The GPU's: a step that recomputes is not captured, and may be as long as the host's launches.
-    times = [sum(micro_batch(recipe, RATES, 0).values()) for recipe in recipes]
+    times = [sum(micro_batch(recipe, RATES, Sizes.of(recipe), 0).values()) for recipe in recipes]
     assert all(more > less for more, less in itertools.pairwise(kept))
     assert times == sorted(times)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gloo_ranks import Run, launch
 
-STEPS, SAVED = 6, 3
+STEPS, SAVED = 4, 2
 MODEL = (
     "model.pattern=AEMRE", "model.depth=5", "model.hidden_size=32", "model.ffn_hidden_size=64",
     "model.num_attention_heads=4", "model.seq_length=16",
@@ -73,7 +73,7 @@ def train(folder: Path):
 @pytest.fixture(scope="module")
 def one(train) -> dict:
     found = train("one")
-    assert found["losses"][-1] < 0.9 * found["losses"][0]  # it learns
+    assert found["losses"][-1] < 0.95 * found["losses"][0]  # it learns
     return found
 
 

@@ -46,33 +46,35 @@ def refusals(recipe: "Recipe") -> Sequence[Refusal]:
     return rules.found
 
 
-def completed(recipe: "Recipe") -> "Recipe":
-    """The recipe with the keys filled in that it leaves to us."""
-    return without_auto(dispatcher.completed(recipe))
+def completed(recipe: "Recipe") -> tuple["Recipe", Sequence[Refusal]]:
+    """The recipe with the keys filled in that it leaves to us, and what is refused of it."""
+    recipe = dispatcher.completed(recipe)
+    if recipe.get(cuda_graphs.IMPL) == cuda_graphs.AUTO:
+        return _without_auto(recipe)
+    return recipe, refusals(recipe)
 
 
-def without_auto(recipe: "Recipe") -> "Recipe":
-    """The recipe with `launch.cuda_graph_impl = "auto"` replaced.
+def _without_auto(recipe: "Recipe") -> tuple["Recipe", Sequence[Refusal]]:
+    """The recipe with `launch.cuda_graph_impl = "auto"` replaced, and what is refused of it.
 
     The whole step is captured unless a rule forbids it. The key's origin then begins with "auto",
     and names that rule.
     """
-    if recipe.get(cuda_graphs.IMPL) != cuda_graphs.AUTO:
-        return recipe
     eager, captured = (cuda_graphs.replaced(recipe, impl) for impl in ("none", "full_iteration"))
-    anyway = {refusal.key: refusal.reason for refusal in refusals(eager)}
-    against = [r for r in refusals(captured) if anyway.get(r.key) != r.reason]
+    of_eager, of_captured = refusals(eager), refusals(captured)
+    anyway = {refusal.key: refusal.reason for refusal in of_eager}
+    against = [r for r in of_captured if anyway.get(r.key) != r.reason]
     if not against:
-        return captured
+        return captured, of_captured
     first = against[0]
     why = f"auto, but {first.key} = {shown(recipe.get(first.key))} {first.reason}"
-    return cuda_graphs.replaced(recipe, "none", why)
+    return cuda_graphs.replaced(recipe, "none", why), of_eager
 
 
 def _ranges(r: Rules) -> None:
     """Refuse numbers outside the bounds that the schema gives their key."""
     for dotted, key in KEYS.items():
-        value = r[dotted]
+        value = key.of(r.recipe)
         if value is None or isinstance(value, bool | str):
             continue
         numbers = [
@@ -88,10 +90,8 @@ def _ranges(r: Rules) -> None:
 def _words(r: Rules) -> None:
     """Refuse strings that Megatron's command line would misread."""
     for dotted, key in KEYS.items():
-        if key.flag is None:
-            continue
-        value = r[dotted]
-        if not isinstance(value, str | tuple):
+        value = key.of(r.recipe)
+        if not isinstance(value, str | tuple) or key.flag is None:
             continue
         r.refuse(value == (), dotted, "must have an entry, or be left out")
         texts = value if isinstance(value, tuple) else (value,)
