@@ -3,7 +3,9 @@
 import ctypes
 import os
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -19,3 +21,21 @@ def end_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
         if os.getppid() != parent:  # it ended before prctl took effect
             os._exit(128 + by)
+
+
+_reapers: list[subprocess.Popen] = []  # of this process: one, kept from the garbage collector
+
+
+def end_children_with_this(launcher: int = 0) -> None:
+    """Let all that this rank starts end when it ends, however it ends: see `reaper`.
+
+    launcher: the process whose SIGTERM to the rank's group says that another rank has failed. Does
+    nothing the second time, and in a process that leads no session, whose group others may be in.
+    """
+    if sys.platform != "linux" or os.getsid(0) != os.getpid() or _reapers:
+        return
+    script = str(Path(__file__).with_name("reaper.py"))
+    _reapers.append(subprocess.Popen(
+        [sys.executable, "-I", "-S", script, str(os.getpid()), str(launcher)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    ))  # fmt: skip

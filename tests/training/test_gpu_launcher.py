@@ -45,7 +45,7 @@ def failed(tmp_path):
         file = tmp_path / f"{at}.json"
         if said is not None:
             file.touch()
-            os.utime(file, ns=(at, at))
+            os.utime(file, (at, at))
         return SimpleNamespace(exitcode=exitcode, error_file=str(file), timestamp=at, message=said)
 
     return make
@@ -58,6 +58,15 @@ def test_the_rank_that_a_heartbeat_names_is_the_reason(failed):
     assert torchrun._outcome(stopped, 2) == RanksOutcome(75, f"rank 0 of 2 failed: {named}")
     killed = {0: failed(1, "RuntimeError: Connection closed"), 1: failed(-9)}
     assert torchrun._outcome(killed, 2).reason.startswith("rank 1 of 2 was killed by SIGKILL")
+
+
+def test_a_rank_that_ends_only_by_sigkill_after_another_failed_is_not_the_reason(failed):
+    refused, late = failed(2, "ResumeError: a.distcp is damaged"), failed(-9)
+    late.timestamp += torchrun.GRACE_S
+    for ranks in ({0: refused, 1: late}, {0: late, 1: refused}):
+        assert torchrun._outcome(ranks, 2) == RanksOutcome(
+            2, f"rank {0 if ranks[0] is refused else 1} of 2 failed: {refused.message}"
+        )
 
 
 def test_a_refusal_keeps_its_status_when_the_agent_ends_the_rank_that_was_first(failed):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 # A training loop in miniature: gloo's all-reduce, and a rank that ends in its midst.
 RANK = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 
 if __name__ == "__main__":  # not in the processes that are spawned, which would import it in vain
     import torch
@@ -30,11 +30,25 @@ if __name__ == "__main__":  # not in the processes that are spawned, which would
         writer.keep_no_process(asynchronous=True)
         data = torch.utils.data.DataLoader(range(8), num_workers=2, persistent_workers=True)
         workers = iter(data)
-        return next(workers), workers
+        # and one that would stay: it heeds no signal and reads no pipe
+        deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+        return next(workers), workers, subprocess.Popen([sys.executable, "-c", deaf])
+
+    def fail():
+        try:
+            raise RuntimeError("loss is NaN")
+        except RuntimeError as error:
+            get_error_handler().record_exception(error)
+            raise
 
     dist.init_process_group("gloo")
     how = sys.argv[1]
     kept = children() if how in ("killed", "hangs") and dist.get_rank() == 1 else None
+    if how == "raises alone":
+        if dist.get_rank() == 1:
+            fail()
+        signal.signal(signal.SIGTERM, lambda *_: None)  # noted, as by Megatron's handler
+        time.sleep(300)  # as in a collective over NCCL, which does not fail with the other rank
     for step in range(1000):
         try:
             dist.all_reduce(torch.ones(1))
@@ -49,11 +63,7 @@ if __name__ == "__main__":  # not in the processes that are spawned, which would
                 open(sys.argv[2], "w").write(str(os.getpid()))
                 time.sleep(300)
             if how == "raises":
-                try:
-                    raise RuntimeError("loss is NaN")
-                except RuntimeError as error:
-                    get_error_handler().record_exception(error)
-                    raise
+                fail()
         if how == "ends" and step == 3:
             break
     dist.barrier()
@@ -91,6 +101,14 @@ def test_a_killed_rank_ends_the_others_within_a_minute_and_leaves_nothing(module
 def test_a_rank_that_raises_is_named_with_its_error(module):
     ended = run_ranks(module, ["raises"], 2)
     assert ended == RanksOutcome(1, "rank 1 of 2 failed: RuntimeError: loss is NaN")
+
+
+def test_a_rank_that_waits_and_only_notes_sigterm_is_not_blamed_and_ends_soon(module, marked):
+    started = time.monotonic()
+    ended = run_ranks(module, ["raises alone"], 2)
+    assert ended == RanksOutcome(1, "rank 1 of 2 failed: RuntimeError: loss is NaN")
+    assert time.monotonic() - started < 25  # the agent alone waits for 30
+    assert marked.left() == []
 
 
 @pytest.fixture

@@ -3,12 +3,13 @@
 import runpy
 import sys
 
-from megacpp_mcore.training.processes import end_with_parent
+from megacpp_mcore.training.processes import end_children_with_this, end_with_parent
 
 
 def main(launcher: str, module: str, *argv: str) -> None:
     """Run `python -m module argv...` in this process, a child of the process id `launcher`."""
     end_with_parent(int(launcher))
+    end_children_with_this(int(launcher))
     sys.argv = [module, *argv]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -1,8 +1,8 @@
 """Run the ranks of one machine under torchrun's agent, and explain in one sentence how they failed.
 
 The agent is torch.distributed.elastic's, as `torchrun --standalone` starts it. It polls the ranks
-ten times a second; when one fails, it sends SIGTERM to the others, and SIGKILL after 30 s. When a
-rank dies, the others thus end within a minute, even if they wait in a collective.
+ten times a second; when one fails, it sends SIGTERM to the others, which the reaper of each ends
+GRACE_S later, even if they wait in a collective.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from megacpp_mcore.training import heartbeat
+from megacpp_mcore.training.reaper import GRACE_S
 
 _RANK = "megacpp_mcore.training.gpu.rank_process"
 # Exit codes of ranks that fail because another one did (the agent's SIGTERM, the NCCL watchdog's
@@ -95,10 +96,15 @@ def _first_failure(failures: dict[int, Any]) -> tuple[int, Any]:
     """(rank, failure) of the root cause: a rank that ended itself because one makes no progress,
     whose name it gives; else a killed rank; else the earliest error.
 
-    After a hang the agent itself kills the rank that was named, if that does not end. After another
-    failure the collectives of the other ranks fail milliseconds later, but the agent's timestamps
-    have whole seconds; the error files' times are finer.
+    A rank that was killed GRACE_S after another failed was killed because of that. After a failure
+    the collectives of the other ranks fail milliseconds later, but the agent's timestamps have
+    whole seconds; the error files' times are finer.
     """
+
+    def at(failure: Any) -> int:
+        return _written_ns(failure) or failure.timestamp * 10**9
+
+    first = min(map(at, failures.values()))
 
     def order(item: tuple[int, Any]) -> tuple[int, int, int]:
         rank, failure = item
@@ -107,6 +113,8 @@ def _first_failure(failures: dict[int, Any]) -> tuple[int, Any]:
         if written := _written_ns(failure):
             return 1, written, rank
         if failure.exitcode < 0:
+            if at(failure) - first > GRACE_S * 10**9 / 2:
+                return max(_SECONDARY.values()), 0, rank
             return _SECONDARY.get(failure.exitcode, 0), 0, rank
         return 1, failure.timestamp * 10**9, rank
 
