@@ -70,5 +70,6 @@ def pytest_xdist_node_collection_finished(node, ids):
 def pytest_runtest_logreport(report):
     skipped = report.outcome == "skipped"
     said = "" if report.passed else report.longrepr[2] if skipped else report.longreprtext
+    printed = report.capstdout if report.when == "call" else ""
     note(id=report.nodeid, when=report.when, outcome=report.outcome, s=report.duration, said=said,
-         printed=report.capstdout if report.when == "call" else "")  # fmt: skip
+         printed=printed + report.capstderr * report.failed)  # fmt: skip

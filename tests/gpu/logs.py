@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PRINTED = 600  # characters of what a test that passed has printed
+_PRINTED_BY_FAILED = 3000
 
 
 @dataclass
@@ -62,6 +63,8 @@ def log(head: str, tests: dict[str, Test]) -> str:
     for name, test in sorted(tests.items()):
         if test.outcome == "failed":
             lines += ["", f"---- {name}", test.said]
+            if printed := test.printed.strip()[-_PRINTED_BY_FAILED:]:
+                lines += ["-- printed, at its end:", printed]
     return "\n".join([*lines, "", counts([*tests.values()]), ""])
 
 

@@ -18,7 +18,7 @@ NOTES = [
     note("test_a.py::one[x]", "call", "passed", 2.0, printed="5 ms\n"),
     note("test_b.py::three", "setup", "skipped", said="no GPU"),
 ]
-FAILED = note("test_a.py::two", "call", "failed", 1.0, "E  boom")
+FAILED = note("test_a.py::two", "call", "failed", 1.0, "E  boom", "x" * 9000 + "its last words")
 PASSED = note("test_a.py::two", "call", "passed", 1.0)
 SET_UP = note("test_a.py::two", "setup", "passed")
 TORN_DOWN = note("test_a.py::two", "teardown", "failed", said="E  boom")
@@ -52,6 +52,9 @@ def test_what_failed_or_was_not_run_fails_the_run(run, notes):
     told = notes not in ((), (SET_UP,))
     assert status == 1 and last.startswith(f"1 passed, 1 {'failed' if told else 'not run'}, ")
     assert ("E  boom" in found["test_a"]) == told
+    if FAILED in notes:
+        assert "xits last words\n" in found["test_a"]
+        assert len(found["test_a"]) < 4000
 
 
 def test_a_run_of_no_tests_fails(run):
