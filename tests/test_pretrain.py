@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megacpp_mcore import dispatch, receipts
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.files import cache_folder
 from megacpp_mcore.hybrid import flops
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.recipe import Recipe, load_recipe
@@ -92,13 +93,28 @@ def test_the_recipe_arrives_and_its_environment_is_applied_or_kept(gpu_recipe, m
     assert launched.argv == lower(gpu_recipe).argv
     assert launched.out == Path("runs/small")
     applied, kept = launched.environment["applied"], launched.environment["kept"]
-    # What is compiled and searched for stays in the run's folder, for its next start.
-    assert applied.pop("TRITON_CACHE_DIR") == str(Path("runs/small/cache/triton").absolute())
+    # What is compiled and searched for is kept for the user's next run, in whatever folder.
+    assert applied.pop("TRITON_CACHE_DIR") == str(cache_folder("triton").absolute())
     assert applied == {"OTHER": "recipe", "TRITON_CACHE_AUTOTUNING": "1"}
     assert kept == {"NOTE": "mine", "TORCHINDUCTOR_CACHE_DIR": "/mine"}
     assert os.environ["OTHER"] == "recipe" and os.environ["NOTE"] == "mine"
     assert "MEGACPP_RECIPE" not in os.environ  # the recipe is handed on
     assert "kept NOTE=mine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("blocked", ["a file", "no rights"])
+def test_kernels_are_kept_in_the_runs_folder_where_the_users_cannot_be_written(
+    gpu_recipe, tmp_path, monkeypatch, blocked
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    if blocked == "a file":
+        (tmp_path / "home").touch()
+    else:
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+    applied = launch(arguments(gpu_recipe)).environment["applied"]
+    own = Path("runs/small/cache").absolute()
+    assert applied["TRITON_CACHE_DIR"] == str(own / "triton")
+    assert applied["TORCHINDUCTOR_CACHE_DIR"] == str(own / "inductor")
 
 
 def test_a_start_tells_whether_its_kernels_were_compiled_before(gpu_recipe, tmp_path, monkeypatch):
@@ -555,7 +571,7 @@ def test_the_wait_for_data_is_data_whoever_reads(watched, monkeypatch):
     from megatron.core.rerun_state_machine import RerunDataIterator
 
     watch, loop = watched
-    said, slow = [], iter(lambda: time.sleep(0.05) or len(said), None)
+    said, slow = [], iter(lambda: time.sleep(0.2) or len(said), None)
     monkeypatch.setattr(watch, "_heartbeat", SimpleNamespace(
         beat=lambda doing: said.append(doing),
         note=lambda doing, alone=False: said.append((doing, alone)),
@@ -577,7 +593,7 @@ def test_the_wait_for_data_is_data_whoever_reads(watched, monkeypatch):
         for iteration in range(2):
             loop.training.train_step(train, model, optimizer, iteration=iteration)
     seconds = watch.write("complete")["goodput"]["seconds"]
-    assert seconds["data"] >= 0.2 and seconds["step"] + seconds["compile"] < 0.2
+    assert seconds["data"] >= 0.8 and seconds["step"] + seconds["compile"] < 0.8
     reading = [("in step 2, reading a micro batch", True), ("in step 2", False)]
     assert said[-5:] == ["in step 2", *reading, *reading]
     assert next(valid) == 7 and test is None

@@ -5,7 +5,8 @@ index `.metadata`, the objects in its shards (random states, the rerun state), a
 of Transformer Engine's modules. `install` restricts all three to known classes. Megatron itself
 restricts the rest: common state, `common.pt` and the index caches of datasets.
 
-Compiled kernels in a run's OUT/cache are code, as in any cache of Triton or Inductor.
+Compiled kernels are code, too: they are kept in the user's cache, and a run's folder, which may be
+somebody else's, is used for them where that cannot be written to.
 """
 
 import io

@@ -142,9 +142,6 @@ class Packed:
         recipe = load_recipe(str(self.out / "recipe.toml"), self._overrides(run))
         lowered = lower(recipe)
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MEGACPP_RECIPE")}
-        for variable, folder in (("TRITON_CACHE_DIR", "triton"),
-                                 ("TORCHINDUCTOR_CACHE_DIR", "inductor")):  # fmt: skip
-            environment.setdefault(variable, str(self.out / folder))
         torchrun = [sys.executable, "-m", "torch.distributed.run",
                     "--nproc-per-node", str(recipe.launch.nproc_per_node)]  # fmt: skip
         if recipe.launch.nnodes > 1:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.files import cache_folder
 from megacpp_mcore.hybrid import letters
 from megacpp_mcore.hybrid.letters import Spec
 from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, Recipe, load_recipe, recipe_from_environment
@@ -34,9 +35,9 @@ class LaunchError(MegacppError):
 class Launch:
     """How one rank was started.
 
-    argv: Megatron's arguments. out: the run's folder, for the receipt and compiled kernels.
+    argv: Megatron's arguments. out: the run's folder, for the receipt.
     yardstick: train Megatron's own blocks of the recipe's sizes, with Mamba-2 in the M slot.
-    triton_cache_entries: the size of Triton's cache at process start; 0 for a cold start.
+    triton_cache_entries: the size of Triton's cache at process start; 0: every kernel is compiled.
     """
 
     recipe: Recipe
@@ -93,18 +94,25 @@ def launch(argv: Sequence[str]) -> Launch:
     if own.yardstick:
         lowered, megatron_argv = _with_yardstick_spec(recipe, lowered, megatron_argv)
     out = Path(own.out or f"runs/{recipe.name}")
-    environment = apply_environment(_cache_folders(out) | recipe.launch.environment)
+    environment = apply_environment(_kernel_caches(out) | recipe.launch.environment)
     cached = Path(os.environ["TRITON_CACHE_DIR"])
     entries = len(os.listdir(cached)) if cached.is_dir() else 0
     return Launch(recipe, lowered, megatron_argv, out, environment, own.yardstick, entries)
 
 
-def _cache_folders(out: Path) -> dict[str, str]:
-    """Caches for compiled kernels and autotuning results, so that a resumed run compiles nothing.
+def _kernel_caches(out: Path) -> dict[str, str]:
+    """Caches of compiled kernels and autotuning results, shared by all runs of this user, as both
+    compilers' keys have the sources, the versions and the GPU's architecture; in the run's folder
+    where the user's cannot be written to.
 
     Absolute paths, because Inductor's worker processes have other working directories.
     """
-    cache = out.absolute() / "cache"
+    shared = cache_folder().absolute()
+    try:
+        shared.mkdir(parents=True, exist_ok=True)
+        cache = shared if os.access(shared, os.W_OK | os.X_OK) else out.absolute() / "cache"
+    except OSError:
+        cache = out.absolute() / "cache"
     return {
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "TRITON_CACHE_AUTOTUNING": "1",
