@@ -77,6 +77,7 @@ def run_ranks(check: Callable[[int, str], None], folder: Path, ranks: int = 2) -
 
 def _rank(rank: int, check: Callable[[int, str], None], ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
+    torch.manual_seed(rank)  # what a check draws without a seed is the same in every run
     bridges.install()
     meet(rank, ranks)
     check(rank, folder)
