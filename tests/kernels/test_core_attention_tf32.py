@@ -12,7 +12,7 @@ from megacpp_mcore.kernels.case import BoundBackend
 from megacpp_mcore.kernels.core_attention.case import CoreAttentionCase
 
 CASES = {n: CoreAttentionCase.samples()[n] for n in ("plain", "plain-mla", "odd", "odd-documents")}
-CASES["long"] = CoreAttentionCase(1, 1024, 1, 1, 64, 64)
+CASES["long"] = CoreAttentionCase(1, 1024, 1, 1, 16, 16)
 LOG2E = 1.4426950408889634
 
 
