@@ -13,8 +13,8 @@ from megacpp_mcore.errors import MegacppError
 
 def main(argv: list[str] | None = None) -> int:
     """Train. Returns the exit status: 0, or that of a MegacppError, which is printed on stderr."""
+    from megacpp_mcore.host.processes import end_children_with_this
     from megacpp_mcore.training.gpu.rank_setup import launch
-    from megacpp_mcore.training.processes import end_children_with_this
 
     end_children_with_this()  # where `megacpp train` has not said so: under torchrun
     try:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from made_once import made_once
 
-from megacpp_mcore.kernels.nvcc import find_nvcc
+from megacpp_mcore.host.nvcc import find_nvcc
 
 _HEADER = Path(__file__).with_suffix(".h")
 _FLAGS = ("-x", "c++", "-O2", "-std=c++17", "-w", "-shared", "-Xcompiler", "-fPIC")

@@ -183,7 +183,7 @@ def test_a_depth_that_nobody_builds_is_told_at_once(refused, depth):
 def test_sizes_that_no_memory_holds_are_told_before_anything_is_allocated(
     small_recipe, setting, tmp_path, monkeypatch
 ):
-    from megacpp_mcore.training.cpu import memory
+    from megacpp_mcore.host import memory
     from megacpp_mcore.training.cpu.train import train
 
     monkeypatch.setattr(memory, "available", lambda: 4 * 2**30)

@@ -27,11 +27,14 @@ imports torch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megacpp_mcore.hybrid import letters
 from megacpp_mcore.hybrid.letters.letter import Cost, CostOf, norm_parameters
 from megacpp_mcore.hybrid.plan import Layer
-from megacpp_mcore.recipe import Recipe
+
+if TYPE_CHECKING:
+    from megacpp_mcore.recipe import Recipe
 
 FORMULA = (
     "megacpp_mcore.hybrid.flops: products of every layer and head, 3 times the forward pass, "
@@ -89,7 +92,7 @@ class Count:
         return sum(part.layers * part.active for part in self.parts)
 
 
-def training_flops(recipe: Recipe, *, mamba2: bool = False) -> float:
+def training_flops(recipe: "Recipe", *, mamba2: bool = False) -> float:
     """Operations a token of training, for a receipt.
 
     Where documents are packed the pairs that attention sees depend on the data: they are left out,
@@ -99,7 +102,7 @@ def training_flops(recipe: Recipe, *, mamba2: bool = False) -> float:
     return count(recipe, keys=keys, mamba2=mamba2).training
 
 
-def count(recipe: Recipe, *, keys: float | None = None, mamba2: bool = False) -> Count:
+def count(recipe: "Recipe", *, keys: float | None = None, mamba2: bool = False) -> Count:
     """Count `recipe`. keys: the mean number of keys a query sees, where documents are packed;
     None: whole rows. mamba2: M is Megatron's Mamba-2, as in the yardstick."""
     if keys is None:

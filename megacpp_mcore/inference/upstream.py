@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megacpp_mcore.hybrid.block_settings import M2RNNSettings
+from megacpp_mcore.hybrid.m2rnn_layout import M2RNNLayout, from_lm_engine, to_lm_engine
 from megacpp_mcore.inference.recipe import InferenceError
 from megacpp_mcore.inference.safetensors import read_safetensors
-from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout, from_lm_engine, to_lm_engine
 
 PACKAGES = {"mamba3": "mamba-ssm", "m2rnn": "xma"}
 _CONV = {"conv.weight": "conv1d_weight", "conv.bias": "conv1d_bias", "norm.weight": "norm_weight"}

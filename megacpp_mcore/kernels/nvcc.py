@@ -21,6 +21,7 @@ from typing import IO
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.files import cache_folder
+from megacpp_mcore.host.nvcc import find_nvcc
 from megacpp_mcore.surfaces.support import OfMachine, Unbuildable
 
 TESTED_MAJOR = 9
@@ -31,13 +32,6 @@ _FLAGS = ("-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC")
 
 class KernelBuildError(MegacppError):
     """nvcc is missing or refuses the source, or its output cannot be stored or loaded."""
-
-
-def find_nvcc() -> str | None:
-    """The nvcc of CUDA_HOME, else of PATH, else of /usr/local/cuda, or None."""
-    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    candidates = [*(f"{home}/bin/nvcc" for home in homes), "nvcc", "/usr/local/cuda/bin/nvcc"]
-    return next(filter(None, map(shutil.which, candidates)), None)
 
 
 @functools.cache

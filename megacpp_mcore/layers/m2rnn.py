@@ -34,12 +34,12 @@ from torch import Tensor
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.hybrid.block_settings import M2RNNSettings
+from megacpp_mcore.hybrid.m2rnn_layout import M2RNNLayout, M2RNNMixerError
 from megacpp_mcore.kernels.documents import bounds_to_end, positions
 from megacpp_mcore.kernels.m2rnn import m2rnn_step
 from megacpp_mcore.kernels.m2rnn_core.prep import conv_and_decay, gated_norm
 from megacpp_mcore.layers.documents import document_offsets
 from megacpp_mcore.layers.inference_state import check_context, entry_of
-from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout, M2RNNMixerError
 from megacpp_mcore.layers.mixer import MixerSubmodules, RecurrentMixer
 from megacpp_mcore.layers.settings import PluginSettings, plugin_settings
 from megacpp_mcore.surfaces import m2rnn as m2rnn_surface

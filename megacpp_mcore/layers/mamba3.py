@@ -27,11 +27,11 @@ from torch import Tensor
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.hybrid.block_settings import Mamba3Settings
+from megacpp_mcore.hybrid.mamba3_layout import IN_PROJ_PARTS, Mamba3Layout, Mamba3MixerError
 from megacpp_mcore.kernels.mamba3 import mamba3_step
 from megacpp_mcore.kernels.mamba3_core.prep import mamba3_prep
 from megacpp_mcore.layers.documents import document_offsets
 from megacpp_mcore.layers.inference_state import check_context, entry_of
-from megacpp_mcore.layers.mamba3_layout import IN_PROJ_PARTS, Mamba3Layout, Mamba3MixerError
 from megacpp_mcore.layers.mixer import MixerSubmodules, RecurrentMixer
 from megacpp_mcore.layers.param_gather import wait_for_param_gather
 from megacpp_mcore.layers.settings import PluginSettings, plugin_settings

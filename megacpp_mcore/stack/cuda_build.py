@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacpp_mcore.files import cache_folder
-from megacpp_mcore.kernels.nvcc import find_nvcc
+from megacpp_mcore.host import memory
+from megacpp_mcore.host.nvcc import find_nvcc
 from megacpp_mcore.stack.cuda_packages import (
     PACKAGES,
     CudaBuildError,
@@ -99,9 +100,7 @@ def jobs(asked: str | None = None) -> int:
     """How many files are compiled at a time: `asked` (MAX_JOBS), else a processor each as far as
     free memory goes, 4 GiB a compiler."""
     if asked is None:
-        from megacpp_mcore.training.cpu.memory import available
-
-        return max(1, min(len(os.sched_getaffinity(0)), available() // _JOB_BYTES))
+        return max(1, min(len(os.sched_getaffinity(0)), memory.available() // _JOB_BYTES))
     if not asked.isdecimal() or int(asked) < 1:
         raise CudaPackageError(f"MAX_JOBS {asked!r}: a number from 1")
     return int(asked)
@@ -280,7 +279,7 @@ def _joined(*parts: object) -> str:
 def _running(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen]:
     """A process whose compilers end with this block, also when it is left by Ctrl-C or SIGTERM,
     and with this process, also when that is killed."""
-    supervised = [sys.executable, "-m", "megacpp_mcore.stack.supervised", str(os.getpid())]
+    supervised = [sys.executable, "-m", "megacpp_mcore.host.supervised", str(os.getpid())]
     child = subprocess.Popen(
         [*supervised, *command], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, start_new_session=True,

@@ -8,7 +8,7 @@ from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 
 if TYPE_CHECKING:
     from megacpp_mcore.hybrid.block_settings import M2RNNSettings
-    from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout
+    from megacpp_mcore.hybrid.m2rnn_layout import M2RNNLayout
     from megacpp_mcore.recipe import Recipe
 
 
@@ -27,7 +27,7 @@ def workload(device: str, config, layout: "M2RNNLayout", settings: "M2RNNSetting
 def of_recipe(recipe: "Recipe", device: str) -> Workload | None:
     if "R" not in recipe.plan.letters:
         return None
-    from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout
+    from megacpp_mcore.hybrid.m2rnn_layout import M2RNNLayout
 
     config = config_of(recipe)
     layout = M2RNNLayout.of(config, recipe.m2rnn, recipe.parallel.tensor_model_parallel_size)

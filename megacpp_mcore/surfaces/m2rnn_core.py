@@ -17,7 +17,7 @@ from megacpp_mcore.surfaces.workload import Workload
 
 if TYPE_CHECKING:
     from megacpp_mcore.hybrid.block_settings import M2RNNSettings
-    from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout
+    from megacpp_mcore.hybrid.m2rnn_layout import M2RNNLayout
     from megacpp_mcore.recipe import Recipe
 
 _INSIDE = m2rnn.SURFACE.name

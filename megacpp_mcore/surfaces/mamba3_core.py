@@ -17,7 +17,7 @@ from megacpp_mcore.surfaces.workload import Workload
 
 if TYPE_CHECKING:
     from megacpp_mcore.hybrid.block_settings import Mamba3Settings
-    from megacpp_mcore.layers.mamba3_layout import Mamba3Layout
+    from megacpp_mcore.hybrid.mamba3_layout import Mamba3Layout
     from megacpp_mcore.recipe import Recipe
 
 _INSIDE = mamba3_scan.SURFACE.name

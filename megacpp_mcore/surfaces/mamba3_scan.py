@@ -9,7 +9,7 @@ from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 
 if TYPE_CHECKING:
     from megacpp_mcore.hybrid.block_settings import Mamba3Settings
-    from megacpp_mcore.layers.mamba3_layout import Mamba3Layout
+    from megacpp_mcore.hybrid.mamba3_layout import Mamba3Layout
     from megacpp_mcore.recipe import Recipe
 
 
@@ -32,7 +32,7 @@ def workload(device: str, config, layout: "Mamba3Layout", settings: "Mamba3Setti
 def of_recipe(recipe: "Recipe", device: str) -> Workload | None:
     if "M" not in recipe.plan.letters:
         return None
-    from megacpp_mcore.layers.mamba3_layout import Mamba3Layout
+    from megacpp_mcore.hybrid.mamba3_layout import Mamba3Layout
 
     config, tp = config_of(recipe), recipe.parallel.tensor_model_parallel_size
     group = SimpleNamespace(size=lambda: tp, rank=lambda: 0)

@@ -29,8 +29,8 @@ from megatron.core.transformer.transformer_layer import (
 from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.hybrid.block_settings import M2RNNSettings
+from megacpp_mcore.hybrid.m2rnn_layout import M2RNNLayout
 from megacpp_mcore.layers.m2rnn import M2RNNMixer
-from megacpp_mcore.layers.m2rnn_layout import M2RNNLayout
 from megacpp_mcore.layers.mixer import MixerSubmodules
 from megacpp_mcore.layers.norm import TorchNorm
 from megacpp_mcore.layers.settings import PluginSettings, attach

@@ -7,13 +7,13 @@ import torch
 from torch.nn.functional import softplus
 
 from megacpp_mcore.hybrid.block_settings import M2RNNSettings
-from megacpp_mcore.kernels.m2rnn import m2rnn
-from megacpp_mcore.layers.m2rnn_layout import (
+from megacpp_mcore.hybrid.m2rnn_layout import (
     M2RNNLayout,
     M2RNNMixerError,
     from_lm_engine,
     to_lm_engine,
 )
+from megacpp_mcore.kernels.m2rnn import m2rnn
 
 HIDDEN, HEADS, K, V, KERNEL, EPS = 10, 3, 5, 4, 4, 1e-3
 CHANNELS = HEADS * V

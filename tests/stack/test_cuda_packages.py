@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from megacpp_mcore import cli
+from megacpp_mcore.host import memory
 from megacpp_mcore.stack import cuda_build, cuda_packages, imports
 from megacpp_mcore.stack.cuda_build import Source
 from megacpp_mcore.stack.cuda_packages import PACKAGES, CudaBuildError, CudaPackageError
-from megacpp_mcore.training.cpu import memory
 
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = """

@@ -8,9 +8,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from megacpp_mcore.hybrid.row_padding import row_padding
 from megacpp_mcore.kernels.case import OperatorCase, Tensors
 from megacpp_mcore.kernels.m2rnn_core.reference import m2rnn_core
-from megacpp_mcore.layers.row_padding import row_padding
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces import m2rnn_core as surface
 from megacpp_mcore.surfaces.workload import Workload

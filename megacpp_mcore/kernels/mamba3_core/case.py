@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from megacpp_mcore.hybrid.block_settings import Mamba3Settings
+from megacpp_mcore.hybrid.row_padding import row_padding
 from megacpp_mcore.kernels.case import OperatorCase, Tensors
 from megacpp_mcore.kernels.mamba3.case import random_walk_bound
 from megacpp_mcore.kernels.mamba3_core.reference import mamba3_core
-from megacpp_mcore.layers.row_padding import row_padding
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces import mamba3_core as surface
 from megacpp_mcore.surfaces.workload import Workload

@@ -24,8 +24,8 @@ from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAs
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.files import sync
+from megacpp_mcore.host.processes import end_with_parent
 from megacpp_mcore.training.checkpoints import checksums, staging
-from megacpp_mcore.training.processes import end_with_parent
 
 _SIDECAR = ".sum-"
 _save_config = serialization.save_config

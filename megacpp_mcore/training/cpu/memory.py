@@ -4,10 +4,7 @@ The estimate is a lower bound of the four parts that grow with the recipe's size
 refuses nothing that could run.
 """
 
-from pathlib import Path
-
-import psutil
-
+from megacpp_mcore.host import memory
 from megacpp_mcore.hybrid import flops
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.training import sizes
@@ -28,7 +25,7 @@ def check(recipe: Recipe) -> None:
     """Raises OutOfMemoryError, which names the key, the bytes needed and the bytes there."""
     parts = estimate(recipe)
     largest = max(parts, key=parts.__getitem__)
-    sizes.refuse(recipe, _KEYS[largest], largest, sum(parts.values()), available())
+    sizes.refuse(recipe, _KEYS[largest], largest, sum(parts.values()), memory.available())
 
 
 def estimate(recipe: Recipe) -> dict[str, int]:
@@ -44,14 +41,3 @@ def estimate(recipe: Recipe) -> dict[str, int]:
         "batch": _BATCH_BYTES * schedule.global_batch_size * model.seq_length,
         "samples": _INDEX_BYTES * samples,
     }
-
-
-def available() -> int:
-    """Bytes that a new process can have: free memory, within the control group's limit."""
-    there = psutil.virtual_memory().available
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
-        return min(there, int(limit) - int(used))
-    except (OSError, ValueError):  # "max", or no such group
-        return there

@@ -3,7 +3,7 @@
 import runpy
 import sys
 
-from megacpp_mcore.training.processes import end_children_with_this, end_with_parent
+from megacpp_mcore.host.processes import end_children_with_this, end_with_parent
 
 
 def main(launcher: str, module: str, *argv: str) -> None:

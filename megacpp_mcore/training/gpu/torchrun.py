@@ -16,8 +16,8 @@ from typing import Any
 
 import psutil
 
+from megacpp_mcore.host.reaper import GRACE_S
 from megacpp_mcore.training import heartbeat
-from megacpp_mcore.training.reaper import GRACE_S
 
 _RANK = "megacpp_mcore.training.gpu.rank_process"
 # Exit codes of ranks that fail because another one did (the agent's SIGTERM, the NCCL watchdog's

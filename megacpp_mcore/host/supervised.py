@@ -1,6 +1,6 @@
 """Run a command that ends, with all that it has started, when the process PARENT ends.
 
-    python -m megacpp_mcore.stack.supervised PARENT COMMAND ...
+    python -m megacpp_mcore.host.supervised PARENT COMMAND ...
 
 SIGTERM ends them, too. A compiler that outlives its build would write the object files of the next.
 """
@@ -13,7 +13,7 @@ import sys
 
 import psutil
 
-from megacpp_mcore.training.processes import end_with_parent
+from megacpp_mcore.host.processes import end_with_parent
 
 
 def _end(*_: object) -> None:

@@ -5,7 +5,7 @@ from typing import get_args, get_type_hints
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.hybrid.block_settings import Mamba3Settings
-from megacpp_mcore.layers.row_padding import row_padding
+from megacpp_mcore.hybrid.row_padding import row_padding
 
 IN_PROJ_PARTS = ("z", "x", "B", "C", "dt", "A", "trap", "angle")
 

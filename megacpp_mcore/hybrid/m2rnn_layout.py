@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.hybrid.block_settings import M2RNNSettings
-from megacpp_mcore.layers.row_padding import row_padding
+from megacpp_mcore.hybrid.row_padding import row_padding
 
 
 class M2RNNMixerError(MegacppError):
