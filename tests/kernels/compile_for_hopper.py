@@ -1,0 +1,151 @@
+"""Compiles the package's Triton kernels for an H200 on any machine, and prints what it compiled:
+
+    python compile_for_hopper.py     (without TRITON_INTERPRET)
+
+The operators run forward and backward on the CPU at NAM56R's widths; a launch compiles and does not
+run, so every number is garbage and what would read one (grouped products, the recurrence) is
+replaced. Last it prints the kernels that the package launches and nothing here has compiled.
+"""
+
+import ast
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+import megacpp_mcore
+from megacpp_mcore.kernels import adam, parity
+from megacpp_mcore.kernels.case import case_class
+from megacpp_mcore.kernels.m2rnn import cuda
+from megacpp_mcore.kernels.moe_experts.activation import SQUARED_RELU, SWIGLU
+from megacpp_mcore.kernels.moe_experts.fused import Experts, experts_routed
+from megacpp_mcore.kernels.moe_experts.routing import rows_of
+from megacpp_mcore.recipe import load_recipe
+from megacpp_mcore.stack import bridges
+from megacpp_mcore.surfaces.backend import load
+from megacpp_mcore.surfaces.registry import REGISTRY
+
+ROW = ["schedule.micro_batch_size=1", "model.seq_length=128", "model.vocab_size=1024"]
+BACKENDS = {
+    "norm": "triton", "mla_rope": "triton", "mamba3_core": "triton", "m2rnn_core": "triton",
+    "linear_cross_entropy": "chunked", "rope_qk": "triton",
+}  # fmt: skip
+COMPILED: Counter[str] = Counter()
+
+
+class Hopper:
+    """As much of Triton's driver as a launch asks before it compiles."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def compile_instead_of_launching() -> None:
+    driver.set_active(Hopper())
+    launch = JITFunction.run
+
+    def run(self, *args, grid, warmup, **options):
+        kept = self.device_caches[0][0]
+        before = len(kept)
+        launch(self, *args, grid=grid, warmup=True, **options)
+        COMPILED[f"{self.module}.{self.__name__}"] += len(kept) - before
+
+    JITFunction.run = run
+
+
+def operator(name: str, backend: str, *overrides: str) -> None:
+    """A surface's backend with the sizes of the recipe, forward and backward."""
+    case = case_class(name).of(load_recipe("nam56r", [*ROW, *overrides]))
+    found = {b.name: b for b in REGISTRY[name].backends}[backend]
+    bound = case.bind(load(found.implementation), "cpu", torch.bfloat16)
+    tensors = parity.drawn(case, torch.bfloat16, "cpu", seed=0)
+    shapes = case.reference(**tensors)
+    parity.run(case, bound, tensors, {n: torch.ones_like(y) for n, y in shapes.items()})
+
+
+def recurrence_of_zeros() -> None:
+    """R's own kernels are CUDA C++."""
+
+    def forward(q, k, v, W, f, *options):
+        return v.new_zeros(*f.shape, v.shape[-1]), None, f.new_zeros(1)
+
+    def backward(dy, d_final, q, k, v, W, f, *options):
+        return *(torch.zeros_like(x) for x in (q, k, v, W, f)), None
+
+    cuda.forward, cuda.backward = forward, backward
+
+
+def experts(activation: str) -> None:
+    rows, width, inner, topk = 128, 3584, 896, 4
+    gate = 2 if activation == SWIGLU else 1
+    x = torch.zeros(rows, width, dtype=torch.bfloat16, requires_grad=True)
+    w1 = torch.empty(16, gate * inner, width, dtype=torch.bfloat16)
+    w2 = torch.empty(16, width, inner, dtype=torch.bfloat16)
+
+    def rows_of_zeros(columns):
+        return lambda x, w, *rest, **later: w.new_zeros(len(rows_of(x)), w.shape[columns])
+
+    products = SimpleNamespace(
+        NAME="none", ALIGN=8, forward=rows_of_zeros(1), input_gradient=rows_of_zeros(2)
+    )
+    probs = torch.rand(rows, 16, requires_grad=True)
+    chosen = probs >= probs.topk(topk).values[:, -1:]
+    weights = Experts(w1, w2, products=products, activation=activation)
+    experts_routed(x, chosen, probs, weights, topk, torch.zeros_like(x)).sum().backward()
+
+
+def update(dtype: torch.dtype | None) -> None:
+    parts = [torch.zeros(64) for _ in range(4)]
+    weight = None if dtype is None else torch.zeros(64, dtype=dtype)
+    hyper = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 3}
+    adam.adam_(adam.table_of([adam.Shard(*parts, weight)]), torch.ones(()), **hyper)
+
+
+def launched() -> set[str]:
+    """MODULE.KERNEL of every kernel that the package launches: `NAME[grid](...)`."""
+    root, names, kernels = Path(megacpp_mcore.__file__).parent, set(), {}
+    for path in root.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and any(
+                "triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list
+            ):
+                module = ".".join(("megacpp_mcore", *path.relative_to(root).with_suffix("").parts))
+                kernels.setdefault(node.name, []).append(f"{module}.{node.name}")
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                names.add(ast.unparse(node.func.value).rpartition(".")[2])
+    return {kernel for name in names for kernel in kernels.get(name, ())}
+
+
+def main() -> None:
+    knobs.cache.dir = tempfile.mkdtemp()
+    bridges.install()
+    compile_instead_of_launching()
+    recurrence_of_zeros()
+    for name, backend in BACKENDS.items():
+        operator(name, backend, *(["attention.kind=gqa"] if name == "rope_qk" else []))
+    for activation in (SWIGLU, SQUARED_RELU):
+        experts(activation)
+    for dtype in (torch.bfloat16, None):
+        update(dtype)
+    for kernel, count in sorted(COMPILED.items()):
+        print(f"{count} {kernel}")
+    if missed := sorted(launched() - COMPILED.keys()):
+        sys.exit(f"not compiled: {', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()
