@@ -1,18 +1,26 @@
-"""Compiles the package's Triton kernels for an H200 on any machine, and prints what it compiled:
+"""Compiles the package's Triton kernels for an H200 on any machine, and prints what each takes of
+it: warps, registers of a thread, its bytes of stack (most of it registers spilled to memory), bytes
+of shared memory.
 
-    python compile_for_hopper.py     (without TRITON_INTERPRET)
+    python compile_for_hopper.py [KEY=VALUE ...]     (without TRITON_INTERPRET)
 
-The operators run forward and backward on the CPU at NAM56R's widths; a launch compiles and does not
-run, so every number is garbage and what would read one (grouped products, the recurrence) is
-replaced. Last it prints the kernels that the package launches and nothing here has compiled.
+The operators run forward and backward on the CPU at NAM56R's widths, or with other values of its
+recipe; a launch compiles and does not run, so every number is garbage and what would read one
+(grouped products, the recurrence) is replaced. Last it prints the kernels that the package launches
+and nothing here has compiled.
 """
 
 import ast
+import contextlib
+import re
+import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import torch
 from triton import knobs
@@ -37,7 +45,7 @@ BACKENDS = {
     "norm": "triton", "mla_rope": "triton", "mamba3_core": "triton", "m2rnn_core": "triton",
     "linear_cross_entropy": "chunked", "rope_qk": "triton",
 }  # fmt: skip
-COMPILED: Counter[str] = Counter()
+COMPILED: dict[str, list[Any]] = {}
 
 
 class Hopper:
@@ -58,12 +66,22 @@ def compile_instead_of_launching() -> None:
     launch = JITFunction.run
 
     def run(self, *args, grid, warmup, **options):
-        kept = self.device_caches[0][0]
-        before = len(kept)
-        launch(self, *args, grid=grid, warmup=True, **options)
-        COMPILED[f"{self.module}.{self.__name__}"] += len(kept) - before
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        versions = COMPILED.setdefault(f"{self.module}.{self.__name__}", [])
+        if kernel not in versions:
+            versions.append(kernel)
 
     JITFunction.run = run
+
+
+@contextlib.contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Tensors say so, as kernels have another form for the interpreter here and there."""
+    with (
+        mock.patch.object(torch.Tensor, "is_cuda", True),
+        mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()),
+    ):
+        yield
 
 
 def operator(name: str, backend: str, *overrides: str) -> None:
@@ -73,7 +91,10 @@ def operator(name: str, backend: str, *overrides: str) -> None:
     bound = case.bind(load(found.implementation), "cpu", torch.bfloat16)
     tensors = parity.drawn(case, torch.bfloat16, "cpu", seed=0)
     shapes = case.reference(**tensors)
-    parity.run(case, bound, tensors, {n: torch.ones_like(y) for n, y in shapes.items()})
+    directions = {n: torch.ones_like(y) for n, y in shapes.items()}
+    # The head asks cuBLAS for its products.
+    with contextlib.nullcontext() if name == "linear_cross_entropy" else as_on_a_gpu():
+        parity.run(case, bound, tensors, directions)
 
 
 def recurrence_of_zeros() -> None:
@@ -104,7 +125,8 @@ def experts(activation: str) -> None:
     probs = torch.rand(rows, 16, requires_grad=True)
     chosen = probs >= probs.topk(topk).values[:, -1:]
     weights = Experts(w1, w2, products=products, activation=activation)
-    experts_routed(x, chosen, probs, weights, topk, torch.zeros_like(x)).sum().backward()
+    with as_on_a_gpu():
+        experts_routed(x, chosen, probs, weights, topk, torch.zeros_like(x)).sum().backward()
 
 
 def update(dtype: torch.dtype | None) -> None:
@@ -112,6 +134,17 @@ def update(dtype: torch.dtype | None) -> None:
     weight = None if dtype is None else torch.zeros(64, dtype=dtype)
     hyper = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 3}
     adam.adam_(adam.table_of([adam.Shard(*parts, weight)]), torch.ones(()), **hyper)
+
+
+def resources(kernel: Any) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said).groups()
+    found = kernel.metadata
+    return f"{found.num_warps:3} {registers:>4} {stack:>5} {found.shared:>7}"
 
 
 def launched() -> set[str]:
@@ -130,22 +163,24 @@ def launched() -> set[str]:
     return {kernel for name in names for kernel in kernels.get(name, ())}
 
 
-def main() -> None:
+def main(*overrides: str) -> None:
     knobs.cache.dir = tempfile.mkdtemp()
     bridges.install()
     compile_instead_of_launching()
     recurrence_of_zeros()
     for name, backend in BACKENDS.items():
-        operator(name, backend, *(["attention.kind=gqa"] if name == "rope_qk" else []))
+        gqa = ["attention.kind=gqa"] if name == "rope_qk" else []
+        operator(name, backend, *gqa, *overrides)
     for activation in (SWIGLU, SQUARED_RELU):
         experts(activation)
     for dtype in (torch.bfloat16, None):
         update(dtype)
-    for kernel, count in sorted(COMPILED.items()):
-        print(f"{count} {kernel}")
+    for name, versions in sorted(COMPILED.items()):
+        for kernel in versions:
+            print(resources(kernel), name)
     if missed := sorted(launched() - COMPILED.keys()):
         sys.exit(f"not compiled: {', '.join(missed)}")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
