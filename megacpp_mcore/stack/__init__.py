@@ -84,7 +84,7 @@ PROBES = (
     Probe("transformer_engine.pytorch", "transformer-engine", CUDA_GET, optional=True, cuda=True),
 )
 # Optional, in any version; receipts record which one was used.
-NOT_PINNED = ("deep-ep", "flash-attn-4", "nvidia-cutlass-dsl")
+NOT_PINNED = ("deep-ep", "flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl")
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,14 @@ if TYPE_CHECKING:
 TE_ATTENTION_CUDNN = 92200  # TE 2.17.1 is compiled against it
 _HALF = ("bfloat16", "float16")
 FLASH_4_MODULE = "flash_attn.cute"
-_FLASH_4_VERSION = "4.0.0b20"  # the first that Megatron takes, too
-# What compiles FlashAttention-4's kernels. Their backward pass never returned with 4.6.3 on an H200
-# (4.0.0b36, twice), nor on a B300 with 4.6.0 and 4.6.1, where it did with 4.6.2: flash-attention's
-# issue 2797. A run that hangs is worse than a slower backend, so no other version is tried.
-_CUTE_DSL, _CUTE_DSL_VERSION = "nvidia-cutlass-dsl", "4.6.2"
+# The oldest that work together; flash-attn-4's is the first that Megatron takes, too. Before 0.6.4
+# quack-kernels copies softmax's sums for the backward pass from all 32 lanes of a warp, where one
+# copy is waited for, and the kernel never returns: so seen on an H200 with 0.6.3 and 4.6.3, and in
+# the PTX. nvidia-cutlass-dsl 4.6.0 and 4.6.1 choose a lane themselves, which hangs where the caller
+# has chosen one (flash-attention's issue 2797).
+_FLASH_4_NEEDS = {
+    "flash-attn-4": "4.0.0b20", "quack-kernels": "0.6.4", "nvidia-cutlass-dsl": "4.6.2",
+}  # fmt: skip
 
 
 def workload(
@@ -194,22 +197,14 @@ def _padded_v(workload: Workload, most: int) -> str | None:
 def _flash_4_version() -> str | None:
     from packaging.version import Version
 
-    try:
-        found = metadata.version("flash-attn-4")
-    except metadata.PackageNotFoundError:
-        return "flash_attn.cute is not of a flash-attn-4 distribution: its version is unknown"
-    if Version(found) < Version(_FLASH_4_VERSION):
-        return f"flash-attn-4 {found}; {_FLASH_4_VERSION} or newer is needed"
-    try:
-        compiler = metadata.version(_CUTE_DSL)
-    except metadata.PackageNotFoundError:
-        compiler = "of unknown version"
-    if compiler == _CUTE_DSL_VERSION:
-        return None
-    return (
-        f"{_CUTE_DSL} {compiler}: with others than {_CUTE_DSL_VERSION} FlashAttention-4's backward "
-        f"pass may never return; install {_CUTE_DSL}=={_CUTE_DSL_VERSION}"
-    )
+    for name, oldest in _FLASH_4_NEEDS.items():
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return f"{FLASH_4_MODULE} is there and {name} is not: its version is unknown"
+        if Version(found) < Version(oldest):
+            return f"{name} {found}; {oldest} or newer is needed"
+    return None
 
 
 _CLASSES = "megacpp_mcore.layers.core_attention"
@@ -249,8 +244,8 @@ SURFACE = Surface(
             removes="what sdpa_cudnn does; v unpadded in packed "
             "documents, too. On Hopper it pads v for grouped queries and for dims that are no "
             "multiples of 64, and is refused where its gradients are wrong (4.0.0b36). Of "
-            "flash-attn-4, not in the pinned stack, and used where it is installed with the one "
-            f"{_CUTE_DSL} ({_CUTE_DSL_VERSION}) with which its backward pass is known to return",
+            "flash-attn-4, not in the pinned stack, and used where it is installed with "
+            "quack-kernels 0.6.4 or newer, before which its backward pass never returns",
             layout=_BOTH,
             dtypes=_HALF_WORDS, fallback="sdpa_flash",
             no_receipt="not in the pinned stack, of which the receipts are; it stands before "
