@@ -1,6 +1,7 @@
 """The GPU entry as far as a machine without one goes: launch, arguments, batches, loss, receipt."""
 
 import contextlib
+import errno
 import importlib.util
 import math
 import os
@@ -8,10 +9,12 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -102,7 +105,7 @@ def test_the_recipe_arrives_and_its_environment_is_applied_or_kept(gpu_recipe, m
     assert "kept NOTE=mine" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("blocked", ["a file", "no rights"])
+@pytest.mark.parametrize("blocked", ["a file", "a full disk"])
 def test_kernels_are_kept_in_the_runs_folder_where_the_users_cannot_be_written(
     gpu_recipe, tmp_path, monkeypatch, blocked
 ):
@@ -110,7 +113,8 @@ def test_kernels_are_kept_in_the_runs_folder_where_the_users_cannot_be_written(
     if blocked == "a file":
         (tmp_path / "home").touch()
     else:
-        monkeypatch.setattr(os, "access", lambda path, mode: False)
+        full = OSError(errno.ENOSPC, "No space left on device")
+        monkeypatch.setattr(tempfile, "TemporaryFile", mock.Mock(side_effect=full))
     applied = launch(arguments(gpu_recipe)).environment["applied"]
     own = Path("runs/small/cache").absolute()
     assert applied["TRITON_CACHE_DIR"] == str(own / "triton")

@@ -8,6 +8,7 @@ they must be set earlier.
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,10 +108,11 @@ def _kernel_caches(out: Path) -> dict[str, str]:
 
     Absolute paths, because Inductor's worker processes have other working directories.
     """
-    shared = cache_folder().absolute()
+    cache = cache_folder().absolute()
     try:
-        shared.mkdir(parents=True, exist_ok=True)
-        cache = shared if os.access(shared, os.W_OK | os.X_OK) else out.absolute() / "cache"
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):  # os.access knows no full or squashed file system
+            pass
     except OSError:
         cache = out.absolute() / "cache"
     return {
