@@ -33,11 +33,15 @@ def written_atomically(path: str | os.PathLike) -> Iterator[BinaryIO]:
     """A file to write into, which replaces `path` when the block ends: a temporary file in the same
     folder is flushed and renamed, then the folder is flushed.
 
-    The file's mode follows the umask. Raises OSError; the former file at `path` is then still
-    there, whole, and the temporary file is gone. A process that is killed may leave a temporary
-    file, `.NAME.*.tmp`.
+    The file's mode follows the umask. Raises OSError, also where `path` is a device or a FIFO, or a
+    link to one, which it would replace; what was at `path` is then still there, whole, and the
+    temporary file is gone. A process that is killed may leave a temporary file, `.NAME.*.tmp`.
     """
     path = Path(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(
+            errno.EINVAL, "it is not a regular file, and would be replaced by one", os.fspath(path)
+        )
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "xb") as file:
