@@ -12,9 +12,9 @@ import termios
 
 import pytest
 
-from megacpp_mcore import cli
+from megacpp_mcore import cli, terminal
 from megacpp_mcore.patching import manifest
-from megacpp_mcore.terminal import Escaping, has_room, left, printable
+from megacpp_mcore.terminal import Escaping, Progress, has_room, left, printable
 from megacpp_mcore.training.cpu import progress
 from megacpp_mcore.training.cpu.progress import still_due
 
@@ -79,6 +79,11 @@ def test_names_are_shown_with_their_escape_sequences_escaped(capsys):
         assert "\x1b" not in said and said.isascii()
     print("\x1b[1m", file=Escaping(sys.stdout))
     assert capsys.readouterr().out == "\\x1b[1m\n"
+    for words in (["train", "nam56r-tiny", "--\x1b[2J"], ["report", "show", "a", "\x1b[2J"]):
+        with pytest.raises(SystemExit):
+            cli.main(words)
+        said = capsys.readouterr().err
+        assert "\\x1b[2J" in said and "\x1b" not in said
 
 
 @pytest.mark.parametrize(
@@ -110,6 +115,46 @@ def test_time_left_knows_of_what_comes_after_the_last_step(monkeypatch, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert [line.rpartition(" | ")[2] for line in lines] == ["9 s left", "9 s left"]
     assert all("| 500 tokens/s |" in line for line in lines)
+
+
+def test_long_work_is_a_line_now_and_then_in_a_log(monkeypatch, capsys):
+    """With the time left; none for short work, and none when it is to be quiet."""
+    clock = iter([0.0, 4.0, 12.0, 13.0, 23.0])
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
+    with Progress("data build", 1000) as progress:
+        for amount in (100, 200, 100, 350):
+            progress.advance(amount)
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["data build: 30 %, 28 s left", "data build: 75 %, 8 s left"]
+    clock = iter([0.0, 50.0])
+    with Progress("data build", 10, quiet=True) as progress:
+        progress.advance(5)
+    assert capsys.readouterr().err == ""
+
+
+def test_long_work_that_was_resumed_is_timed_from_there(monkeypatch, capsys):
+    clock = iter([0.0, 10.0])
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
+    with Progress("data build", 1000, done=500) as progress:
+        progress.advance(100)
+    assert capsys.readouterr().err == "data build: 60 %, 40 s left\n"
+
+
+def test_long_work_is_a_bar_on_a_terminal(monkeypatch):
+    """With the time left, and no line of a log."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    clock = iter([0.0, 50.0])
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
+    with open(follower, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with Progress("data build", 1000) as progress:
+            progress.advance(1000)
+        shown = ""
+        while "100%" not in shown:
+            shown += os.read(leader, 4096).decode()
+    os.close(leader)
+    assert "data build: 100%|" in shown and "% left" not in shown and "[00:00<00:00" in shown
 
 
 @pytest.mark.parametrize(

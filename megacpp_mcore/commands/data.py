@@ -4,12 +4,14 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.terminal import Progress, has_room, printable
 
 BYTE_VOCAB_SIZE = 257  # of training.data.text, which imports numpy
 
@@ -114,7 +116,6 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
 
 def run_tokenizer(args: argparse.Namespace) -> int:
     """Train and write the tokenizer; print its size and what comes next."""
-    from megacpp_mcore.terminal import has_room
     from megacpp_mcore.training.data import tokenizer
     from megacpp_mcore.training.data.sources import torch_headers
     from megacpp_mcore.training.data.text import TextFiles
@@ -127,7 +128,13 @@ def run_tokenizer(args: argparse.Namespace) -> int:
     sources = [*args.sources, *([torch_headers()] if args.torch_headers else [])]
     files, started = TextFiles(sources, args.include), time.monotonic()
     shows = not args.quiet and has_room(sys.stderr)
-    made = tokenizer.train(files.texts(args.max_bytes), args.vocab_size, args.out, shows)
+    total = min(files.total, args.max_bytes)
+    progress = Progress("data tokenizer", total, quiet=args.quiet or shows)
+    texts = files.texts(args.max_bytes, progress.advance)
+    try:
+        made = tokenizer.train(texts, args.vocab_size, args.out, shows)
+    except (KeyboardInterrupt, SystemExit) as stopped:  # SystemExit: SIGTERM
+        _leave(args.out, stopped)
     print(f"wrote {args.out} in {time.monotonic() - started:.1f} s")
     print(f"  tokens     {made.vocab_size:,} (end of document {made.eod_id})")
     sample = [text for text in files.texts(1 << 22) if text]
@@ -136,6 +143,18 @@ def run_tokenizer(args: argparse.Namespace) -> int:
     print(f"  sha256     {made.sha256}")
     print(f"next: megacpp data build SRC --tokenizer {shlex.quote(str(args.out))} --out PREFIX")
     return 0
+
+
+def _leave(out: Path, stopped: BaseException) -> NoReturn:
+    """End the process, though the library's threads are at work: Python's own end would wait for
+    them."""
+    status = 128 + signal.SIGINT
+    if isinstance(stopped, SystemExit):
+        status = stopped.code
+    else:
+        print(f"megacpp: interrupted; {printable(str(out))} was not written", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _threads(workers: int | None) -> None:
@@ -175,13 +194,20 @@ def run_build(args: argparse.Namespace) -> int:
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """Verify a dataset and print its counts and its entropy."""
+    """Verify a dataset and print its counts and its entropy. Fails with 1 where it is damaged."""
     from megacpp_mcore.training.data.entropy import corpus_entropy
-    from megacpp_mcore.training.data.files import paths, read_pair
+    from megacpp_mcore.training.data.files import DataError, paths, read_pair
 
-    known = os.path.exists(paths(args.prefix)[2])  # False, too, for a name that no file can have
-    pair = read_pair(args.prefix, verify_hashes=known)
-    unigram, bigram = corpus_entropy(args.prefix)
+    *there, manifest = paths(args.prefix)
+    known = os.path.exists(manifest)  # False, too, for a name that no file can have
+    try:
+        pair = read_pair(args.prefix, verify_hashes=known)
+        with Progress("data check", pair.tokens.size, "tok") as progress:
+            unigram, bigram = corpus_entropy(args.prefix, advance=progress.advance)
+    except DataError as error:
+        if all(map(os.path.isfile, there)):  # the answer is no
+            error.exit_status = 1
+        raise
     if args.json:
         about = {"prefix": args.prefix, "unchanged": known or None,
                  "documents": int(pair.lengths.size), "tokens": int(pair.tokens.size),
