@@ -157,6 +157,30 @@ def test_long_work_is_a_bar_on_a_terminal(monkeypatch):
     assert "data build: 100%|" in shown and "% left" not in shown and "[00:00<00:00" in shown
 
 
+@pytest.mark.parametrize("steps", [2, 1], ids=["done", "stopped"])
+def test_a_bar_stays_only_where_all_steps_are_done(steps, monkeypatch):
+    """And no time left stays with it."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    with open(follower, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        log = progress.ProgressLog(0, 2, 1, lambda step_s: 7.0)
+        log._bar.mininterval = 0  # every step is drawn
+        for step in range(1, steps + 1):
+            log.step(step, 1.0, 1000, 1e-3, 0.5, seconds=2.0)
+        log.close()
+        stream.write("\nend")
+        stream.flush()
+        shown = ""
+        while not shown.endswith("end"):
+            shown += os.read(leader, 4096).decode()
+    os.close(leader)
+    *before, last = shown.removesuffix("end").rstrip("\r\n").split("\r")
+    assert any("7 s left" in line for line in before)
+    assert "left" not in last and ("2/2" in last) == (steps == 2)
+    assert bool(last.strip()) == (steps == 2)
+
+
 @pytest.mark.parametrize(
     ("interval", "done", "last", "count"),
     [(None, 0, 10, 1), (3, 0, 10, 4), (3, 3, 10, 3), (5, 0, 10, 2), (5, 9, 10, 1), (5, 10, 10, 1)],

@@ -84,6 +84,7 @@ def _register_build(commands: Any) -> None:
         "bytes; prints the value of data.split")  # fmt: skip
     text.add_argument("--resume", action="store_true",
         help="keep what is done when interrupted, and go on from what is kept")  # fmt: skip
+    add("--json", action="store_true", help="print PREFIX.json when it is written")
     build.set_defaults(run=run_build)
 
 
@@ -178,6 +179,9 @@ def run_build(args: argparse.Namespace) -> int:
         kept = "; what is done is kept, the same command goes on from it" if args.resume else ""
         print(f"megacpp: interrupted; {args.out} was not written{kept}", file=sys.stderr)
         return 130
+    if args.json:
+        print(json.dumps(manifest, indent=2))
+        return 0
     seconds = time.monotonic() - started
     print(f"wrote {args.out}.bin, .idx and .json in {seconds:.1f} s")
     _print_manifest(manifest)
