@@ -1,18 +1,22 @@
 """What a person at a terminal sees of every command: one line where it is refused or interrupted,
 soon; no escape sequence of a name; no bar where there is no room for one."""
 
+import contextlib
 import fcntl
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
 import termios
+import time
 
 import pytest
 
 from megacpp_mcore import cli, terminal
+from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.patching import manifest
 from megacpp_mcore.terminal import Escaping, Progress, has_room, left, printable
 from megacpp_mcore.training.cpu import progress
@@ -67,6 +71,59 @@ def test_ctrl_c_anywhere_is_one_line(where, monkeypatch, capsys):
         monkeypatch.setattr(recipe, "shipped", interrupted)
     assert cli.main(["recipe", "list"]) == 130
     assert capsys.readouterr() == ("", "megacpp: interrupted\n")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MegacppError])
+def test_ctrl_c_of_which_a_library_makes_another_error_is_one_line(error, monkeypatch, capsys):
+    """torch does, where it imports NumPy. Without Ctrl-C the error is told."""
+    from megacpp_mcore.commands import recipe
+
+    def interrupted(*_):
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        raise error("NumPy cannot be imported twice")
+
+    monkeypatch.setattr(recipe, "shipped", interrupted)
+    assert cli.main(["recipe", "list"]) == 130
+    assert capsys.readouterr() == ("", "megacpp: interrupted\n")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    monkeypatch.setattr(recipe, "shipped", lambda *_: (_ for _ in ()).throw(error("a defect")))
+    if error is RuntimeError:
+        with pytest.raises(RuntimeError, match="a defect"):
+            cli.main(["recipe", "list"])
+    else:
+        assert cli.main(["recipe", "list"]) == 2
+
+
+IMPORT_OF_TORCH = """
+import os, signal, time
+try:
+    for _ in range(presses):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+except KeyboardInterrupt:  # as torch does in C++, where it imports NumPy
+    swallowed.append(True)
+"""
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_waits_until_torch_is_imported(presses, monkeypatch, capsys):
+    """Which would swallow it; a second one does not wait, and the first is then told."""
+    from megacpp_mcore.commands import recipe
+
+    swallowed = []
+    names = {"__name__": "torch", "presses": presses, "swallowed": swallowed}
+
+    def importing(*_):
+        exec(compile(IMPORT_OF_TORCH, "torch/__init__.py", "exec"), names)
+        assert presses == 2, "KeyboardInterrupt was lost" * (time.sleep(5) is None)
+        raise RuntimeError("another error")
+
+    monkeypatch.setattr(recipe, "shipped", importing)
+    assert cli.main(["recipe", "list"]) == 130
+    assert capsys.readouterr() == ("", "megacpp: interrupted\n")
+    assert len(swallowed) == presses - 1
 
 
 def test_names_are_shown_with_their_escape_sequences_escaped(capsys):

@@ -136,7 +136,7 @@ def _finished(recipe: Recipe, out: Path, steps: int | None) -> str | None:
     if result["status"] != "complete" or result["steps"] < last:
         return None
     longer = "--set schedule.train_iters=N"
-    if last < recipe.schedule.train_iters:
+    if saved[-1] < recipe.schedule.train_iters:
         longer = f"--steps N (the schedule has {recipe.schedule.train_iters}), or {longer}"
     return (
         f"the run in {out} is complete at step {saved[-1]}: nothing is left to train. To extend "

@@ -90,8 +90,11 @@ def test_ctrl_c_is_heard_while_the_library_is_at_work(tmp_path, monkeypatch):
 def test_an_interrupted_training_leaves_nothing(stop, repositories, tmp_path, monkeypatch, capsys):
     """It ends the process at once: the library's threads are still at work."""
 
+    class Left(BaseException):
+        pass
+
     def left(status):
-        raise RuntimeError(f"left with {status}")
+        raise Left(f"left with {status}")
 
     def stopped(*_):
         os.kill(os.getpid(), stop)
@@ -100,7 +103,7 @@ def test_an_interrupted_training_leaves_nothing(stop, repositories, tmp_path, mo
     monkeypatch.setattr(os, "_exit", left)
     monkeypatch.setattr(tokenizers, "train", stopped)
     out = tmp_path / "tokenizer.json"
-    with pytest.raises(RuntimeError, match=f"left with {128 + stop}"):
+    with pytest.raises(Left, match=f"left with {128 + stop}"):
         cli.main(["data", "tokenizer", str(repositories), "--out", str(out)])
     told = f"megacpp: interrupted; {out} was not written\n" if stop == signal.SIGINT else ""
     assert capsys.readouterr() == ("", told) and not out.exists()

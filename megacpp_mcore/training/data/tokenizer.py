@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,10 @@ def train(texts: Iterable[bytes], vocab_size: int, path: Path, progress: bool) -
     # The library takes texts in threads of its own and returns at the end: the main thread, in
     # which alone Python hears Ctrl-C, must not be in it.
     pool = ThreadPoolExecutor(1)
-    pool.submit(made.train_from_iterator, filter(None, map(_text, texts)), trainer).result()
+    trained = pool.submit(made.train_from_iterator, filter(None, map(_text, texts)), trainer)
+    while not trained.done():
+        wait([trained], timeout=0.2)  # without one, a signal just before it is heard at the end
+    trained.result()
     if (there := made.get_vocab_size()) != vocab_size:
         raise TokenizerError(
             f"the sources have no {vocab_size} tokens that occur twice, only {there}: give more "
