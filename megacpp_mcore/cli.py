@@ -98,6 +98,7 @@ class _Signals:
     def __init__(self) -> None:
         self.interrupted = False
         self._before: dict[signal.Signals, Any] = {}
+        self._timer: tuple[float, float] | None = None  # another's
 
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -107,8 +108,12 @@ class _Signals:
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
 
     def __exit__(self, *error: object) -> None:
+        if self._timer is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._timer is not None:
+            signal.setitimer(signal.ITIMER_REAL, *self._timer)
 
     def _leave(self, *_: object) -> None:
         raise SystemExit(128 + signal.SIGTERM)
@@ -120,7 +125,8 @@ class _Signals:
             raise KeyboardInterrupt
         handler = signal.signal(signal.SIGALRM, self._interrupt)
         self._before.setdefault(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        timer = signal.setitimer(signal.ITIMER_REAL, 0.05)
+        self._timer = self._timer or timer
 
 
 def _imports_torch(frame: FrameType | None) -> bool:

@@ -121,9 +121,11 @@ def test_ctrl_c_waits_until_torch_is_imported(presses, monkeypatch, capsys):
         raise RuntimeError("another error")
 
     monkeypatch.setattr(recipe, "shipped", importing)
+    before = signal.getitimer(signal.ITIMER_REAL)[0]
     assert cli.main(["recipe", "list"]) == 130
     assert capsys.readouterr() == ("", "megacpp: interrupted\n")
     assert len(swallowed) == presses - 1
+    assert signal.getitimer(signal.ITIMER_REAL)[0] in (0, pytest.approx(before, abs=5))
 
 
 def test_names_are_shown_with_their_escape_sequences_escaped(capsys):
