@@ -8,7 +8,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
 
 from megacpp_mcore import __version__
 from megacpp_mcore.commands.examples import add_examples
@@ -50,13 +52,27 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns its exit status: 0 done, 2 refused, 1 failed (why, on stderr), 130
     after Ctrl-C, 143 after SIGTERM."""
-    words = sys.argv[1:] if argv is None else argv
+    signals = _Signals()
+    try:
+        return _run(sys.argv[1:] if argv is None else argv, signals)
+    except KeyboardInterrupt:
+        pass
+    except Exception:
+        if not signals.interrupted:
+            raise
+    print("megacpp: interrupted", file=sys.stderr)
+    return 128 + signal.SIGINT
+
+
+def _run(words: list[str], signals: "_Signals") -> int:
     try:
         # the others would take longer than most commands do
         args = build_parser([w for w in words[:1] if w in COMMANDS] or COMMANDS).parse_args(words)
-        with _leaving_at_sigterm(), contextlib.redirect_stdout(Escaping(sys.stdout)):
+        with signals, contextlib.redirect_stdout(Escaping(sys.stdout)):
             return args.run(args)
     except MegacppError as error:
+        if signals.interrupted:
+            raise
         print(f"megacpp: {printable(str(error))}", file=sys.stderr)
         return error.exit_status
     except BrokenPipeError:
@@ -69,26 +85,56 @@ def main(argv: list[str] | None = None) -> int:
         print(f"megacpp: {printable(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
         # Only an argument or a setting has such a name; every command reads some.
         return 2 if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) else 1
-    except KeyboardInterrupt:
-        print("megacpp: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
 
 
-@contextlib.contextmanager
-def _leaving_at_sigterm() -> Iterator[None]:
-    """SIGTERM leaves the block as Ctrl-C does, so that no temporary file stays."""
+class _Signals:
+    """SIGTERM leaves the block as Ctrl-C does, so that no temporary file stays.
 
-    def leave(*_: object) -> None:
+    interrupted: whether Ctrl-C was pressed in it; a library may make another error of that. While
+    torch is imported it waits (a second Ctrl-C does not): torch imports NumPy from C++ and would
+    swallow the exception.
+    """
+
+    def __init__(self) -> None:
+        self.interrupted = False
+        self._before: dict[signal.Signals, Any] = {}
+        self._timer: tuple[float, float] | None = None  # another's
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # which alone may set a handler
+        self._before = {signal.SIGTERM: signal.signal(signal.SIGTERM, self._leave)}
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
+
+    def __exit__(self, *error: object) -> None:
+        if self._timer is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._timer is not None:
+            signal.setitimer(signal.ITIMER_REAL, *self._timer)
+
+    def _leave(self, *_: object) -> None:
         raise SystemExit(128 + signal.SIGTERM)
 
-    if threading.current_thread() is not threading.main_thread():  # none else may set a handler
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        first = number == signal.SIGALRM or not self.interrupted
+        self.interrupted = True
+        if not (first and _imports_torch(frame)):
+            raise KeyboardInterrupt
+        handler = signal.signal(signal.SIGALRM, self._interrupt)
+        self._before.setdefault(signal.SIGALRM, handler)
+        timer = signal.setitimer(signal.ITIMER_REAL, 0.05)
+        self._timer = self._timer or timer
+
+
+def _imports_torch(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "torch":
+            return True
+        frame = frame.f_back
+    return False
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 import receipt_samples as samples
 
 from megacpp_mcore import __version__, cli
+from megacpp_mcore.commands import train
 from megacpp_mcore.commands.completion import candidates
 from megacpp_mcore.commands.examples import lines, walk
 from megacpp_mcore.receipts import write
@@ -51,9 +52,8 @@ def test_version_and_exit_status_are_told(capsys):
 
 
 # Commands that print no table: what they write, or a command line, or text that is streamed.
-NO_TABLE = {"train", "recipe new", "recipe args", "data build", "data tokenizer",
-            "patch new", "cuda wheels", "patch export", "bench",
-            "completion", "export", "import"}  # fmt: skip
+NO_TABLE = {"recipe new", "recipe args", "data tokenizer", "patch new", "cuda wheels",
+            "patch export", "completion", "export", "import"}  # fmt: skip
 
 
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path, capsys):
@@ -74,6 +74,12 @@ def test_json_of_recipes_datasets_and_comparisons(capsys, corpus, tmp_path):
         return json.loads(capsys.readouterr().out)
 
     assert {row["name"] for row in said("recipe", "list")} >= {"cpu-base", "nam56r"}
+    (tmp_path / "a.cpp").write_text("int x;\n")
+    built = said("data", "build", tmp_path / "a.cpp", "--out", tmp_path / "d")
+    assert built == json.loads((tmp_path / "d.json").read_text()) and built["tokens"] == 8
+    receipt = samples.train(tmp_path / "run.json", 4)
+    train._report(receipt, tmp_path, verbose=False, as_json=True)
+    assert json.loads(capsys.readouterr().out) == receipt
     checked = said("data", "check", corpus)
     assert checked["unchanged"] and checked["tokens"] == checked["manifest"]["tokens"]
     write(tmp_path / "a.json", samples.bench(te=0.9))

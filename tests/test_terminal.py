@@ -1,20 +1,24 @@
 """What a person at a terminal sees of every command: one line where it is refused or interrupted,
 soon; no escape sequence of a name; no bar where there is no room for one."""
 
+import contextlib
 import fcntl
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
 import termios
+import time
 
 import pytest
 
-from megacpp_mcore import cli
+from megacpp_mcore import cli, terminal
+from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.patching import manifest
-from megacpp_mcore.terminal import Escaping, has_room, left, printable
+from megacpp_mcore.terminal import Escaping, Progress, has_room, left, printable
 from megacpp_mcore.training.cpu import progress
 from megacpp_mcore.training.cpu.progress import still_due
 
@@ -69,6 +73,61 @@ def test_ctrl_c_anywhere_is_one_line(where, monkeypatch, capsys):
     assert capsys.readouterr() == ("", "megacpp: interrupted\n")
 
 
+@pytest.mark.parametrize("error", [RuntimeError, MegacppError])
+def test_ctrl_c_of_which_a_library_makes_another_error_is_one_line(error, monkeypatch, capsys):
+    """torch does, where it imports NumPy. Without Ctrl-C the error is told."""
+    from megacpp_mcore.commands import recipe
+
+    def interrupted(*_):
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        raise error("NumPy cannot be imported twice")
+
+    monkeypatch.setattr(recipe, "shipped", interrupted)
+    assert cli.main(["recipe", "list"]) == 130
+    assert capsys.readouterr() == ("", "megacpp: interrupted\n")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    monkeypatch.setattr(recipe, "shipped", lambda *_: (_ for _ in ()).throw(error("a defect")))
+    if error is RuntimeError:
+        with pytest.raises(RuntimeError, match="a defect"):
+            cli.main(["recipe", "list"])
+    else:
+        assert cli.main(["recipe", "list"]) == 2
+
+
+IMPORT_OF_TORCH = """
+import os, signal, time
+try:
+    for _ in range(presses):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+except KeyboardInterrupt:  # as torch does in C++, where it imports NumPy
+    swallowed.append(True)
+"""
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_waits_until_torch_is_imported(presses, monkeypatch, capsys):
+    """Which would swallow it; a second one does not wait, and the first is then told."""
+    from megacpp_mcore.commands import recipe
+
+    swallowed = []
+    names = {"__name__": "torch", "presses": presses, "swallowed": swallowed}
+
+    def importing(*_):
+        exec(compile(IMPORT_OF_TORCH, "torch/__init__.py", "exec"), names)
+        assert presses == 2, "KeyboardInterrupt was lost" * (time.sleep(5) is None)
+        raise RuntimeError("another error")
+
+    monkeypatch.setattr(recipe, "shipped", importing)
+    before = signal.getitimer(signal.ITIMER_REAL)[0]
+    assert cli.main(["recipe", "list"]) == 130
+    assert capsys.readouterr() == ("", "megacpp: interrupted\n")
+    assert len(swallowed) == presses - 1
+    assert signal.getitimer(signal.ITIMER_REAL)[0] in (0, pytest.approx(before, abs=5))
+
+
 def test_names_are_shown_with_their_escape_sequences_escaped(capsys):
     assert printable("a\x1b[31mb\x9b\u202e\n\tc") == "a\\x1b[31mb\\x9b\\u202e\n\tc"
     assert printable(os.fsdecode(b"\xff.toml")) == "\\udcff.toml"
@@ -79,6 +138,11 @@ def test_names_are_shown_with_their_escape_sequences_escaped(capsys):
         assert "\x1b" not in said and said.isascii()
     print("\x1b[1m", file=Escaping(sys.stdout))
     assert capsys.readouterr().out == "\\x1b[1m\n"
+    for words in (["train", "nam56r-tiny", "--\x1b[2J"], ["report", "show", "a", "\x1b[2J"]):
+        with pytest.raises(SystemExit):
+            cli.main(words)
+        said = capsys.readouterr().err
+        assert "\\x1b[2J" in said and "\x1b" not in said
 
 
 @pytest.mark.parametrize(
@@ -110,6 +174,70 @@ def test_time_left_knows_of_what_comes_after_the_last_step(monkeypatch, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert [line.rpartition(" | ")[2] for line in lines] == ["9 s left", "9 s left"]
     assert all("| 500 tokens/s |" in line for line in lines)
+
+
+def test_long_work_is_a_line_now_and_then_in_a_log(monkeypatch, capsys):
+    """With the time left; none for short work, and none when it is to be quiet."""
+    clock = iter([0.0, 4.0, 12.0, 13.0, 23.0])
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
+    with Progress("data build", 1000) as progress:
+        for amount in (100, 200, 100, 350):
+            progress.advance(amount)
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["data build: 30 %, 28 s left", "data build: 75 %, 8 s left"]
+    clock = iter([0.0, 50.0])
+    with Progress("data build", 10, quiet=True) as progress:
+        progress.advance(5)
+    assert capsys.readouterr().err == ""
+
+
+def test_long_work_that_was_resumed_is_timed_from_there(monkeypatch, capsys):
+    clock = iter([0.0, 10.0])
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
+    with Progress("data build", 1000, done=500) as progress:
+        progress.advance(100)
+    assert capsys.readouterr().err == "data build: 60 %, 40 s left\n"
+
+
+def test_long_work_is_a_bar_on_a_terminal(monkeypatch):
+    """With the time left, and no line of a log."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    clock = iter([0.0, 50.0])
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
+    with open(follower, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with Progress("data build", 1000) as progress:
+            progress.advance(1000)
+        shown = ""
+        while "100%" not in shown:
+            shown += os.read(leader, 4096).decode()
+    os.close(leader)
+    assert "data build: 100%|" in shown and "% left" not in shown and "[00:00<00:00" in shown
+
+
+@pytest.mark.parametrize("steps", [2, 1], ids=["done", "stopped"])
+def test_a_bar_stays_only_where_all_steps_are_done(steps, monkeypatch):
+    """And no time left stays with it."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    with open(follower, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        log = progress.ProgressLog(0, 2, 1, lambda step_s: 7.0)
+        log._bar.mininterval = 0  # every step is drawn
+        for step in range(1, steps + 1):
+            log.step(step, 1.0, 1000, 1e-3, 0.5, seconds=2.0)
+        log.close()
+        stream.write("\nend")
+        stream.flush()
+        shown = ""
+        while not shown.endswith("end"):
+            shown += os.read(leader, 4096).decode()
+    os.close(leader)
+    *before, last = shown.removesuffix("end").rstrip("\r\n").split("\r")
+    assert any("7 s left" in line for line in before)
+    assert "left" not in last and ("2/2" in last) == (steps == 2)
+    assert bool(last.strip()) == (steps == 2)
 
 
 @pytest.mark.parametrize(

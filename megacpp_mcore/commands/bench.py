@@ -1,6 +1,7 @@
 """`megacpp bench`: time the backends of a surface, one layer, or a whole model."""
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ def register(subparsers: Any) -> None:
     add("--layers", type=int, metavar="N", help="of `model`: its first N layers")
     add("--no-optimizer", action="store_true", help="of `model`: time no optimizer step")
     add("--receipt", type=Path, metavar="FILE", help="write the bench receipt here")
+    add("--json", action="store_true", help="print the bench receipt")
     parser.set_defaults(run=run)
 
 
@@ -66,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
     receipt, wrong = _bench(args, _recipe(args))
     if args.receipt:
         receipts.write(args.receipt, receipt)
-    print(show(receipt, str(args.receipt or "not written")))
+    print(json.dumps(receipt, indent=2) if args.json
+          else show(receipt, str(args.receipt or "not written")))  # fmt: skip
     for reason in wrong:
         print(f"megacpp: {args.surface}: {reason}", file=sys.stderr)
     return 1 if wrong else 0

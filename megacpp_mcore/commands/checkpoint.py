@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.terminal import Progress
 from megacpp_mcore.training.checkpoints import checksums, folder
 
 _EPILOG = """\
@@ -42,7 +43,11 @@ def register(subparsers: Any) -> None:
     add("list", run_list, "every checkpoint: iteration, state, size, when it was written")
     verify = add("verify", run_verify, "read every file and compare it with its checksum")
     verify.add_argument("--iteration", type=int, metavar="N", help="only this one")
-    prune = add("prune", run_prune, "delete all complete checkpoints but the newest")
+    prune = add(
+        "prune",
+        run_prune,
+        "delete all complete checkpoints but the newest, if a whole one is among those that stay",
+    )
     prune.add_argument("--keep", type=int, metavar="N", required=True, help="how many stay")
     prune.add_argument("--dry-run", action="store_true", help="say what would be deleted")
 
@@ -68,7 +73,7 @@ def run_verify(args: argparse.Namespace) -> int:
     for path in _chosen(place, args.iteration):
         row = _row(path)
         if row["state"] == "complete":
-            row["state"] = _verified(path)
+            row["state"] = _verified(path, row["bytes"])
         rows.append(row)
         if not args.json:
             print(f"{row['name']:<28} {row['state']}")
@@ -80,9 +85,10 @@ def run_verify(args: argparse.Namespace) -> int:
 _UNSUMMED = "complete, without checksums"
 
 
-def _verified(path: Path) -> str:
+def _verified(path: Path, size: int) -> str:
     try:
-        return "whole" if checksums.verify(path) else _UNSUMMED
+        with Progress(path.name, size) as progress:
+            return "whole" if checksums.verify(path, progress.advance) else _UNSUMMED
     except checksums.DamagedError as error:
         return f"damaged: {error}"
 
@@ -92,12 +98,15 @@ def run_prune(args: argparse.Namespace) -> int:
     if args.keep < 1:
         raise MegacppError(f"--keep {args.keep}: at least 1 stays")
     place = _place(args.run_folder)
-    doomed = [folder.path_of(place, n) for n in folder.complete(place)[: -args.keep]]
+    there = [folder.path_of(place, n) for n in folder.complete(place)]
+    doomed = there[: -args.keep]
     if (named := _tracked(place)) in doomed:
         raise MegacppError(
             f"{place / folder.TRACKER} names {named.name}, from which a run resumes: keep more, or "
             "resume the run first"
         )
+    if doomed:
+        _refuse_damaged(there[-args.keep :])
     rows = [_row(path) for path in doomed]
     if not args.dry_run:
         with _exclusive(place):
@@ -112,6 +121,21 @@ def run_prune(args: argparse.Namespace) -> int:
     freed = sum(row["bytes"] for row in rows)
     print(f"{len(rows)} {'would be ' * args.dry_run}deleted, {freed / 2**20:,.1f} MiB")
     return 0
+
+
+def _refuse_damaged(kept: list[Path]) -> None:
+    """Raises MegacppError unless one of those that stay is whole, to resume from."""
+    reasons = []
+    for path in reversed(kept):
+        try:
+            checksums.verify(path)
+            return
+        except checksums.DamagedError as error:
+            reasons.append(str(error))
+    raise MegacppError(
+        f"{'; '.join(reasons)}. No whole checkpoint would stay, so nothing is deleted: --keep "
+        f"more than {len(kept)}; `megacpp checkpoint verify` says which are whole"
+    )
 
 
 def _tracked(place: Path) -> Path | None:

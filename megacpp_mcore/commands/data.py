@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megacpp_mcore.commands.data_tokenizer import add_sources, register_tokenizer, set_threads
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.terminal import Progress
 
 BYTE_VOCAB_SIZE = 257  # of training.data.text, which imports numpy
 
@@ -29,22 +31,13 @@ examples:
   megacpp data build shards/ --tokens-column ids --vocab-size 65536 --append-eod --out data/code
 """
 
-_TOKENIZER_EPILOG = """\
-Indentation after a line break, the path of an #include, a word with the space before it and a run
-of punctuation are never cut by a token of another; every byte has a token.
-
-examples:
-  megacpp data tokenizer repos/ --include '*.cpp' --include '*.h' --out tokenizer.json
-  megacpp data tokenizer --torch-headers --vocab-size 8192 --out tokenizer.json
-"""
-
 
 def register(subparsers: Any) -> None:
     """Add `data` with its subcommands."""
     parser = subparsers.add_parser("data", help="build or check a Megatron dataset")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _register_build(commands)
-    _register_tokenizer(commands)
+    register_tokenizer(commands)
     check = commands.add_parser("check", help="read a whole dataset and check that it is unchanged")
     check.add_argument("prefix", metavar="PREFIX", help="path without .bin and .idx")
     check.add_argument("--json", action="store_true", help="as JSON")
@@ -58,7 +51,7 @@ def _register_build(commands: Any) -> None:
         epilog=_BUILD_EPILOG,
     )
     add = build.add_argument
-    _add_sources(build)
+    add_sources(build)
     add("--out", metavar="PREFIX", required=True, help="path of the dataset, without .bin")
     column = build.add_mutually_exclusive_group()
     column.add_argument("--text-column", metavar="NAME", help="Parquet: a column of text")
@@ -82,68 +75,8 @@ def _register_build(commands: Any) -> None:
         "bytes; prints the value of data.split")  # fmt: skip
     text.add_argument("--resume", action="store_true",
         help="keep what is done when interrupted, and go on from what is kept")  # fmt: skip
+    add("--json", action="store_true", help="print PREFIX.json when it is written")
     build.set_defaults(run=run_build)
-
-
-def _register_tokenizer(commands: Any) -> None:
-    tokenizer = commands.add_parser(
-        "tokenizer",
-        help="train a byte-level BPE tokenizer on text",
-        description="Train a byte-level BPE tokenizer for C++ on the files of SRC, and write it as "
-        "a tokenizer.json. Needs the extra [tokenizer].",
-        epilog=_TOKENIZER_EPILOG,
-    )
-    add = tokenizer.add_argument
-    _add_sources(tokenizer)
-    add("--out", metavar="FILE", type=Path, required=True, help="tokenizer.json to write")
-    add("--vocab-size", type=int, metavar="N", default=65536, help="tokens (default: 65536)")
-    add("--max-bytes", type=int, metavar="N", default=1 << 30,
-        help="read about so many bytes, of pseudo-random files (default: 1 GiB)")  # fmt: skip
-    add("--workers", type=int, metavar="N", help="threads (default: all cores)")
-    tokenizer.set_defaults(run=run_tokenizer)
-
-
-def _add_sources(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("sources", metavar="SRC", nargs="*", help="folders, read recursively, or files")
-    add("--torch-headers", action="store_true", help="add the headers of the installed torch")
-    add("--include", metavar="GLOB", action="append", default=[], help="only files that match")
-    add("--overwrite", action="store_true", help="replace what is at --out")
-    add("--quiet", action="store_true", help="no progress bar")
-
-
-def run_tokenizer(args: argparse.Namespace) -> int:
-    """Train and write the tokenizer; print its size and what comes next."""
-    from megacpp_mcore.terminal import has_room
-    from megacpp_mcore.training.data import tokenizer
-    from megacpp_mcore.training.data.sources import torch_headers
-    from megacpp_mcore.training.data.text import TextFiles
-
-    _threads(args.workers)
-    if os.path.exists(args.out) and not args.overwrite:
-        raise MegacppError(f"{args.out} exists: name another --out, or give --overwrite")
-    if args.max_bytes < 1:
-        raise MegacppError(f"--max-bytes {args.max_bytes}: at least 1 is needed")
-    sources = [*args.sources, *([torch_headers()] if args.torch_headers else [])]
-    files, started = TextFiles(sources, args.include), time.monotonic()
-    shows = not args.quiet and has_room(sys.stderr)
-    made = tokenizer.train(files.texts(args.max_bytes), args.vocab_size, args.out, shows)
-    print(f"wrote {args.out} in {time.monotonic() - started:.1f} s")
-    print(f"  tokens     {made.vocab_size:,} (end of document {made.eod_id})")
-    sample = [text for text in files.texts(1 << 22) if text]
-    tokens = sum(len(t) - 1 for t in made.documents(sample) if t is not None)
-    print(f"  bytes      {sum(map(len, sample)) / max(1, tokens):.2f} a token, of the first files")
-    print(f"  sha256     {made.sha256}")
-    print(f"next: megacpp data build SRC --tokenizer {shlex.quote(str(args.out))} --out PREFIX")
-    return 0
-
-
-def _threads(workers: int | None) -> None:
-    if workers is not None and workers < 1:
-        raise MegacppError(f"--workers {workers}: at least 1 is needed")
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    if workers is not None:
-        os.environ["RAYON_NUM_THREADS"] = str(workers)
 
 
 def run_build(args: argparse.Namespace) -> int:
@@ -159,6 +92,9 @@ def run_build(args: argparse.Namespace) -> int:
         kept = "; what is done is kept, the same command goes on from it" if args.resume else ""
         print(f"megacpp: interrupted; {args.out} was not written{kept}", file=sys.stderr)
         return 130
+    if args.json:
+        print(json.dumps(manifest, indent=2))
+        return 0
     seconds = time.monotonic() - started
     print(f"wrote {args.out}.bin, .idx and .json in {seconds:.1f} s")
     _print_manifest(manifest)
@@ -175,13 +111,20 @@ def run_build(args: argparse.Namespace) -> int:
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """Verify a dataset and print its counts and its entropy."""
+    """Verify a dataset and print its counts and its entropy. Fails with 1 where it is damaged."""
     from megacpp_mcore.training.data.entropy import corpus_entropy
-    from megacpp_mcore.training.data.files import paths, read_pair
+    from megacpp_mcore.training.data.files import DataError, paths, read_pair
 
-    known = os.path.exists(paths(args.prefix)[2])  # False, too, for a name that no file can have
-    pair = read_pair(args.prefix, verify_hashes=known)
-    unigram, bigram = corpus_entropy(args.prefix)
+    *there, manifest = paths(args.prefix)
+    known = os.path.exists(manifest)  # False, too, for a name that no file can have
+    try:
+        pair = read_pair(args.prefix, verify_hashes=known)
+        with Progress("data check", pair.tokens.size, "tok") as progress:
+            unigram, bigram = corpus_entropy(args.prefix, advance=progress.advance)
+    except DataError as error:
+        if all(map(os.path.isfile, there)):  # the answer is no
+            error.exit_status = 1
+        raise
     if args.json:
         about = {"prefix": args.prefix, "unchanged": known or None,
                  "documents": int(pair.lengths.size), "tokens": int(pair.tokens.size),
@@ -211,7 +154,7 @@ def _source(args: argparse.Namespace) -> Any:
     sources = [*args.sources, *([torch_headers()] if args.torch_headers else [])]
     if args.text_column is None and args.tokens_column is None:
         seed = DEFAULT_SEED if args.seed is None else args.seed
-        _threads(args.workers)
+        set_threads(args.workers)
         return TextFiles(sources, args.include, seed, _text_options(args))
     from megacpp_mcore.training.data.parquet import ParquetShards
 

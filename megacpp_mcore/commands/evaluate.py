@@ -75,13 +75,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _judge(args: argparse.Namespace, source: Any, pair: Any, documents: Any, loaded: Any) -> dict:
-    import sys
-
-    from tqdm import tqdm
-
     from megacpp_mcore.inference import evaluate, ngrams
     from megacpp_mcore.inference.text import tokenizer_of
-    from megacpp_mcore.terminal import has_room
+    from megacpp_mcore.terminal import Progress
     from megacpp_mcore.training.data.files import read_pair
 
     selection = evaluate.select(pair, source.recipe, documents)
@@ -97,12 +93,11 @@ def _judge(args: argparse.Namespace, source: Any, pair: Any, documents: Any, loa
     else:
         counted = evaluate.documents_outside(pair, selection, most)
     tokenizer = tokenizer_of(vocab_size, loaded.eod, args.tokenizer, source.tokenizer_sha256)
-    with tqdm(
-        desc="evaluate", unit="tok", unit_scale=True, disable=not has_room(sys.stderr)
-    ) as bar:
+    total = evaluate.count_tokens(pair, selection, args.tokens)
+    with Progress("evaluate", total, "tok") as progress:
         return evaluate.judge(
             loaded, pair, selection, counted=counted, order=order, most_tokens=args.tokens,
-            bytes_of=lambda tokens: tokenizer.bytes_of(tokens, loaded.eod), say=bar.update,
+            bytes_of=lambda tokens: tokenizer.bytes_of(tokens, loaded.eod), say=progress.advance,
         )  # fmt: skip
 
 

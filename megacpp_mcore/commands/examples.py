@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 EXIT_STATUS = """\
-exit status: 0 done; 1 failed on the way, or the answer is no (a check, a comparison); 2 refused,
+exit status: 0 done; 1 failed on the way, or the answer is no (a check, a difference); 2 refused,
 nothing was changed, the reason is on stderr; 128 + N ended by signal N (130: Ctrl-C).
 
 examples:

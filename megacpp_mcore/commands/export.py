@@ -1,6 +1,8 @@
 """`megacpp export`: a trained model as safetensors, with a loader in plain torch."""
 
 import argparse
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,6 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Export, and say what was written."""
     from megacpp_mcore.inference.trained import trained
-    from megacpp_mcore.recipe.source import shipped
 
     source = trained(args.run_folder, args.iteration)
     from megacpp_mcore.inference import export  # imports torch
@@ -50,6 +51,20 @@ def run(args: argparse.Namespace) -> int:
         f"wrote {args.out}: {len(config['layers'])} layers of iteration {config['iteration']}, "
         f"{config['dtype']}, {size / 2**20:.1f} MiB"
     )
-    recipe = source.name if source.name in shipped() else f"{source.name}.toml"
-    print(f"back      megacpp import {args.out} --recipe {recipe} --out NEW-RUN")
+    print(f"back      {_back(source.name, config, args.out)}")
     return 0
+
+
+def _back(name: str, config: dict[str, Any], out: Path) -> str:
+    """The command that imports it again, with the keys of the model that were set for the run."""
+    from megacpp_mcore.inference.export import other_keys
+    from megacpp_mcore.recipe import load_recipe
+    from megacpp_mcore.recipe.source import shipped
+
+    recipe, overrides = f"{name}.toml", {}
+    if name in shipped():
+        recipe, overrides = name, other_keys(config, load_recipe(name).to_dict())
+    words = ["megacpp", "import", str(out), "--recipe", recipe]
+    for key, value in overrides.items():
+        words += ["--set", f"{key}={json.dumps(value)}"]
+    return shlex.join([*words, "--out", "NEW-RUN"])

@@ -1,6 +1,7 @@
 """`megacpp import`: an exported model as a checkpoint to continue training from."""
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,13 @@ def run(args: argparse.Namespace) -> int:
 
     checkpoint = import_model(args.folder, recipe, args.out, blocks)
     print(f"wrote {checkpoint}")
+    out = shlex.quote(str(args.out))
     if recipe.launch.device == "cpu":
-        print(f"next  megacpp train {recipe.request} --out {args.out} --resume")
+        print(f"next  megacpp train {recipe.request} --out {out} --resume")
     else:
         print(
             f"next  megacpp train {recipe.request} --gpus N --resume --set "
-            f"checkpoint.load={args.out} --set checkpoint.finetune=true --set checkpoint.save=NEW"
+            f"checkpoint.load={out} --set checkpoint.finetune=true --set checkpoint.save=NEW"
         )
     return 0
 

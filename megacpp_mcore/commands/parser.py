@@ -1,7 +1,9 @@
 """What the parsers of all commands share."""
 
 import argparse
-from typing import Any
+from typing import Any, NoReturn
+
+from megacpp_mcore.terminal import printable
 
 
 class Parser(argparse.ArgumentParser):
@@ -9,6 +11,10 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter} | options)
+
+    def error(self, message: str) -> NoReturn:
+        """Names in a refusal are shown escaped."""
+        super().error(printable(message))
 
 
 def add_overrides(

@@ -15,6 +15,7 @@ _EPILOG = """\
 exit status: 0 success (status: everything is applied; verify: proved; port: no conflicts),
 1 otherwise, 2 refused, with the reason on stderr and nothing changed.
 
+examples:
   megacpp patch status
   megacpp patch apply
   megacpp patch revert --only mla-rope-head-mask

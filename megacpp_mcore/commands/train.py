@@ -1,6 +1,7 @@
 """`megacpp train`: train a recipe on this machine's CPU, or with --gpus on its GPUs."""
 
 import argparse
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def register(subparsers: Any) -> None:
     add("-v", "--verbose", action="store_true",
         help="say why each backend was chosen, as MEGACPP_VERBOSE=1 does; the receipt says it "
         "always")  # fmt: skip
+    add("--json", action="store_true", help="print the receipt as JSON (a run on the CPU)")
     parser.set_defaults(run=run)
 
 
@@ -62,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out or f"runs/{recipe.name}")
     _refuse_early(recipe, out, args)
     if args.resume and (done := _finished(recipe, out, args.steps)):
-        print(done)
+        from megacpp_mcore.receipts import read
+
+        print(json.dumps(read(out / "receipt.json"), indent=2) if args.json else done)
         return 0
 
     from megacpp_mcore.stack import bridges  # imports torch
@@ -75,7 +79,9 @@ def run(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
     )  # fmt: skip
     if outcome.receipt["result"]["status"] != "interrupted":  # that was told in one line
-        _report(outcome.receipt, out, args.verbose)
+        _report(outcome.receipt, out, verbose=args.verbose, as_json=args.json)
+    elif args.json:
+        print(json.dumps(outcome.receipt, indent=2))
     return outcome.exit_status
 
 
@@ -89,10 +95,10 @@ def _check_options(args: argparse.Namespace, resumes: bool) -> None:
         )
     if args.resume_from is not None and args.resume_from < 1:
         raise MegacppError(f"--resume-from {args.resume_from}: an iteration is at least 1")
-    if args.gpus is not None and (args.steps is not None or args.overwrite):
+    if args.gpus is not None and (args.steps is not None or args.overwrite or args.json):
         raise MegacppError(
-            "--steps and --overwrite are for CPU runs: with --gpus, set schedule.train_iters=N "
-            "and choose another --out"
+            "--steps, --overwrite and --json are for CPU runs: with --gpus, set "
+            "schedule.train_iters=N, choose another --out, and read DIR/receipt.json"
         )
     if args.gpus is None and args.yardstick:
         raise MegacppError("--yardstick needs --gpus N: Megatron's own blocks run on GPUs only")
@@ -130,7 +136,7 @@ def _finished(recipe: Recipe, out: Path, steps: int | None) -> str | None:
     if result["status"] != "complete" or result["steps"] < last:
         return None
     longer = "--set schedule.train_iters=N"
-    if last < recipe.schedule.train_iters:
+    if saved[-1] < recipe.schedule.train_iters:
         longer = f"--steps N (the schedule has {recipe.schedule.train_iters}), or {longer}"
     return (
         f"the run in {out} is complete at step {saved[-1]}: nothing is left to train. To extend "
@@ -138,11 +144,16 @@ def _finished(recipe: Recipe, out: Path, steps: int | None) -> str | None:
     )
 
 
-def _report(receipt: dict[str, Any], out: Path, verbose: bool) -> None:
+def _report(
+    receipt: dict[str, Any], out: Path, *, verbose: bool, as_json: bool = False
+) -> None:  # fmt: skip
     from megacpp_mcore.receipts.html import PAGE, page, write_page
     from megacpp_mcore.receipts.show import show, training_loss
 
     write_page(page([(str(out), receipt)]), out / PAGE)
+    if as_json:
+        print(json.dumps(receipt, indent=2))
+        return
     print(show(receipt, str(out / "receipt.json"), verbose=verbose))
     if line := training_loss(receipt):
         print(f"\n{line}")

@@ -157,6 +157,11 @@ def _documents(
         taken += int(pair.lengths[number])
 
 
+def count_tokens(pair: TokenFiles, selection: Selection, most_tokens: int) -> int:
+    """The tokens that `judge` reads."""
+    return sum(tokens.size for _, tokens in _documents(pair, selection, most_tokens))
+
+
 def documents_outside(
     pair: TokenFiles, selection: Selection, most_tokens: int
 ) -> list[np.ndarray]:  # fmt: skip

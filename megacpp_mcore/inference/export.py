@@ -123,12 +123,20 @@ def differences(config: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[st
     """Model keys of a recipe that are not those of an export, as `section.key is A, the export has
     B`; only such as shape the weights or what they compute."""
     found = _not_of_the_loader(recipe)
-    for section in MODEL_SECTIONS:
-        for key, value in config["recipe"][section].items():
-            own = recipe[section].get(key)
-            if key not in _FREE[section] and own != value:
-                found.append(f"{section}.{key} is {own!r}, the export has {value!r}")
+    for name, value in other_keys(config, recipe).items():
+        section, _, key = name.partition(".")
+        found.append(f"{name} is {recipe[section].get(key)!r}, the export has {value!r}")
     return found
+
+
+def other_keys(config: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """`section.key` -> the export's value, of the keys in which a recipe's model differs."""
+    return {
+        f"{section}.{key}": value
+        for section in MODEL_SECTIONS
+        for key, value in config["recipe"][section].items()
+        if key not in _FREE[section] and recipe[section].get(key) != value
+    }
 
 
 # How training computes, and not what: a run that goes on from an export chooses them anew.

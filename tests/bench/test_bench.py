@@ -269,6 +269,13 @@ def test_the_recipe_of_the_environment_is_the_default(monkeypatch, capsys):
     assert "batch 2, seq 16, hidden_size 48" in capsys.readouterr().out
 
 
+def test_the_receipt_is_printed_as_json(capsys):
+    words = [word for override in SMALL for word in ("--set", override)]
+    assert cli.main(["bench", "norm", "--recipe", "nam56r-tiny", *words, "--json"]) == 0
+    receipt = json.loads(capsys.readouterr().out)
+    assert receipt["kind"] == "bench" and receipt["problem"]["surface"] == "norm"
+
+
 @pytest.mark.parametrize("asked", ["norm", "layer"])
 def test_the_recipes_environment_is_set_before_the_device_starts(asked, monkeypatch):
     """CUDA and its allocator read it then. The receipt says who has set what."""

@@ -1,10 +1,12 @@
 """Exported folders: the loader's logits, names, the way back, and blocks of other packages."""
 
 import ast
+import importlib
 import itertools
 import json
 import math
 import re
+import shlex
 import struct
 import sys
 from pathlib import Path
@@ -354,3 +356,16 @@ def test_a_router_that_the_loader_does_not_have_is_refused(balancing, small_reci
     assert "moe_router_load_balancing_type" in difference
     off = load_recipe(str(small_recipe), ["moe.moe_router_load_balancing_type=none", *settings[1:]])
     assert not export.differences({"recipe": aux}, off.to_dict())
+
+
+def test_the_way_back_has_the_keys_that_were_set_for_the_run():
+    """And none that training chooses anew; the words parse to the exported model."""
+    back = importlib.import_module("megacpp_mcore.commands.export")._back
+    changed = ["model.vocab_size=2048", 'moe.moe_router_score_function="softmax"']
+    run = load_recipe("nam56r-tiny", [*changed, "model.seq_length=128"]).to_dict()
+    words = shlex.split(back("nam56r-tiny", {"recipe": run}, Path("my export")))
+    args = cli.build_parser(["import"]).parse_args(words[1:])
+    assert (args.folder, args.recipe) == (Path("my export"), "nam56r-tiny")
+    assert args.overrides == changed
+    assert not export.other_keys({"recipe": run}, load_recipe(args.recipe, changed).to_dict())
+    assert "--recipe own.toml --out" in back("own", {"recipe": run}, Path("x"))

@@ -70,6 +70,17 @@ def test_prune_keeps_the_newest_and_deletes_nothing_else(run, capsys):
     assert command(capsys, "prune", run, "--keep", 0)[0] == 2
 
 
+def test_prune_deletes_nothing_where_all_that_would_stay_are_damaged(run, capsys):
+    damaged = run / "checkpoints/iter_0000008/__0_0.distcp"
+    damaged.write_text(damaged.read_text().replace("8", "7"))
+    status, out, err = command(capsys, "prune", run, "--keep", 1)
+    assert (status, out) == (2, "") and f"{damaged} is damaged" in err
+    assert "--keep more than 1" in err and (run / "checkpoints/iter_0000005").is_dir()
+    assert command(capsys, "prune", run, "--keep", 2)[0] == 0
+    assert not (run / "checkpoints/iter_0000003").exists()
+    assert command(capsys, "prune", run, "--keep", 2)[1] == "0 deleted, 0.0 MiB\n"
+
+
 @pytest.mark.parametrize("where", ["", "checkpoints"])
 def test_prune_leaves_what_a_run_resumes_from_and_a_run_that_trains(run, where, capsys):
     (run / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")

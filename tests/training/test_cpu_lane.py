@@ -341,6 +341,9 @@ def test_a_finished_run_has_nothing_left_to_train(runs, small_recipe, capfd):
             in said
         )
         assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    argv = ["train", str(small_recipe), "--out", str(runs(None)), "--resume", "--steps", "5"]
+    assert cli.main(argv) == 0  # the whole schedule is done: only a longer one goes on
+    assert "resume with --set schedule.train_iters=N" in capfd.readouterr().out
 
 
 def test_a_checkpoint_trained_on_other_data_is_refused(small, one_step):

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -315,8 +314,6 @@ class TestCrash:
             pid = os.fork()
             if pid == 0:
                 try:
-                    # tqdm's own lock is shared with this process: a kill would leave it held
-                    data_build.tqdm.set_lock(threading.RLock())
                     while True:
                         for source in sources:
                             build(source, prefix, overwrite=True)
@@ -384,7 +381,7 @@ sys.exit(cli.main(sys.argv[1:]))
         assert "whether it is unchanged is not known" in out and "the largest id 256" in out
         with open(tmp_path / "c.bin", "ab") as stream:
             stream.write(b"more")
-        assert cli.main(["data", "check", str(tmp_path / "c")]) == 2
+        assert cli.main(["data", "check", str(tmp_path / "c")]) == 1
 
     def test_build_goes_past_a_dangling_link_and_says_what_comes_next(self, tmp_path, capsys):
         src = write_tree(tmp_path / "src", {"a.cpp": b"int x;"})
@@ -403,7 +400,7 @@ sys.exit(cli.main(sys.argv[1:]))
         data = bytearray((tmp_path / "c.bin").read_bytes())
         data[10] ^= 1
         (tmp_path / "c.bin").write_bytes(data)
-        assert cli.main(["data", "check", str(tmp_path / "c")]) == 2
+        assert cli.main(["data", "check", str(tmp_path / "c")]) == 1
         assert "changed after it was built" in capsys.readouterr().err
 
     @pytest.mark.parametrize(

@@ -2,8 +2,12 @@
 
 import contextlib
 import json
+import os
 import random
 import re
+import signal
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -64,6 +68,45 @@ def path(repositories, tmp_path_factory):
 @pytest.fixture(scope="module")
 def tokenizer(path):
     return tokenizers.TextTokenizer.read(path)
+
+
+def test_ctrl_c_is_heard_while_the_library_is_at_work(tmp_path, monkeypatch):
+    """It takes texts in threads of its own, and Python hears signals in the main thread only."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    over, early = threading.Event(), []
+
+    def texts():
+        os.kill(os.getpid(), signal.SIGINT)
+        early.append(over.wait(10))
+        yield SOURCE.encode()
+
+    with pytest.raises(KeyboardInterrupt):
+        tokenizers.train(texts(), 300, tmp_path / "tokenizer.json", False)
+    assert early == []  # its text is still to come
+    over.set()
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM], ids=lambda stop: stop.name)
+def test_an_interrupted_training_leaves_nothing(stop, repositories, tmp_path, monkeypatch, capsys):
+    """It ends the process at once: the library's threads are still at work."""
+
+    class Left(BaseException):
+        pass
+
+    def left(status):
+        raise Left(f"left with {status}")
+
+    def stopped(*_):
+        os.kill(os.getpid(), stop)
+        time.sleep(10)
+
+    monkeypatch.setattr(os, "_exit", left)
+    monkeypatch.setattr(tokenizers, "train", stopped)
+    out = tmp_path / "tokenizer.json"
+    with pytest.raises(Left, match=f"left with {128 + stop}"):
+        cli.main(["data", "tokenizer", str(repositories), "--out", str(out)])
+    told = f"megacpp: interrupted; {out} was not written\n" if stop == signal.SIGINT else ""
+    assert capsys.readouterr() == ("", told) and not out.exists()
 
 
 def test_every_text_comes_back_from_its_tokens(tokenizer):

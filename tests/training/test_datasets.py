@@ -12,6 +12,7 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megacpp_mcore.recipe import load_recipe
+from megacpp_mcore.training.data import datasets
 from megacpp_mcore.training.data.blend import prefixes
 from megacpp_mcore.training.data.build import build
 from megacpp_mcore.training.data.datasets import (
@@ -377,3 +378,17 @@ class TestRefusals:
     def test_num_samples(self, tmp_path, num_samples):
         with pytest.raises(DataError, match="num_samples"):
             datasets_of(corpus(tmp_path), num_samples=num_samples)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyError("a defect")])
+def test_an_index_that_cannot_be_written_is_refused_in_a_line(error, tmp_path, monkeypatch):
+    """Megatron raises a bare Exception for it, with the OSError as its cause; a defect is none."""
+
+    def build(builder):
+        raise Exception("Failed to write dataset materials") from error
+
+    monkeypatch.setattr(datasets.BlendedMegatronDatasetBuilder, "build", build)
+    told = "No space left on device" if isinstance(error, OSError) else "Failed to write"
+    with pytest.raises(Exception, match=told) as raised:
+        datasets_of([str(corpus(tmp_path))])
+    assert (raised.type is DataError) == isinstance(error, OSError)

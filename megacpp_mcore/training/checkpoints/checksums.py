@@ -7,7 +7,7 @@ finds damage (a truncated file, a bad disk), not forgery.
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,10 @@ def missing(checkpoint: Path) -> list[str]:
     return [name for name in listed if not (checkpoint / name).is_file()]
 
 
-def verify(checkpoint: Path) -> bool:
+def verify(checkpoint: Path, advance: Callable[[int], object] = lambda size: None) -> bool:
     """Compare every file with its checksum. Returns False when there are no checksums.
+
+    advance: is told the bytes read since the last call.
 
     Raises DamagedError, which names the first file that differs.
     """
@@ -87,8 +89,10 @@ def verify(checkpoint: Path) -> bool:
         return False
     with ThreadPoolExecutor(_THREADS) as pool:
         wrong = pool.map(lambda name: _wrong(checkpoint / name, listed[name]), listed)
-        for reason in filter(None, wrong):
-            raise DamagedError(reason)
+        for entry, reason in zip(listed.values(), wrong, strict=True):
+            if reason:
+                raise DamagedError(reason)
+            advance(entry["bytes"])
     return True
 
 

@@ -67,6 +67,7 @@ class ProgressLog:
             total=total, initial=start, unit="step", file=sys.stderr,
             disable=not has_room(sys.stderr), dynamic_ncols=True, bar_format=_BAR,
         )  # fmt: skip
+        self._shown = ""  # behind the bar, without the time left
         self._seconds, self._tokens, self._steps = 0.0, 0, 0  # since the last line
 
     def step(
@@ -80,7 +81,8 @@ class ProgressLog:
         speed = f"{self._tokens / self._seconds:,.0f} tokens/s"
         rest = f"{left(self._seconds_left(self._seconds / self._steps))} left"
         if not self._bar.disable:
-            self._bar.set_postfix_str(f"loss {loss:.3f}, {speed}, {rest}", refresh=False)
+            self._shown = f"loss {loss:.3f}, {speed}"
+            self._bar.set_postfix_str(f"{self._shown}, {rest}", refresh=False)
             self._bar.update()
         elif iteration % self._interval == 0 or iteration == self._total:
             self.say(f"{step_line(iteration, self._total, loss, speed, lr, norm)} | {rest}")
@@ -93,5 +95,7 @@ class ProgressLog:
         sys.stderr.flush()
 
     def close(self) -> None:
-        """Close the bar, and leave it on screen."""
+        """Close the bar, and leave it on screen if all steps are done, without a time left."""
+        self._bar.leave = self._bar.n >= self._total
+        self._bar.set_postfix_str(self._shown, refresh=False)
         self._bar.close()

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import tempfile
 from array import array
 from collections import Counter
@@ -14,10 +13,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from tqdm import tqdm
 
 from megacpp_mcore.files import sha256_file, sync
-from megacpp_mcore.terminal import has_room
+from megacpp_mcore.terminal import Progress
 from megacpp_mcore.training.data.files import (
     MANIFEST_SCHEMA,
     DataError,
@@ -62,7 +60,7 @@ def build(
     written and synced in a hidden folder next to PREFIX, and moved into place at the end, the
     `.idx` last; with `overwrite` the old `.idx` is removed first. If the build is interrupted,
     PREFIX is the old dataset, the new one, or has no `.idx`. Only SIGKILL leaves the hidden folder
-    behind. A progress bar is shown on stderr if that is a terminal, unless `quiet`. With `resume`
+    behind. Progress is told on stderr, unless `quiet`. With `resume`
     (of TextFiles) the folder, `.PREFIX.partial`, stays, and the next build with `resume` of the
     same files and options goes on from it.
 
@@ -133,8 +131,8 @@ def _check_free_space(folder: Path, source: DocumentSource) -> None:
 
 def _write(source: DocumentSource, written: tuple[Path, Path, Path], quiet: bool) -> dict[str, Any]:
     digest, lengths = hashlib.sha256(), array("i")
-    with open(written[0], "wb") as file, _bar(source, quiet) as bar:
-        for tokens in source.documents(bar.update):
+    with open(written[0], "wb") as file, _progress(source, quiet) as progress:
+        for tokens in source.documents(progress.advance):
             file.write(tokens)
             digest.update(tokens)
             lengths.append(tokens.size)
@@ -147,9 +145,8 @@ def _write_resumable(
     """As `_write`, going on from what `hidden` holds."""
     with Partial(hidden, source.plan()) as partial:
         source.begin_at(partial.position)
-        with _bar(source, quiet) as bar:
-            bar.update(source.progress())
-            for documents in source.batches(bar.update):
+        with _progress(source, quiet, source.progress()) as progress:
+            for documents in source.batches(progress.advance):
                 partial.append(documents)
                 partial.commit()
         partial.commit(now=True)
@@ -199,11 +196,8 @@ def _manifest(
     return manifest
 
 
-def _bar(source: DocumentSource, quiet: bool) -> tqdm:
-    return tqdm(
-        total=source.total, unit=source.unit, unit_scale=True, desc="data build",
-        disable=quiet or not has_room(sys.stderr),
-    )  # fmt: skip
+def _progress(source: DocumentSource, quiet: bool, done: int = 0) -> Progress:
+    return Progress("data build", source.total, source.unit, done=done, quiet=quiet)
 
 
 def _move_into_place(

@@ -243,10 +243,14 @@ def _build(config: GPTDatasetConfig, sizes: list[int | None]) -> list[TokenDatas
             built = builder.build()
     except IndexError as error:  # a blend that needs more samples than Megatron planned
         raise DataError(str(error)) from error
-    except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
+    except Exception as error:
+        # Megatron raises a bare Exception because of an OSError where ranks are initialised.
+        cause = error.__cause__ if type(error) is Exception else error
+        if not isinstance(cause, OSError | EOFError | ValueError | pickle.UnpicklingError):
+            raise
         where = f" (index cache: {config.path_to_cache}; remove it if it is damaged)"
         raise DataError(
-            f"Megatron cannot build the datasets: {error}{where if config.path_to_cache else ''}"
+            f"Megatron cannot build the datasets: {cause}{where if config.path_to_cache else ''}"
         ) from error
     for kind, dataset, size in zip(Split, built, sizes, strict=True):
         if dataset is not None and size is not None and len(dataset) < size:

@@ -1,6 +1,7 @@
 """The unigram and bigram entropy of a corpus, as reference values for a training loss."""
 
 import os
+from collections.abc import Callable
 
 import numpy as np
 
@@ -11,8 +12,9 @@ _DENSE_CODES = 1 << 24  # up to here, a table of all pairs is cheaper than sorti
 
 
 def corpus_entropy(
-    prefix: str | os.PathLike, documents: tuple[int, int] | None = None
-) -> tuple[float, float]:
+    prefix: str | os.PathLike, documents: tuple[int, int] | None = None,
+    advance: Callable[[int], object] = lambda tokens: None,
+) -> tuple[float, float]:  # fmt: skip
     """Exact `(unigram, bigram)` entropy in nats per token, of documents [begin, end) or of all.
 
     With c(a) the count of token a, the end-of-document token included, and N the number of tokens:
@@ -27,6 +29,7 @@ def corpus_entropy(
 
     These are the lowest mean losses on these tokens of a model without context, and of one that
     sees only the previous token. Documents are the sequences of the `.idx`, as in `GPTDataset`.
+    advance: is told the tokens counted since the last call.
 
     Raises DataError for a damaged pair, a range outside the corpus, and a range without two tokens
     in one document.
@@ -45,17 +48,17 @@ def corpus_entropy(
         raise DataError(f"{pair.prefix}.bin has a negative token id")
     vocab_size = int(tokens.max()) + 1
     unigrams = _count_tokens(tokens, vocab_size)
-    codes, counts = _count_pairs(tokens, lasts, vocab_size)
+    codes, counts = _count_pairs(tokens, lasts, vocab_size, advance)
     if counts.size == 0:
         raise DataError(f"{pair.prefix}: no document in [{begin}, {end}) has two tokens")
     firsts = np.bincount(codes // vocab_size, weights=counts, minlength=vocab_size)
-    bigram = -np.dot(counts, np.log(counts / firsts[codes // vocab_size])) / counts.sum()
+    bigram = np.dot(counts, np.log(firsts[codes // vocab_size] / counts)) / counts.sum()
     return _entropy(unigrams), float(bigram)
 
 
 def _entropy(counts: np.ndarray) -> float:
     shares = counts[counts > 0] / counts.sum()
-    return float(-np.dot(shares, np.log(shares)))
+    return float(np.dot(shares, np.log(1 / shares)))
 
 
 def _count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -66,7 +69,7 @@ def _count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def _count_pairs(
-    tokens: np.ndarray, lasts: np.ndarray, vocab_size: int
+    tokens: np.ndarray, lasts: np.ndarray, vocab_size: int, advance: Callable[[int], object]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Codes a * vocab_size + b of the pairs that occur, and how often; `lasts` start no pair."""
     found = []
@@ -76,6 +79,7 @@ def _count_pairs(
         inside = np.ones(codes.size, bool)
         inside[lasts[slice(*np.searchsorted(lasts, (start, stop)))] - start] = False
         found.append(_count(codes[inside], vocab_size**2))
+        advance(stop - start)
     if not found:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     codes, where = np.unique(np.concatenate([codes for codes, _ in found]), return_inverse=True)

@@ -147,14 +147,18 @@ class TextFiles:
         for batch in self.batches(advance):
             yield from batch
 
-    def texts(self, most: int) -> Iterator[bytes]:
-        """The texts of the first files in order, without binary ones, until `most` bytes."""
+    def texts(
+        self, most: int, advance: Callable[[int], object] = lambda size: None
+    ) -> Iterator[bytes]:
+        """The texts of the first files in order, without binary ones, until `most` bytes. advance:
+        is told the bytes read since the last call."""
         read = 0
         for file in self._files:
             if read >= most:
                 return
             text = self._read(file)
             read += len(text)
+            advance(len(text))
             if b"\0" not in text:
                 yield text
 

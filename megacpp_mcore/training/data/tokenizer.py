@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ def train(texts: Iterable[bytes], vocab_size: int, path: Path, progress: bool) -
     """Train on `texts`, each a document, and write `path`, a `tokenizer.json`.
 
     Texts that are no UTF-8 are left out. The same texts give the same file. Raises TokenizerError
-    for a vocabulary that is too small or too large, and where the texts do not fill it.
+    for a vocabulary that is too small or too large, and where the texts do not fill it. Where it is
+    interrupted (KeyboardInterrupt), the library's threads go on.
     """
     if not _LEAST <= vocab_size <= MAX_VOCAB_SIZE:
         raise TokenizerError(f"--vocab-size {vocab_size}: from {_LEAST} to {MAX_VOCAB_SIZE}")
@@ -61,7 +63,13 @@ def train(texts: Iterable[bytes], vocab_size: int, path: Path, progress: bool) -
         vocab_size=vocab_size, special_tokens=[EOD], min_frequency=2, show_progress=progress,
         initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
     )  # fmt: skip
-    made.train_from_iterator(filter(None, map(_text, texts)), trainer)
+    # The library takes texts in threads of its own and returns at the end: the main thread, in
+    # which alone Python hears Ctrl-C, must not be in it.
+    pool = ThreadPoolExecutor(1)
+    trained = pool.submit(made.train_from_iterator, filter(None, map(_text, texts)), trainer)
+    while not trained.done():
+        wait([trained], timeout=0.2)  # without one, a signal just before it is heard at the end
+    trained.result()
     if (there := made.get_vocab_size()) != vocab_size:
         raise TokenizerError(
             f"the sources have no {vocab_size} tokens that occur twice, only {there}: give more "
