@@ -62,7 +62,7 @@ def read_regular(path: str | os.PathLike, most: int = 1 << 26) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as error:  # a NUL
         raise OSError(errno.EINVAL, str(error), repr(path)) from error
-    with open(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
@@ -70,7 +70,10 @@ def read_regular(path: str | os.PathLike, most: int = 1 << 26) -> bytes:
             raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
         if status.st_size > most:
             raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, at most {most} are read")
-        return file.read(most + 1)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(most + 1)
+    finally:
+        os.close(descriptor)
 
 
 def sync(path: str | os.PathLike) -> None:

@@ -399,6 +399,30 @@ def test_a_checkpoint_is_verified_unless_the_recipe_says_not(small_recipe, two_c
         train(unverified, two_checkpoints, resume=True)
 
 
+def test_a_length_that_no_memory_holds_is_not_believed_of_a_checkpoint(small, one_step):
+    saved = checkpoint.latest(one_step / "checkpoints")
+    content = json.loads((saved / "progress.json").read_text())
+    content["recipe"]["schedule"]["train_iters"] = 10**12
+    (saved / "progress.json").write_text(json.dumps(content))
+    checksums.add(saved, "progress.json")
+    with pytest.raises(MegacppError, match=r"schedule\.train_iters = 1000000000000: at least"):
+        train(small, one_step, resume=True)
+
+
+@pytest.mark.parametrize("why", ["damaged", "another recipe"])
+def test_a_refused_resume_from_changes_nothing(small_recipe, two_checkpoints, why):
+    checkpoints = two_checkpoints / "checkpoints"
+    changed = []
+    if why == "damaged":
+        flip(next((checkpoints / "iter_0000003").glob("*.distcp")))
+    else:
+        changed = ["optimizer.lr=0.5"]
+    before = sorted(os.listdir(checkpoints))
+    with pytest.raises(checkpoint.CheckpointError, match=why):
+        train(load_recipe(str(small_recipe), changed), two_checkpoints, resume_from=3)
+    assert sorted(os.listdir(checkpoints)) == before
+
+
 def test_the_newest_checkpoints_are_kept(small_recipe, tmp_path):
     keep = ["checkpoint.keep_latest=2", "checkpoint.save_interval=1"]
     train(load_recipe(str(small_recipe), keep), tmp_path / "run", steps=4)
@@ -416,7 +440,9 @@ def test_a_checkpoint_under_another_iterations_name_is_refused(small, one_step):
 
 @pytest.mark.parametrize("content", [
     {"iteration": "1"}, {"iteration": 1.0}, {"iteration": True}, {"consumed_samples": None},
-    {"recipe": []}, {"data_digest": 7}, {"more": 1},
+    {"recipe": []}, {"data_digest": 7}, {"more": 1}, {"consumed_samples": 9}, {"recipe": {}},
+    *({"recipe": {"schedule": {"train_iters": length, "global_batch_size": 4}}}
+      for length in (None, 0, -5, 2.5, True, "8", 1e400, [8])),
 ], ids=str)  # fmt: skip
 def test_a_checkpoint_whose_progress_is_not_one_is_refused(one_step, content):
     saved = checkpoint.latest(one_step / "checkpoints")
@@ -565,6 +591,17 @@ def test_a_checkpoint_that_no_run_of_this_lane_wrote_is_not_deleted(small, one_s
     with pytest.raises(RunFolderError, match="iter_0000001 is a checkpoint that no run on the CPU"):
         train(small, one_step, overwrite=True)
     assert folder.is_dir() and losses(one_step)
+
+
+@pytest.mark.parametrize("name", ["iter_0000001", ".tmp-iter_0000001", ".old-iter_0000009"])
+def test_a_new_run_starts_beside_no_checkpoint_of_another_program(small, tmp_path, name):
+    """Megatron's own formats have other files: a save of the same step would take its place."""
+    foreign = tmp_path / "run" / "checkpoints" / name / "mp_rank_00" / "model_optim_rng.pt"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("mine")
+    with pytest.raises(RunFolderError, match=f"{name} is a checkpoint that no run on"):
+        train(small, tmp_path / "run", steps=1)
+    assert foreign.read_text() == "mine"
 
 
 def test_two_processes_cannot_train_in_one_folder(small, tmp_path):

@@ -169,8 +169,16 @@ def _read_progress(checkpoint: Path) -> Progress:
     for name, kind in (("iteration", int), ("consumed_samples", int), ("data_digest", str)):
         if type(value := getattr(progress, name)) is not kind:
             raise CheckpointError(f"{path} cannot be read: {name} is {value!r}")
-    if not isinstance(progress.recipe, dict):
+    schedule = progress.recipe.get("schedule") if isinstance(progress.recipe, dict) else None
+    if not isinstance(schedule, dict):
         raise CheckpointError(f"{path} cannot be read: recipe is {progress.recipe!r}")
+    done, samples = progress.iteration, progress.consumed_samples
+    length, size = schedule.get("train_iters"), schedule.get("global_batch_size")
+    if not (type(length) is type(size) is int and done <= length > 0 and samples == done * size):
+        raise CheckpointError(
+            f"{path} cannot be read: no run is at iteration {done} with consumed_samples "
+            f"{samples}, train_iters {length!r} and global_batch_size {size!r}"
+        )
     return progress
 
 
