@@ -5,12 +5,14 @@ Imports neither torch nor anything else of the package.
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import stat
 import uuid
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -74,6 +76,27 @@ def read_regular(path: str | os.PathLike, most: int = 1 << 26) -> bytes:
             return file.read(most + 1)
     finally:
         os.close(descriptor)
+
+
+def locked(path: str | os.PathLike) -> FileIO:
+    """The file `path`, which is made, with an exclusive lock until it is closed. Its content stays.
+
+    Raises BlockingIOError while another process has the lock, and OSError for a link (to somebody's
+    file), a FIFO or a device, a name that no file can have, and a file system without locks.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except ValueError as error:  # a NUL
+        raise OSError(errno.EINVAL, str(error), repr(path)) from error
+    file = open(descriptor, "rb+", buffering=0)  # noqa: SIM115 (the caller closes it)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+    return file
 
 
 def sync(path: str | os.PathLike) -> None:

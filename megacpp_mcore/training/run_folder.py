@@ -1,14 +1,17 @@
 """The folder of one run, and the lock that lets only one process write into it."""
 
-import fcntl
+import os
 import sys
 from collections.abc import Iterable
+from io import FileIO
 from pathlib import Path
-from typing import IO
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.files import locked
 from megacpp_mcore.receipts.html import PAGE
 from megacpp_mcore.training.checkpoints import folder
+
+LOCK = ".lock"
 
 
 class RunFolderError(MegacppError):
@@ -24,7 +27,7 @@ class RunFolder:
         self.page = path / PAGE
         self.checkpoints = path / "checkpoints"
         self.cache = path / "cache"
-        self._lock: IO[str] | None = None
+        self._lock: FileIO | None = None
 
     def claim(
         self, *, resume: bool = False, overwrite: bool = False, resume_from: int | None = None
@@ -41,15 +44,19 @@ class RunFolder:
 
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 (held until the process ends)
-        except (OSError, ValueError) as error:  # ValueError: a NUL in its name
-            raise RunFolderError(f"cannot write into {self.path}: {error}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = locked(self.path / LOCK)  # until the process ends
         except BlockingIOError:
             raise RunFolderError(
                 f"another process is training in {self.path}; wait for it, or choose another --out"
             ) from None
+        except (OSError, ValueError) as error:  # ValueError: a NUL in its name
+            raise RunFolderError(f"cannot write into {self.path}: {error}") from error
+        for path in (self.checkpoints, self.path / "heartbeat"):
+            if os.path.lexists(path) and not path.is_dir():
+                raise RunFolderError(
+                    f"{path} is no folder, where a run writes one: move it away, or choose another "
+                    "--out"
+                )
         _say(checkpoint.recover(self.checkpoints))
         if resume_from is not None:
             return self._from(resume_from)

@@ -1,5 +1,6 @@
 """The CPU lane through its function and, where a process matters, through the command."""
 
+import errno
 import functools
 import json
 import math
@@ -20,7 +21,7 @@ import torch
 import warm
 from left_behind import Marked, wait_until
 
-from megacpp_mcore import cli, receipts
+from megacpp_mcore import cli, files, receipts
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.recipe.check import MegatronRefusal
@@ -612,6 +613,39 @@ def test_two_processes_cannot_train_in_one_folder(small, tmp_path):
     with pytest.raises(RunFolderError, match="another process"):
         train(small, tmp_path / "run")
     first.release()
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "link", "folder"])
+@pytest.mark.parametrize("name", [".lock", "checkpoints", "heartbeat"])
+def test_what_stands_for_a_part_of_the_folder_is_refused_at_once(tmp_path, name, kind):
+    from megacpp_mcore.training.run_folder import RunFolder
+
+    (tmp_path / "mine").write_text("mine")
+    path = tmp_path / "run" / name
+    path.parent.mkdir()
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(tmp_path / "mine")
+    elif name == ".lock":
+        path.mkdir()
+    else:
+        pytest.skip("which it is")
+    with pytest.raises(RunFolderError, match=rf"{name}"):
+        RunFolder(tmp_path / "run").claim()
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
+    """Lustre mounted without them answers so."""
+    from megacpp_mcore.training.run_folder import RunFolder
+
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    with pytest.raises(RunFolderError, match=r"Function not implemented: .*/\.lock"):
+        RunFolder(tmp_path / "run").claim()
 
 
 def test_missing_data_is_refused_with_how_to_build_it(small_recipe, tmp_path):
