@@ -86,8 +86,8 @@ def save(directory: Path, trainer: Trainer, progress: Progress, keep: int | None
     except _ANY_FAILURE as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointWriteError(
-            f"the checkpoint {final} could not be written: {_cause(error)}; the last good one is "
-            f"{latest(directory) or 'none'}"
+            f"the checkpoint {final} could not be written: {unpickling.told(error)}; the last good "
+            f"one is {latest(directory) or 'none'}"
         ) from error
     return final
 
@@ -154,7 +154,7 @@ def load(
         _restore(trainer, state)
     except _ANY_FAILURE as error:
         raise CheckpointError(
-            f"{checkpoint} cannot be loaded: {_cause(error)}; {folder.advice(checkpoint)}"
+            f"{checkpoint} cannot be loaded: {unpickling.told(error)}; {folder.advice(checkpoint)}"
         ) from error
     return progress
 
@@ -209,13 +209,6 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
     # the schedule is the recipe's, which may be longer now; its position is the checkpoint's
     trainer.scheduler.step(increment=state["scheduler"]["num_steps"])
     torch.set_rng_state(state["rng"])
-
-
-def _cause(error: BaseException) -> str:
-    """The first rank's failure, without the tracebacks in torch's message."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {error}".strip().splitlines()[-1]
 
 
 def _check_space(directory: Path, trainer: Trainer) -> None:
