@@ -37,7 +37,7 @@ def written_atomically(path: str | os.PathLike) -> Iterator[BinaryIO]:
 
     The file's mode follows the umask. Raises OSError; the former file at `path` is then still
     there, whole, and the temporary file is gone. A process that is killed may leave a temporary
-    file, `.NAME.*.tmp`.
+    file, `.NAME.*.tmp`: see `remove_temporaries`.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -51,6 +51,12 @@ def written_atomically(path: str | os.PathLike) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def remove_temporaries(path: Path) -> None:
+    """Delete what killed processes have left of their writes of `path`, which none writes now."""
+    for left in path.parent.glob(f".{path.name}.*.tmp"):
+        left.unlink()
 
 
 def read_regular(path: str | os.PathLike, most: int = 1 << 26) -> bytes:

@@ -7,7 +7,7 @@ from io import FileIO
 from pathlib import Path
 
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.files import locked
+from megacpp_mcore.files import locked, remove_temporaries
 from megacpp_mcore.receipts.html import PAGE
 from megacpp_mcore.training.checkpoints import folder
 
@@ -57,6 +57,8 @@ class RunFolder:
                     f"{path} is no folder, where a run writes one: move it away, or choose another "
                     "--out"
                 )
+        for path in (self.receipt, self.page, self.checkpoints / folder.TRACKER):
+            remove_temporaries(path)
         _say(checkpoint.recover(self.checkpoints))
         if resume_from is not None:
             return self._from(resume_from)

@@ -636,6 +636,20 @@ def test_what_stands_for_a_part_of_the_folder_is_refused_at_once(tmp_path, name,
     assert (tmp_path / "mine").read_text() == "mine"
 
 
+def test_what_kills_have_left_of_small_files_goes(tmp_path):
+    from megacpp_mcore.training.run_folder import RunFolder
+
+    (tmp_path / "checkpoints").mkdir()
+    tracker = "checkpoints/.latest_checkpointed_iteration.txt.0f.tmp"
+    for name in (".receipt.json.0f.tmp", ".report.html.0f.tmp", tracker, ".mine.tmp"):
+        (tmp_path / name).write_text("half")
+    folder = RunFolder(tmp_path)
+    folder.claim()
+    folder.release()
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert left == {"checkpoints", ".lock", ".mine.tmp"}
+
+
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
     """Lustre mounted without them answers so."""
     from megacpp_mcore.training.run_folder import RunFolder
