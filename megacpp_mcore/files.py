@@ -40,6 +40,8 @@ def written_atomically(path: str | os.PathLike) -> Iterator[BinaryIO]:
     file, `.NAME.*.tmp`: see `remove_temporaries`.
     """
     path = Path(path)
+    if not path.name:  # "", "." or "/"
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "xb") as file:

@@ -99,6 +99,27 @@ def test_a_name_that_is_too_long(refused, words, name, tmp_path):
     assert name[:50] in refused(*words.format(folder=tmp_path).split(), name)
 
 
+@pytest.mark.parametrize("words", [
+    "report html {receipt} --out", "data build --out {folder}/c", "data tokenizer --out {folder}/t",
+    "patch status --site", "evaluate r --data d --html", "export r --out",
+])  # fmt: skip
+def test_a_nul_in_an_argument(refused, words, tmp_path):
+    import receipt_samples as samples
+
+    samples.train(tmp_path / "r.json")
+    words = words.format(receipt=tmp_path / "r.json", folder=tmp_path).split()
+    assert "NUL" in refused(*words, "a\0b")
+
+
+def test_a_page_without_a_name(tmp_path, capsys):
+    import receipt_samples as samples
+
+    samples.train(tmp_path / "r.json")
+    for out in ("", ".", "/"):
+        assert cli.main(["report", "html", str(tmp_path / "r.json"), "--out", out]) in (1, 2)
+        assert "a directory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("entry", ['A = "a\\u0000b"', '"A\\u0000" = "b"'])
 def test_a_nul_in_the_environment(refused, entry, tmp_path):
     path = tmp_path / "r.toml"
