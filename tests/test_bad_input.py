@@ -196,6 +196,11 @@ def test_a_depth_that_nobody_builds_is_told_at_once(refused, depth):
     )
 
 
+@pytest.mark.parametrize("gpus", [0, -1, 10**6 + 1, 2**31, 2**63])
+def test_a_number_of_gpus_that_nobody_has_is_told_at_once(refused, gpus):
+    assert "at most 1,000,000" in refused("recipe", "plan", "nam56r", "--gpus", gpus)
+
+
 @pytest.mark.parametrize("setting", [
     "model.vocab_size=10000000000", "model.hidden_size=1048576", "model.seq_length=100000000",
     "schedule.train_iters=100000000000", "schedule.global_batch_size=1000000000",
