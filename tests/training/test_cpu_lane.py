@@ -424,6 +424,19 @@ def test_a_refused_resume_from_changes_nothing(small_recipe, two_checkpoints, wh
     assert sorted(os.listdir(checkpoints)) == before
 
 
+@pytest.mark.parametrize(
+    ("iteration", "said"),
+    [("-1", "is at least 0"), ("0", "has complete checkpoints of iterations")],
+)
+def test_imported_weights_are_resumed_from_by_their_number(
+    small_recipe, two_checkpoints, capfd, iteration, said
+):
+    """`megacpp import` makes the checkpoint of iteration 0, which may be the older good one."""
+    argv = ["train", str(small_recipe), "--out", str(two_checkpoints), "--resume-from", iteration]
+    assert cli.main(argv) == 2
+    assert said in capfd.readouterr().err
+
+
 def test_the_newest_checkpoints_are_kept(small_recipe, tmp_path):
     keep = ["checkpoint.keep_latest=2", "checkpoint.save_interval=1"]
     train(load_recipe(str(small_recipe), keep), tmp_path / "run", steps=4)
