@@ -66,6 +66,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(words: list[str], signals: "_Signals") -> int:
     try:
+        if any("\0" in word for word in words):  # from Python: no system passes one on
+            raise MegacppError("an argument has a NUL, which no name of a file can have")
         # the others would take longer than most commands do
         args = build_parser([w for w in words[:1] if w in COMMANDS] or COMMANDS).parse_args(words)
         with signals, contextlib.redirect_stdout(Escaping(sys.stdout)):

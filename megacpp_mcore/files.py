@@ -5,12 +5,14 @@ Imports neither torch nor anything else of the package.
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import stat
 import uuid
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,9 +37,12 @@ def written_atomically(path: str | os.PathLike) -> Iterator[BinaryIO]:
 
     The file's mode follows the umask. Raises OSError, also where `path` is a device or a FIFO, or a
     link to one, which it would replace; what was at `path` is then still there, whole, and the
-    temporary file is gone. A process that is killed may leave a temporary file, `.NAME.*.tmp`.
+    temporary file is gone. A process that is killed may leave a temporary file, `.NAME.*.tmp`: see
+    `remove_temporaries`.
     """
     path = Path(path)
+    if not path.name:  # "", "." or "/"
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(
             errno.EINVAL, "it is not a regular file, and would be replaced by one", os.fspath(path)
@@ -55,6 +60,12 @@ def written_atomically(path: str | os.PathLike) -> Iterator[BinaryIO]:
     sync(path.parent)
 
 
+def remove_temporaries(path: Path) -> None:
+    """Delete what killed processes have left of their writes of `path`, which none writes now."""
+    for left in path.parent.glob(f".{path.name}.*.tmp"):
+        left.unlink()
+
+
 def read_regular(path: str | os.PathLike, most: int = 1 << 26) -> bytes:
     """The content of a regular file of at most `most` bytes.
 
@@ -66,7 +77,7 @@ def read_regular(path: str | os.PathLike, most: int = 1 << 26) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as error:  # a NUL
         raise OSError(errno.EINVAL, str(error), repr(path)) from error
-    with open(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
@@ -74,7 +85,31 @@ def read_regular(path: str | os.PathLike, most: int = 1 << 26) -> bytes:
             raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
         if status.st_size > most:
             raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, at most {most} are read")
-        return file.read(most + 1)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(most + 1)
+    finally:
+        os.close(descriptor)
+
+
+def locked(path: str | os.PathLike) -> FileIO:
+    """The file `path`, which is made, with an exclusive lock until it is closed. Its content stays.
+
+    Raises BlockingIOError while another process has the lock, and OSError for a link (to somebody's
+    file), a FIFO or a device, a name that no file can have, and a file system without locks.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except ValueError as error:  # a NUL
+        raise OSError(errno.EINVAL, str(error), repr(path)) from error
+    file = open(descriptor, "rb+", buffering=0)  # noqa: SIM115 (the caller closes it)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+    return file
 
 
 def sync(path: str | os.PathLike) -> None:

@@ -32,7 +32,7 @@ def refused(capsys):
 
 
 @pytest.mark.parametrize("value", [
-    DEEP, DIGITS, "1e400", "-1e400", "nan", "9" * 400, "1" + "0" * 30,
+    DEEP, DIGITS, "0x" + "f" * 5000, "1e400", "-1e400", "nan", "9" * 400, "1" + "0" * 30,
     "{a = " * 900 + "1" + "}" * 900,
 ])  # fmt: skip
 @pytest.mark.parametrize("key", [
@@ -97,6 +97,27 @@ def test_a_name_that_no_file_can_have(refused, name, tmp_path):
 def test_a_name_that_is_too_long(refused, words, name, tmp_path):
     (tmp_path / "a.c").write_text("int x;\n" * 100)
     assert name[:50] in refused(*words.format(folder=tmp_path).split(), name)
+
+
+@pytest.mark.parametrize("words", [
+    "report html {receipt} --out", "data build --out {folder}/c", "data tokenizer --out {folder}/t",
+    "patch status --site", "evaluate r --data d --html", "export r --out",
+])  # fmt: skip
+def test_a_nul_in_an_argument(refused, words, tmp_path):
+    import receipt_samples as samples
+
+    samples.train(tmp_path / "r.json")
+    words = words.format(receipt=tmp_path / "r.json", folder=tmp_path).split()
+    assert "NUL" in refused(*words, "a\0b")
+
+
+def test_a_page_without_a_name(tmp_path, capsys):
+    import receipt_samples as samples
+
+    samples.train(tmp_path / "r.json")
+    for out in ("", ".", "/"):
+        assert cli.main(["report", "html", str(tmp_path / "r.json"), "--out", out]) in (1, 2)
+        assert "a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("entry", ['A = "a\\u0000b"', '"A\\u0000" = "b"'])
@@ -173,6 +194,11 @@ def test_a_depth_that_nobody_builds_is_told_at_once(refused, depth):
     assert "model.depth" in refused(
         "recipe", "show", "nam56r-tiny", "--set", f"model.depth={depth}"
     )
+
+
+@pytest.mark.parametrize("gpus", [0, -1, 10**6 + 1, 2**31, 2**63])
+def test_a_number_of_gpus_that_nobody_has_is_told_at_once(refused, gpus):
+    assert "at most 1,000,000" in refused("recipe", "plan", "nam56r", "--gpus", gpus)
 
 
 @pytest.mark.parametrize("setting", [

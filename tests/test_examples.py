@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -115,33 +116,95 @@ def test_slurm(run, corpus, tmp_path):
     assert own[-len(lower(recipe).argv) :] == lower(recipe).argv
 
 
-def test_slurm_queues_the_job_again_when_its_time_is_over(tmp_path, corpus):
-    """SIGTERM goes on to srun, whose ranks save; then the job is queued again."""
-    tools, calls = tmp_path / "bin", tmp_path / "calls"
+# Slurm's commands for one task. Its srun answers SIGTERM as the real one does: it kills the tasks.
+SLURM = {
+    "srun": """#!/bin/bash
+sleep 1000 & nap=$!
+( trap 'kill $nap; echo 20 > "$TRACKER"; echo saved >> "$CALLS"; exit 0' TERM
+  echo "$BASHPID" > "$CALLS.task"; echo started >> "$CALLS"
+  while kill -0 $nap; do sleep 0.02; done 2> /dev/null; exit "$STATUS" ) & task=$!
+trap 'kill -KILL $task; kill $nap; echo killed >> "$CALLS"; exit 137' TERM
+[ -z "$STATUS" ] || kill $nap
+wait $task
+""",
+    "scancel": '#!/bin/sh\necho "$@" >> "$CALLS"; kill -TERM "$(cat "$CALLS.task")"\n',
+    "squeue": "#!/bin/sh\necho $STATE\n",
+    "scontrol": '#!/bin/sh\n[ "$1" = requeue ] && echo "$@" >> "$CALLS" || echo first\n',
+    "megacpp": '#!/bin/sh\n[ -z "$LATER" ] || sleep 0.3; echo --word\n',
+}
+
+
+@pytest.fixture
+def slurm_job(tmp_path):
+    """job(**environment): the script in it, its calls, and the file that names its checkpoint."""
+    tools, calls, jobs = tmp_path / "bin", tmp_path / "calls", []
     tools.mkdir()
-    srun = """#!/bin/sh
-trap 'echo saved >> "$CALLS"; exit 1' TERM
-echo started >> "$CALLS"
-while :; do sleep 0.05; done
-"""
-    scontrol = """#!/bin/sh
-[ "$1" = requeue ] && echo "$@" >> "$CALLS" || echo first
-"""
-    megacpp = f'#!/bin/sh\nexec {sys.executable} -m megacpp_mcore.cli "$@"\n'
-    for name, text in (("srun", srun), ("scontrol", scontrol), ("megacpp", megacpp)):
+    for name, text in SLURM.items():
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
-    script = subprocess.Popen(
-        ["bash", str(EXAMPLES / "slurm.sbatch"), str(corpus), "/shared/out"], cwd=tmp_path,
-        env=os.environ | {
-            "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "CALLS": str(calls),
-            "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7",
-        },
-    )  # fmt: skip
-    wait_until(calls.exists, 60)
+    tracker = tmp_path / "out" / "checkpoints" / "latest_checkpointed_iteration.txt"
+    tracker.parent.mkdir(parents=True)
+    tracker.write_text("10")
+
+    def job(**environment):
+        jobs.append(subprocess.Popen(
+            ["bash", str(EXAMPLES / "slurm.sbatch"), "corpus", str(tmp_path / "out")], cwd=tmp_path,
+            env=os.environ | {
+                "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "CALLS": str(calls),
+                "TRACKER": str(tracker), "STATE": "RUNNING", "SLURM_JOB_NUM_NODES": "2",
+                "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7", **environment,
+            },
+        ))  # fmt: skip
+        return jobs[-1], calls, tracker
+
+    yield job
+    for each in jobs:
+        each.kill()
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "COMPLETING"])
+def test_slurm_queues_the_job_again_when_its_time_is_over(slurm_job, state):
+    """SIGTERM goes to the tasks, which save; srun, which would kill them, is not told. Nor is a job
+    queued again that somebody cancels."""
+    script, calls, tracker = slurm_job(STATE=state)
+    wait_until(lambda: calls.exists() and "started" in calls.read_text(), 60)
     script.terminate()
-    assert script.wait(timeout=30) == 1
-    assert calls.read_text().splitlines() == ["started", "saved", "requeue 7"]
+    script.wait(timeout=30)
+    again = ["requeue 7"] if state == "RUNNING" else []
+    assert calls.read_text().splitlines() == ["started", "--signal=TERM 7", "saved", *again]
+    assert tracker.read_text().strip() == "20"
+
+
+def test_slurm_queues_a_job_again_that_is_told_to_stop_before_its_tasks_run(slurm_job):
+    script, calls, _ = slurm_job(LATER="1")
+    wait_until(lambda: "TERM" in caught_by(script.pid), 60)
+    script.terminate()
+    assert script.wait(timeout=30) == 143
+    assert calls.read_text().splitlines() == ["requeue 7"]
+
+
+def caught_by(pid: int) -> set[str]:
+    """The names of the signals that a process handles."""
+    [line] = [
+        each for each in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if each.startswith("SigCgt")
+    ]  # fmt: skip
+    mask = int(line.split()[1], 16)
+    return {number.name.removeprefix("SIG") for number in signal.Signals if mask >> number - 1 & 1}
+
+
+@pytest.mark.parametrize(("status", "saves", "again"), [
+    (75, True, True), (137, True, True), (75, False, False), (1, True, False), (0, True, False),
+])  # fmt: skip
+def test_slurm_queues_a_job_again_that_hung_or_was_killed_and_had_saved(
+    slurm_job, tmp_path, status, saves, again
+):
+    if saves:
+        srun = tmp_path / "bin" / "srun"
+        srun.write_text(srun.read_text().replace("wait $task", 'echo 20 > "$TRACKER"; wait $task'))
+    script, calls, _ = slurm_job(STATUS=str(status))
+    assert script.wait(timeout=30) == status
+    assert calls.read_text().splitlines() == ["started"] + ["requeue 7"] * again
 
 
 @pytest.mark.slow

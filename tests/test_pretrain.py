@@ -795,9 +795,10 @@ def test_a_run_goes_back_before_its_ranks_start(
 ):
     started, _ = on_a_machine_with_gpus
     for iteration in (3, 6):
-        (tmp_path / f"iter_000000{iteration}").mkdir()
-        for name in (".metadata", "metadata.json"):
-            (tmp_path / f"iter_000000{iteration}" / name).touch()
+        saved = tmp_path / f"iter_000000{iteration}"
+        saved.mkdir()
+        (saved / "metadata.json").touch()
+        (saved / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
     where = [*overrides, f"checkpoint.load={tmp_path}"]
     with pytest.raises(MegacppError, match=r"--resume-from 5: .* of iterations 3, 6"):
         launcher.launch_ranks(str(small_recipe), where, 1, str(tmp_path / "out"), resume_from=5)

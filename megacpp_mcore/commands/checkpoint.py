@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.files import locked
 from megacpp_mcore.terminal import Progress
 from megacpp_mcore.training.checkpoints import checksums, folder
 
@@ -148,16 +148,17 @@ def _tracked(place: Path) -> Path | None:
 @contextlib.contextmanager
 def _exclusive(place: Path) -> Iterator[None]:
     """Hold the lock of the run that `place` is of, so that no process on the CPU trains in it."""
+    from megacpp_mcore.training.run_folder import LOCK
+
     run = Path(os.path.abspath(place)).parent
-    lock = run / ".lock"
-    if not lock.exists():
+    if not os.path.lexists(run / LOCK):
         yield
         return
-    with open(lock, "w") as held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise MegacppError(f"a process is training in {run}: wait for it") from None
+    try:
+        held = locked(run / LOCK)
+    except BlockingIOError:
+        raise MegacppError(f"a process is training in {run}: wait for it") from None
+    with held:
         yield
 
 

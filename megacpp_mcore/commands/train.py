@@ -93,8 +93,8 @@ def _check_options(args: argparse.Namespace, resumes: bool) -> None:
             "--resume and --resume-from continue the run in DIR, --overwrite removes it: give only "
             "one of them"
         )
-    if args.resume_from is not None and args.resume_from < 1:
-        raise MegacppError(f"--resume-from {args.resume_from}: an iteration is at least 1")
+    if args.resume_from is not None and args.resume_from < 0:
+        raise MegacppError(f"--resume-from {args.resume_from}: an iteration is at least 0")
     if args.gpus is not None and (args.steps is not None or args.overwrite or args.json):
         raise MegacppError(
             "--steps, --overwrite and --json are for CPU runs: with --gpus, set "

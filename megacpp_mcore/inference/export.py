@@ -10,7 +10,7 @@ import torch
 
 from megacpp_mcore.files import read_regular, write_atomically
 from megacpp_mcore.inference import standalone
-from megacpp_mcore.inference.loading import Loaded, loaded
+from megacpp_mcore.inference.loading import DTYPES, Loaded, loaded
 from megacpp_mcore.inference.names import Names
 from megacpp_mcore.inference.recipe import MODEL_SECTIONS, InferenceError
 from megacpp_mcore.inference.safetensors import read_safetensors, write_safetensors
@@ -112,8 +112,12 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         config = json.loads(read_regular(path))
         if config["format"] != FORMAT:
             raise ValueError(f"format {config['format']!r}; it must be {FORMAT!r}")
-        if not set(MODEL_SECTIONS) <= set(config["recipe"]):
+        if not all(isinstance(config["recipe"][section], dict) for section in MODEL_SECTIONS):
             raise ValueError("its recipe has not every section of a model")
+        if not (isinstance(config["layers"], list) and config["dtype"] in DTYPES):
+            raise ValueError(
+                f"it has no list of layers, or not one of {', '.join(DTYPES)} as dtype"
+            )
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ExportError(f"{folder} is not an exported model: {path}: {error}") from error
     return config, read_safetensors(folder / WEIGHTS)

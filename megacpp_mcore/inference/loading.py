@@ -98,12 +98,8 @@ def load_weights(model: Any, checkpoint: Path) -> None:
     except MegacppError:
         raise
     except _ANY_FAILURE as error:
-        if isinstance(error, CheckpointException):
-            error = next(iter(error.failures.values()))[0]
-        reason = str(error).strip().splitlines()
         raise InferenceError(
-            f"{checkpoint} does not hold the model of its recipe: {type(error).__name__}: "
-            f"{reason[-1] if reason else ''}"
+            f"{checkpoint} does not hold the model of its recipe: {unpickling.told(error)}"
         ) from error
 
 

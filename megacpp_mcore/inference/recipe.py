@@ -7,6 +7,7 @@ norms are plain torch, so that Transformer Engine is not needed.
 import json
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,9 @@ def on_one_device(
         "backends": dict.fromkeys(("linear", "norm"), REFERENCE),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{name}.toml"
+        path = Path(folder) / "model.toml"  # `name` comes from a receipt: it may be a path
         path.write_text(to_toml(sections))
-        recipe = load_recipe(str(path))
+        recipe = replace(load_recipe(str(path)), name=name)
     check_letters(recipe)
     return recipe
 

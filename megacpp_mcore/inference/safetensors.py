@@ -52,6 +52,8 @@ def write_safetensors(
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a file. Raises InferenceError for one that is damaged or missing."""
     try:
+        if path.exists() and not path.is_file():  # a FIFO would be waited for
+            raise ValueError("it is no regular file")
         return standalone.read_safetensors(path)
     except (OSError, ValueError, LookupError, TypeError, RuntimeError, RecursionError, struct.error,
             OverflowError, MemoryError) as error:  # fmt: skip

@@ -54,10 +54,15 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """
     if path.suffix == ".safetensors":
         return read_safetensors(path)
+    from megacpp_mcore.stack import unpickling
+
     try:
+        if path.exists() and not path.is_file():  # a FIFO would be waited for
+            raise ValueError("it is no regular file")
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip, OSError, RuntimeError: a damaged file raises any
-        raise InferenceError(f"{path} is not a file of weights: {error}") from error
+        why = unpickling.told(error)
+        raise InferenceError(f"{path} is not a file of weights: {why}") from error
     if not isinstance(found, Mapping) or not all(isinstance(x, Tensor) for x in found.values()):
         raise InferenceError(f"{path} is not a state_dict: it must have a tensor for each name")
     return dict(found)

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -125,8 +126,23 @@ class Store:
         """The unfinished run's journal, or None. Raises PatchError when it is damaged."""
         return self._read(self.journal, Journal)
 
+    def check(self) -> None:
+        """Raises PatchError where a link, or another kind of file, stands for a file or folder of
+        the store: it would lead our writes and removals elsewhere."""
+        folders = {self.path, self.stage, self.path / "pristine"}
+        for path in (*folders, self._lock, self.journal, self.site / LEDGER):
+            try:
+                mode = os.lstat(path).st_mode
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            is_own = stat.S_ISDIR if path in folders else stat.S_ISREG
+            if not is_own(mode):
+                kind = "folder" if path in folders else "regular file"
+                raise PatchError(f"{path} is no {kind}, so the lane did not make it: delete it")
+
     def _read(self, path: Path, kind: Any) -> Any:
         """The table in a file of the store as a `kind`, None without one; else refused."""
+        self.check()
         try:
             table = json.loads(read_regular(path))
             if (schema := table.pop("schema")) != 1:
@@ -185,6 +201,7 @@ class Store:
     @contextlib.contextmanager
     def locked(self, wait: float) -> Iterator[None]:
         """Hold the site's lock. Waits up to `wait` seconds, then refuses naming the holder."""
+        self.check()
         deadline = time.monotonic() + wait
         while (descriptor := self._try_lock()) is None:
             if time.monotonic() >= deadline:

@@ -52,6 +52,7 @@ _CONNECTIONS = "launch.environment.CUDA_DEVICE_MAX_CONNECTIONS"
 _BATCH = "schedule.global_batch_size"
 _VIRTUAL = (1, 2, 4)
 _ROWS = (1, 2, 4, 8, 16)
+_MOST_GPUS = 10**6  # their divisors take a fraction of a second to find
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,8 @@ def words_of(values: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _nodes(gpus: int, nodes: int | None, of_host: int) -> int:
-    if gpus < 1:
-        raise PlanError(f"--gpus is {gpus}; a layout needs at least 1")
+    if not 1 <= gpus <= _MOST_GPUS:
+        raise PlanError(f"--gpus is {gpus}; a layout needs at least 1, at most {_MOST_GPUS:,}")
     nodes = -(-gpus // of_host) if nodes is None else nodes
     if nodes < 1 or gpus % nodes:
         raise PlanError(

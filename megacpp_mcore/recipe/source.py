@@ -126,7 +126,13 @@ def _read_file(path: str, seen: tuple[str, ...]) -> Settings:
 @functools.lru_cache(maxsize=32)
 def _tables(content: bytes) -> dict[str, Any]:
     """A file's tables; do not modify them. Cached: `recipe plan` loads a recipe a hundred times."""
-    return tomllib.loads(content.decode())
+    return _parsed(content.decode())
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    tables = tomllib.loads(text)
+    repr(tables)  # as an error would: hexadecimal integers may have any number of digits
+    return tables
 
 
 def _top_level(tables: dict[str, Any], name: str, hint: Any, path: str) -> Any:
@@ -217,7 +223,7 @@ def _override(settings: Settings, override: str) -> None:
 def _readings(text: str, origin: str) -> list[Any]:
     """What a command-line value may mean: TOML, else the bare text; either as a list of one."""
     try:
-        tables = tomllib.loads(f"value = {text}")
+        tables = _parsed(f"value = {text}")
         parsed = [tables["value"]] if list(tables) == ["value"] else []
     except _NOT_TOML as error:
         if text.startswith(("[", "{", '"', "'")):

@@ -7,6 +7,7 @@ reported as any other failure, and another process continues with the next modul
 import ctypes
 import importlib
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from dataclasses import asdict
 from importlib import metadata
 
 from megacpp_mcore.stack import PROBES, Gpu, Probe
+from megacpp_mcore.training.processes import end_with_parent
 
 LIMIT_S = 120.0  # for one module: torch from a cold network disk takes half of it
 _GPU = "gpu"
@@ -65,7 +67,7 @@ def _asked(probe: Probe, driver: bool) -> bool:
 def _in_a_process(names: Sequence[str], limit_s: float):
     """Yield (name, "" or error) until all are imported or one ends the process."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "megacpp_mcore.stack.imports", *names],
+        [sys.executable, "-m", "megacpp_mcore.stack.imports", str(os.getpid()), *names],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     lines: queue.Queue = queue.Queue()
@@ -88,8 +90,7 @@ def _in_a_process(names: Sequence[str], limit_s: float):
 
 def _read(child: subprocess.Popen, lines: queue.Queue) -> None:
     for line in child.stdout:
-        if line.startswith("probed "):  # a package may print, too
-            lines.put(line.removeprefix("probed "))
+        lines.put(line)
     lines.put(None)
 
 
@@ -111,21 +112,29 @@ def gpu() -> Gpu:
 
 def _import(name: str) -> str:
     try:
-        importlib.import_module(name)
+        module = importlib.import_module(name)
     except (Exception, SystemExit) as error:
         return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    if getattr(module, "__file__", None) is None:  # pip was interrupted as it removed it
+        where = ", ".join(getattr(module, "__path__", ()))
+        return f"only a folder without __init__.py is there: {where}"
     return ""
 
 
-def main(names: Sequence[str]) -> None:
-    """In the fresh process: one line for each of `names`, flushed, so that none is lost."""
+def main(parent: int, names: Sequence[str]) -> None:
+    """In the fresh process, which ends with `parent`: one line for each of `names`, flushed, so
+    that none is lost."""
+    if os.getppid() == parent:  # not of a server that starts processes for others
+        end_with_parent(parent)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # a package may print, too
     if not any(name.startswith("transformer_engine") for name in names):
         # Megatron imports it, which fails without a driver: a check of its own.
         sys.modules.setdefault("transformer_engine", None)
     for name in names:
         result = asdict(gpu()) if name == _GPU else _import(name)
-        print("probed " + json.dumps(result), flush=True)
+        print(json.dumps(result), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -10,6 +10,7 @@ somebody else's, is used for them where that cannot be written to.
 """
 
 import io
+import os
 import pickle
 import re
 import sys
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 _CHECKPOINT = "torch.distributed.checkpoint"
@@ -53,8 +55,8 @@ class _IndexUnpickler(pickle.Unpickler):
 def read_index(checkpoint: Path) -> Metadata:
     """The index of a checkpoint's shards, its file `.metadata`.
 
-    Raises OSError, and ValueError when it is damaged, holds anything but an index, or names a file
-    outside the checkpoint's folder.
+    Raises OSError, and ValueError when it is damaged, holds anything but an index, or names what is
+    no regular file in the checkpoint's folder.
     """
     try:
         with open(checkpoint / ".metadata", "rb") as file:
@@ -67,6 +69,9 @@ def read_index(checkpoint: Path) -> Metadata:
     for name in names:
         if name in (".", "..") or "/" in name:
             raise ValueError(f"{checkpoint / '.metadata'} names {name!r}, not a file of its folder")
+    for path in (checkpoint / name for name in (*names, "common.pt")):
+        if os.path.lexists(path) and not path.is_file():  # a FIFO would be waited for
+            raise ValueError(f"{path} is no regular file")
     return index
 
 
@@ -94,14 +99,28 @@ def _load_bytes(self: Any, read_item: Any, value: IO[bytes]) -> None:
     try:
         loaded = torch.load(value, weights_only=True)
     except pickle.UnpicklingError as error:
-        why = re.search(r"Unsupported .*|Trying to .*", str(error))
         raise pickle.UnpicklingError(
-            f"{name} in the shards is not plain data: {why[0] if why else error}"
-        ) from None  # torch's own message advises to run the code
+            f"{name} in the shards is not plain data: {_why(error)}"
+        ) from None
     if self.flatten_state_dict:
         set_element(self.original_state_dict, self.mappings[name], loaded)
     else:
         self.state_dict[name] = loaded
+
+
+def _why(error: BaseException) -> str:
+    """What torch.load refuses, without its advice to run the code."""
+    found = re.search(r"Unsupported .*|Trying to .*", str(error))
+    return found[0] if found else str(error)
+
+
+def told(error: BaseException) -> str:
+    """In one line why a checkpoint cannot be loaded: of several ranks' failures, the first."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    if "weights_only" in str(error):
+        return f"a file of it is not plain data: {_why(error)}"
+    return f"{type(error).__name__}: {error}".strip().splitlines()[-1]
 
 
 def _restrict_transformer_engine() -> None:

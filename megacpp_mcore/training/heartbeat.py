@@ -114,9 +114,11 @@ class Heartbeat:
         for path in self._folder.glob("rank-*.json"):
             try:
                 number, found = int(path.stem.removeprefix("rank-")), json.loads(read_regular(path))
-                ranks.setdefault(number, found)
-            except (OSError, ValueError):
-                continue
+                found |= {"count": int(found["count"]), "at": float(found["at"])}
+                if {"doing", "host"} <= found.keys():
+                    ranks.setdefault(number, found)
+            except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+                continue  # it is no rank's word
 
         def order(number: int) -> tuple[int, bool, float]:
             word = ranks[number]

@@ -1,17 +1,17 @@
 """The folder of one run, and the lock that lets only one process write into it."""
 
-import fcntl
-import shutil
+import os
 import sys
 from collections.abc import Iterable
+from io import FileIO
 from pathlib import Path
-from typing import IO
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.files import locked, remove_temporaries
 from megacpp_mcore.receipts.html import PAGE
 from megacpp_mcore.training.checkpoints import folder
 
-_OWN_FILES = ("progress.json", "checksums.json", ".metadata", "metadata.json", "common.pt")
+LOCK = ".lock"
 
 
 class RunFolderError(MegacppError):
@@ -27,16 +27,16 @@ class RunFolder:
         self.page = path / PAGE
         self.checkpoints = path / "checkpoints"
         self.cache = path / "cache"
-        self._lock: IO[str] | None = None
+        self._lock: FileIO | None = None
 
     def claim(
         self, *, resume: bool = False, overwrite: bool = False, resume_from: int | None = None
     ) -> Path | None:
         """Lock the folder. Returns the checkpoint to resume from, or None to start at step 0.
 
-        resume_from: the iteration of that checkpoint; None: the newest. Newer ones then lose their
-        names. Raises RunFolderError when another process trains in it, when it has no complete
-        checkpoint of that iteration, or when it holds a run and both resume and overwrite are
+        resume_from: the iteration of that checkpoint; None: the newest. Raises RunFolderError when
+        another process trains in it, when it has no complete checkpoint of that iteration, and, to
+        start, when it holds a checkpoint that no run on the CPU wrote, or a run and overwrite is
         false.
         """
         # Imported here because it imports Megatron, which GPU runs must check and bridge first.
@@ -44,15 +44,21 @@ class RunFolder:
 
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 (held until the process ends)
-        except (OSError, ValueError) as error:  # ValueError: a NUL in its name
-            raise RunFolderError(f"cannot write into {self.path}: {error}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = locked(self.path / LOCK)  # until the process ends
         except BlockingIOError:
             raise RunFolderError(
                 f"another process is training in {self.path}; wait for it, or choose another --out"
             ) from None
+        except (OSError, ValueError) as error:  # ValueError: a NUL in its name
+            raise RunFolderError(f"cannot write into {self.path}: {error}") from error
+        for path in (self.checkpoints, self.path / "heartbeat"):
+            if os.path.lexists(path) and not path.is_dir():
+                raise RunFolderError(
+                    f"{path} is no folder, where a run writes one: move it away, or choose another "
+                    "--out"
+                )
+        for path in (self.receipt, self.page, self.checkpoints / folder.TRACKER):
+            remove_temporaries(path)
         _say(checkpoint.recover(self.checkpoints))
         if resume_from is not None:
             return self._from(resume_from)
@@ -60,14 +66,13 @@ class RunFolder:
         if resume:
             self._name_incomplete(latest)
             return latest
-        if overwrite:
-            if foreign := self._foreign_checkpoints():
-                raise RunFolderError(
-                    f"{foreign[0]} is a checkpoint that no run on the CPU wrote: --overwrite does "
-                    "not delete it; move it away, or choose another --out"
-                )
-        else:
+        if not overwrite:
             self.refuse_a_run()
+        if foreign := self._foreign_checkpoints():
+            raise RunFolderError(
+                f"{foreign[0]} is a checkpoint that no run on the CPU wrote, and none deletes it: "
+                "move it away, or choose another --out"
+            )
         return None
 
     def refuse_a_run(self) -> None:
@@ -88,8 +93,11 @@ class RunFolder:
                 f"--resume-from {iteration}: {self.checkpoints} has complete checkpoints of "
                 f"iterations {', '.join(map(str, found)) or 'none'}"
             )
-        _say(folder.supersede(self.checkpoints, iteration))
         return folder.path_of(self.checkpoints, iteration)
+
+    def go_back(self, iteration: int) -> None:
+        """Take their names from checkpoints newer than `iteration`. Call it when that is loaded."""
+        _say(folder.supersede(self.checkpoints, iteration))
 
     def _name_incomplete(self, latest: Path | None) -> None:
         partial = folder.incomplete(self.checkpoints, folder.iteration_of(latest) if latest else 0)
@@ -110,14 +118,14 @@ class RunFolder:
         if self.checkpoints.is_dir():
             (self.checkpoints / folder.TRACKER).unlink(missing_ok=True)
             for path in folder.named(self.checkpoints):
-                shutil.rmtree(path)
+                folder.delete(path)
 
     def _foreign_checkpoints(self) -> list[Path]:
         """What is named as a checkpoint, and holds what no run of this lane writes."""
         return [
             path
             for path in folder.named(self.checkpoints)
-            if not path.is_dir() or any(map(_is_foreign, path.iterdir()))
+            if folder.is_foreign(path)
             or not (folder.is_unfinished(path) or (path / "progress.json").is_file())
         ]  # fmt: skip
 
@@ -125,11 +133,6 @@ class RunFolder:
         """Release the lock."""
         if self._lock is not None:
             self._lock.close()
-
-
-def _is_foreign(path: Path) -> bool:
-    known = path.suffix == ".distcp" or path.name.startswith((".sum-", ".checksums.json."))
-    return not known and path.name not in _OWN_FILES
 
 
 def _say(lines: Iterable[str]) -> None:

@@ -5,6 +5,7 @@ import importlib
 import itertools
 import json
 import math
+import os
 import re
 import shlex
 import struct
@@ -21,7 +22,7 @@ from megacpp_mcore.inference import export, standalone
 from megacpp_mcore.inference.importing import import_model
 from megacpp_mcore.inference.loading import Loaded, built, load_weights, loaded
 from megacpp_mcore.inference.names import exported_name
-from megacpp_mcore.inference.recipe import on_one_device
+from megacpp_mcore.inference.recipe import MODEL_SECTIONS, InferenceError, on_one_device
 from megacpp_mcore.inference.safetensors import read_safetensors, write_safetensors
 from megacpp_mcore.inference.trained import Trained, trained
 from megacpp_mcore.inference.upstream import from_upstream, read_weights, to_upstream
@@ -305,6 +306,39 @@ class TestSafetensors:
 def test_an_unknown_tensor_is_named():
     with pytest.raises(MegacppError, match=r"decoder\.layers\.0\.cross\.weight has no name"):
         exported_name("decoder.layers.0.cross.weight", "attention")
+
+
+@pytest.mark.parametrize("change", [
+    {"recipe": {}}, {"recipe": dict.fromkeys(MODEL_SECTIONS, True)}, {"recipe": 3},
+    {"layers": 3}, {"dtype": []}, {"dtype": "fp8"}, {"format": None},
+], ids=str)  # fmt: skip
+def test_a_config_that_no_export_wrote_is_refused(tmp_path, change):
+    config = {"format": export.FORMAT, "recipe": {section: {} for section in MODEL_SECTIONS},
+              "layers": ["mamba3"], "dtype": "fp32"}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InferenceError, match="not a readable safetensors file"):  # so far it is one
+        export.read(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(export.ExportError, match="is not an exported model"):
+        export.read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "block.pt"])
+def test_weights_in_a_fifo_are_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(InferenceError, match="no regular file"):
+        read_weights(tmp_path / name)
+
+
+def test_a_planted_pickle_of_weights_is_named_in_one_line(tmp_path):
+    class Planted:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "code ran"),)
+
+    torch.save({"w": Planted()}, tmp_path / "block.pt")
+    with pytest.raises(InferenceError, match=r"not plain data: .*mkdir") as refused:
+        read_weights(tmp_path / "block.pt")
+    assert "\n" not in str(refused.value) and not (tmp_path / "code ran").exists()
 
 
 @pytest.mark.slow

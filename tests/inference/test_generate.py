@@ -1,6 +1,7 @@
 """Generation: states against whole forward passes, choices, texts, and the command."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -295,3 +296,14 @@ def test_a_run_whose_receipt_is_damaged_is_refused(small_run, tmp_path, damage):
     (tmp_path / "checkpoints").symlink_to(small_run / "checkpoints")
     with pytest.raises(InferenceError, match="is not the folder of a run"):
         trained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../../../{folder}/mine", "{folder}/mine", "a\0b", "a" * 300])
+def test_the_name_in_a_receipt_is_no_path(small_recipe, tmp_path, name):
+    """A planted one had a file written where it said."""
+    mine = tmp_path / "mine.toml"
+    mine.write_text("mine")
+    name = name.format(folder=tmp_path)
+    content = load_recipe(str(small_recipe)).to_dict()
+    assert on_one_device(name, content, device="cpu").name == name
+    assert mine.read_text() == "mine" and len(os.listdir(tmp_path)) == 2

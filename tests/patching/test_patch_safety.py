@@ -87,6 +87,32 @@ def test_a_journal_behind_a_link_out_of_the_site_is_refused(lane, site):
     assert not any((site.parent / "outside").iterdir())
 
 
+@pytest.mark.parametrize("name", ["", "pristine", "stage", "lock", "state.json", "journal.json"])
+@pytest.mark.parametrize("kind", ["link to a folder", "link to a file", "FIFO"])
+@pytest.mark.parametrize("applied", [False, True])
+def test_what_stands_for_the_lanes_own_files_leads_nowhere(lane, site, name, kind, applied):
+    """A link would have files elsewhere truncated or deleted, a FIFO would be waited for."""
+    outside = site.parent / "outside"
+    outside.mkdir()
+    (outside / "mine.tmp").write_text("mine")
+    if applied:
+        apply(lane, site)
+    planted = site / FOLDER / name
+    planted.parent.mkdir(exist_ok=True)
+    if planted.is_dir():
+        shutil.rmtree(planted)
+    planted.unlink(missing_ok=True)
+    if kind == "FIFO":
+        os.mkfifo(planted)
+    else:
+        planted.symlink_to(outside if kind == "link to a folder" else outside / "mine.tmp")
+    for function in (apply, revert):
+        refused(
+            function, rf"{FOLDER}/?{name} is no (folder|regular file), .* delete it", lane, site
+        )
+    assert [(path.name, path.read_text()) for path in outside.iterdir()] == [("mine.tmp", "mine")]
+
+
 def test_a_planted_ledger_leads_nowhere(lane, site):
     outside = site.parent / "outside.py"
     outside.write_bytes(b"mine")

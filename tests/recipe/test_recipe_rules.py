@@ -248,6 +248,10 @@ REFUSED = [
      "checkpoint.exit_on_missing_checkpoint", "load"),
     # words
     (["checkpoint.save=--load"], "checkpoint.save", "dash"),
+    (["data.data_cache_path=a\0b"], "data.data_cache_path", "NUL"),
+    (['data.data_path=["a\\u0000b"]'], "data.data_path", "NUL"),
+    (["data.split=" + "9" * 400 + ",1,0"], "data.split", "weights of training"),
+    (["data.split=٣,1,0"], "data.split", "weights of training"),
     (['data.data_path=["a", ""]'], "data.data_path", "empty"),
     (["data.data_path=[]"], "data.data_path", "entry"),
     (["moe.moe_router_load_balancing_type=[]"], "moe.moe_router_load_balancing_type", "entry"),

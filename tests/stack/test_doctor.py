@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from left_behind import Marked, wait_until
 
 from megacpp_mcore import cli, stack
 from megacpp_mcore.patching import manifest
@@ -386,6 +388,8 @@ class TestImports:
             ("tqdm", "import os; os._exit(7)", "ended the process with status 7"),
             ("numpy", "import os; os.kill(os.getpid(), 11)", "ended the process with status -11"),
             ("jsonschema", "import time; time.sleep(60)", "did not end within 2 s"),
+            ("tqdm", "print('{}', flush=True); raise OSError('after it printed')", "after it pr"),
+            ("jsonschema", "__file__, __path__ = None, ['/site/jsonschema']", "only a folder with"),
         ],
     )
     def test_a_broken_module_is_named_and_the_others_are_judged(
@@ -405,6 +409,21 @@ class TestImports:
         checks = doctor.examine(replace(CPU, imports=results))
         (failed,) = [c for c in checks if c.name == f"import {next(iter(broken))}"]
         assert failed.status == FAIL and "install --force-reinstall" in failed.remedy
+
+    def test_a_process_that_hangs_in_an_import_ends_with_the_doctor(self, shadowed):
+        shadowed("jsonschema", "import time; time.sleep(1000)")
+        marked = Marked()
+        program = (
+            "from megacpp_mcore.stack import PROBES, imports\n"
+            "imports.probe([probe for probe in PROBES if probe.module == 'jsonschema'])\n"
+        )
+        child = subprocess.Popen([sys.executable, "-c", program],
+                                 env=os.environ | marked.environment)  # fmt: skip
+        wait_until(lambda: len(marked.pids()) == 2)
+        time.sleep(0.5)  # Python's own start
+        child.kill()
+        child.wait()
+        assert not marked.left()
 
     @pytest.mark.slow
     def test_torch_and_megatrons_helper_are_judged(self, shadowed):

@@ -76,6 +76,25 @@ def test_code_in_a_shard_does_not_run(tmp_path, planted):
         load(folder)
 
 
+@pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt"])
+def test_a_fifo_is_not_waited_for(tmp_path, name):
+    folder = saved(tmp_path / "saved", 1)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(ValueError, match=f"{name} is no regular file"):
+        unpickling.read_index(folder)
+
+
+def test_what_is_refused_is_said_without_torchs_advice_to_run_it(tmp_path, planted):
+    folder = saved(tmp_path / "saved", 1)
+    torch.save(planted, folder / "common.pt")
+    with pytest.raises((Exception, CheckpointException)) as refused:
+        load(folder)
+    said = unpickling.told(refused.value)
+    assert "not plain data" in said and "mkdir" in said and "\n" not in said
+    assert "documentation" not in said
+
+
 def test_the_states_that_megatron_saves_are_loaded(tmp_path):
     from megatron.core.rerun_state_machine import RerunMode, RerunState
 

@@ -146,6 +146,57 @@ def test_a_run_that_goes_back_keeps_what_was_newer_under_another_name(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["superseded-iter_0000004", "superseded-iter_0000004.1"]
 
 
+@pytest.mark.parametrize("remove", ["prune", "replace", "sweep", "recover"])
+def test_what_no_run_wrote_is_never_deleted(tmp_path, capfd, remove):
+    """A note beside the shards, or the whole of another program's checkpoint."""
+    for iteration in (1, 2):
+        path = saved(folder.path_of(tmp_path, iteration))
+        (path / "mp_rank_00").mkdir()
+        (path / "mp_rank_00" / "model_optim_rng.pt").write_text(f"of {iteration}")
+    if remove == "prune":
+        folder.prune(tmp_path, 1)
+    elif remove == "replace":
+        folder.replace(saved(tmp_path / ".tmp-iter_0000001"), folder.path_of(tmp_path, 1))
+    else:
+        (folder.path_of(tmp_path, 1) / "metadata.json").unlink()
+        if remove == "sweep":
+            folder.set_aside(folder.path_of(tmp_path, 1))
+            folder.sweep(tmp_path)
+        else:
+            saved(tmp_path / ".tmp-iter_0000001")
+            folder.recover(tmp_path)
+    kept = tmp_path / "superseded-iter_0000001"
+    assert (kept / "mp_rank_00" / "model_optim_rng.pt").read_text() == "of 1"
+    assert os.listdir(kept) == ["mp_rank_00"]
+    assert "files that no run wrote: they are in superseded-iter_0000001" in capfd.readouterr().err
+    assert 2 in folder.complete(tmp_path)
+
+
+def test_a_linked_checkpoint_gives_its_name_up_and_stays(tmp_path):
+    elsewhere = saved(tmp_path / "elsewhere")
+    folder.path_of(tmp_path, 1).symlink_to(elsewhere)
+    folder.delete(folder.path_of(tmp_path, 1))
+    assert shard(tmp_path / "superseded-iter_0000001") == shard(elsewhere) == b"shard"
+
+
+def test_what_torch_leaves_of_an_index_is_ours(tmp_path):
+    path = saved(tmp_path / ".tmp-iter_0000001")
+    (path / ".metadata").rename(path / ".metadata.tmp")
+    (path / ".sum-__0_0.distcp").write_text("{}")
+    folder.sweep(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_complete_one_that_made_way_outlives_a_second_kill(tmp_path):
+    """A save of the same iteration was killed, and no run has recovered what it replaced."""
+    final = saved(folder.path_of(tmp_path, 4), b"old")
+    folder.set_aside(final)
+    saved(final, b"new")
+    (final / "metadata.json").unlink()
+    folder.set_aside(final)
+    assert shard(tmp_path / ".old-iter_0000004") == b"old" and not final.exists()
+
+
 def test_the_writer_sums_what_it_writes(tmp_path):
     from megacpp_mcore.training.checkpoints import writer
 

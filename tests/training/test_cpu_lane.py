@@ -1,5 +1,6 @@
 """The CPU lane through its function and, where a process matters, through the command."""
 
+import errno
 import functools
 import json
 import math
@@ -20,7 +21,7 @@ import torch
 import warm
 from left_behind import Marked, wait_until
 
-from megacpp_mcore import cli, receipts
+from megacpp_mcore import cli, files, receipts
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.recipe.check import MegatronRefusal
@@ -402,6 +403,43 @@ def test_a_checkpoint_is_verified_unless_the_recipe_says_not(small_recipe, two_c
         train(unverified, two_checkpoints, resume=True)
 
 
+def test_a_length_that_no_memory_holds_is_not_believed_of_a_checkpoint(small, one_step):
+    saved = checkpoint.latest(one_step / "checkpoints")
+    content = json.loads((saved / "progress.json").read_text())
+    content["recipe"]["schedule"]["train_iters"] = 10**12
+    (saved / "progress.json").write_text(json.dumps(content))
+    checksums.add(saved, "progress.json")
+    with pytest.raises(MegacppError, match=r"schedule\.train_iters = 1000000000000: at least"):
+        train(small, one_step, resume=True)
+
+
+@pytest.mark.parametrize("why", ["damaged", "another recipe"])
+def test_a_refused_resume_from_changes_nothing(small_recipe, two_checkpoints, why):
+    checkpoints = two_checkpoints / "checkpoints"
+    changed = []
+    if why == "damaged":
+        flip(next((checkpoints / "iter_0000003").glob("*.distcp")))
+    else:
+        changed = ["optimizer.lr=0.5"]
+    before = sorted(os.listdir(checkpoints))
+    with pytest.raises(checkpoint.CheckpointError, match=why):
+        train(load_recipe(str(small_recipe), changed), two_checkpoints, resume_from=3)
+    assert sorted(os.listdir(checkpoints)) == before
+
+
+@pytest.mark.parametrize(
+    ("iteration", "said"),
+    [("-1", "is at least 0"), ("0", "has complete checkpoints of iterations")],
+)
+def test_imported_weights_are_resumed_from_by_their_number(
+    small_recipe, two_checkpoints, capfd, iteration, said
+):
+    """`megacpp import` makes the checkpoint of iteration 0, which may be the older good one."""
+    argv = ["train", str(small_recipe), "--out", str(two_checkpoints), "--resume-from", iteration]
+    assert cli.main(argv) == 2
+    assert said in capfd.readouterr().err
+
+
 def test_the_newest_checkpoints_are_kept(small_recipe, tmp_path):
     keep = ["checkpoint.keep_latest=2", "checkpoint.save_interval=1"]
     train(load_recipe(str(small_recipe), keep), tmp_path / "run", steps=4)
@@ -419,7 +457,9 @@ def test_a_checkpoint_under_another_iterations_name_is_refused(small, one_step):
 
 @pytest.mark.parametrize("content", [
     {"iteration": "1"}, {"iteration": 1.0}, {"iteration": True}, {"consumed_samples": None},
-    {"recipe": []}, {"data_digest": 7}, {"more": 1},
+    {"recipe": []}, {"data_digest": 7}, {"more": 1}, {"consumed_samples": 9}, {"recipe": {}},
+    *({"recipe": {"schedule": {"train_iters": length, "global_batch_size": 4}}}
+      for length in (None, 0, -5, 2.5, True, "8", 1e400, [8])),
 ], ids=str)  # fmt: skip
 def test_a_checkpoint_whose_progress_is_not_one_is_refused(one_step, content):
     saved = checkpoint.latest(one_step / "checkpoints")
@@ -570,6 +610,17 @@ def test_a_checkpoint_that_no_run_of_this_lane_wrote_is_not_deleted(small, one_s
     assert folder.is_dir() and losses(one_step)
 
 
+@pytest.mark.parametrize("name", ["iter_0000001", ".tmp-iter_0000001", ".old-iter_0000009"])
+def test_a_new_run_starts_beside_no_checkpoint_of_another_program(small, tmp_path, name):
+    """Megatron's own formats have other files: a save of the same step would take its place."""
+    foreign = tmp_path / "run" / "checkpoints" / name / "mp_rank_00" / "model_optim_rng.pt"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("mine")
+    with pytest.raises(RunFolderError, match=f"{name} is a checkpoint that no run on"):
+        train(small, tmp_path / "run", steps=1)
+    assert foreign.read_text() == "mine"
+
+
 def test_two_processes_cannot_train_in_one_folder(small, tmp_path):
     from megacpp_mcore.training.run_folder import RunFolder
 
@@ -578,6 +629,53 @@ def test_two_processes_cannot_train_in_one_folder(small, tmp_path):
     with pytest.raises(RunFolderError, match="another process"):
         train(small, tmp_path / "run")
     first.release()
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "link", "folder"])
+@pytest.mark.parametrize("name", [".lock", "checkpoints", "heartbeat"])
+def test_what_stands_for_a_part_of_the_folder_is_refused_at_once(tmp_path, name, kind):
+    from megacpp_mcore.training.run_folder import RunFolder
+
+    (tmp_path / "mine").write_text("mine")
+    path = tmp_path / "run" / name
+    path.parent.mkdir()
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(tmp_path / "mine")
+    elif name == ".lock":
+        path.mkdir()
+    else:
+        pytest.skip("which it is")
+    with pytest.raises(RunFolderError, match=rf"{name}"):
+        RunFolder(tmp_path / "run").claim()
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_what_kills_have_left_of_small_files_goes(tmp_path):
+    from megacpp_mcore.training.run_folder import RunFolder
+
+    (tmp_path / "checkpoints").mkdir()
+    tracker = "checkpoints/.latest_checkpointed_iteration.txt.0f.tmp"
+    for name in (".receipt.json.0f.tmp", ".report.html.0f.tmp", tracker, ".mine.tmp"):
+        (tmp_path / name).write_text("half")
+    folder = RunFolder(tmp_path)
+    folder.claim()
+    folder.release()
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert left == {"checkpoints", ".lock", ".mine.tmp"}
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
+    """Lustre mounted without them answers so."""
+    from megacpp_mcore.training.run_folder import RunFolder
+
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    with pytest.raises(RunFolderError, match=r"Function not implemented: .*/\.lock"):
+        RunFolder(tmp_path / "run").claim()
 
 
 def test_missing_data_is_refused_with_how_to_build_it(small_recipe, tmp_path):

@@ -135,6 +135,16 @@ def test_a_run_goes_back_to_an_older_checkpoint(tmp_path):
     assert (tmp_path / TRACKER).read_text() == "200" and complete(tmp_path) == [100, 200]
 
 
+def test_going_back_to_a_damaged_checkpoint_changes_nothing(tmp_path):
+    for iteration in (100, 200, 300):
+        indexed(tmp_path, iteration)
+    (tmp_path / TRACKER).write_text("300")
+    (tmp_path / "iter_0000200" / "__0_0.distcp").write_text("[]")
+    with pytest.raises(ResumeError, match=r"is damaged: .*--resume-from 100"):
+        go_back(str(tmp_path), 200)
+    assert (tmp_path / TRACKER).read_text() == "300" and complete(tmp_path) == [100, 200, 300]
+
+
 def test_a_checkpoint_that_made_way_for_another_comes_back(tmp_path, capfd):
     """Megatron was killed as it saved the same iteration again."""
     indexed(tmp_path, 100)

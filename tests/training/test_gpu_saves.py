@@ -1,10 +1,12 @@
 """Saves of Megatron's loop: what they replace, what they leave, and when."""
 
 import os
+import signal
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -153,7 +155,8 @@ def saving(tmp_path):
 @pytest.mark.parametrize("start", ["forkserver", "spawn"])
 def test_an_asynchronous_save_has_checksums_and_its_processes_end(saving, start):
     """Megatron's own queue of calls, the write in the worker that recipes ask for. Megatron starts
-    it by a fork server before training; without that, the first save does, and spawns it."""
+    it by a fork server before training; without that, the first save does, and spawns it. Slurm's
+    SIGTERM, which goes to every process of a task, ends none of them before the rank has saved."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
 
@@ -168,6 +171,8 @@ def test_an_asynchronous_save_has_checksums_and_its_processes_end(saving, start)
     queue.schedule_async_request(request)
     worker = caller._persistent_process
     assert worker.is_alive() and not folder.is_complete(path)
+    for process in psutil.Process().children(recursive=True):
+        process.send_signal(signal.SIGTERM)
     for tensor in values.values():  # the run goes on
         tensor.zero_()
     queue.maybe_finalize_async_calls(blocking=True)

@@ -191,6 +191,18 @@ def test_the_rank_that_is_behind_is_named(tmp_path):
     assert mine.verdict().startswith("rank 3 on ")
 
 
+@pytest.mark.parametrize("text", [
+    "[]", "null", "7", "{}", '{"count": "x"}', '{"count": 1e400, "at": 0}', "[" * 100_000,
+    '{"count": -1, "at": null, "doing": "", "alone": false, "host": "", "pid": 1}',
+    '{"count": -1, "at": 0, "alone": false, "pid": 1}',
+])  # fmt: skip
+def test_a_word_that_no_rank_wrote_is_not_believed(tmp_path, text):
+    """The thread that watches would end, and a run that hangs would not."""
+    mine = Heartbeat(tmp_path, 0, 3.0)
+    (tmp_path / "rank-1.json").write_text(text)
+    assert mine.verdict().startswith("rank 0 on ")
+
+
 def test_a_rank_that_reads_is_named_before_those_that_wait_for_it(tmp_path):
     """One of two tensor-parallel ranks reads for both; the other has said nothing in this step."""
     reads, waits = Heartbeat(tmp_path, 0, 1e6), Heartbeat(tmp_path, 1, 1e6)

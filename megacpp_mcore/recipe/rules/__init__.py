@@ -100,3 +100,8 @@ def _words(r: Rules) -> None:
             dotted,
             "must not be empty or begin with a dash: Megatron would take it for a flag",
         )
+        r.refuse(
+            any(isinstance(text, str) and "\0" in text for text in texts),
+            dotted,
+            "must not have a NUL, which no argument of a program can have",
+        )

@@ -113,7 +113,7 @@ def _data(r: Rules) -> None:
 
 
 def _split(r: Rules) -> None:
-    key, number = "data.split", r"\s*\d+(\.\d+)?\s*"
+    key, number = "data.split", r"\s*[0-9]{1,15}(\.[0-9]+)?\s*"
     if not re.fullmatch(f"{number}(,{number}){{0,2}}", r[key] or ""):
         r.refuse(
             True, key, 'must be the weights of training, validation and test, such as "98,1,1"'

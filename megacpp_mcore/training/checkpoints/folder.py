@@ -8,9 +8,11 @@ so nothing that is half there has a checkpoint's name:
 `recover` puts a complete one of these back when a kill left no checkpoint in its place.
 """
 
+import itertools
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +22,11 @@ from megacpp_mcore.training.checkpoints import checksums
 TRACKER = "latest_checkpointed_iteration.txt"
 _NAME = re.compile(r"iter_(\d{7,})")
 _BEING_WRITTEN, _ASIDE, _SUPERSEDED = ".tmp-", ".old-", "superseded-"
+# what runs write into a checkpoint; a killed one may leave the parts of names with an ellipsis
+_OWN = re.compile(
+    r".*\.distcp|common\.pt|metadata\.json|progress\.json|checksums\.json|\.metadata(\.tmp|\.bck)?"
+    r"|\.sum-.*|\.checksums\.json\..*"
+)
 
 
 def path_of(folder: Path, iteration: int) -> Path:
@@ -81,7 +88,8 @@ def recover(folder: Path, needs: tuple[str, ...] = ()) -> list[str]:
             final = folder / path.name.removeprefix(prefix)
             if is_complete(final) or not _is_whole(path, needs if prefix == _BEING_WRITTEN else ()):
                 continue
-            shutil.rmtree(final, ignore_errors=True)
+            if os.path.lexists(final):
+                delete(final)
             path.rename(final)
             sync(folder)
             said.append(f"{final} was complete, but a kill left it as {path.name}: it is back")
@@ -103,11 +111,15 @@ def set_aside(final: Path) -> None:
     `sweep` deletes it once that is complete; until then `recover` can put it back.
     """
     aside = final.with_name(_ASIDE + final.name)
-    if final.exists():
-        if aside.exists():
-            shutil.rmtree(aside)
-        final.rename(aside)
-        sync(final.parent)
+    if not os.path.lexists(final):
+        return
+    if aside.exists():
+        if is_complete(aside) and not is_complete(final):  # a kill has left both
+            delete(final)
+            return
+        delete(aside)
+    final.rename(aside)
+    sync(final.parent)
 
 
 def replace(partial: Path, final: Path) -> None:
@@ -122,7 +134,32 @@ def sweep(folder: Path) -> None:
     """Delete what is half written or half deleted. Call `recover` first in a new process."""
     for prefix in (_BEING_WRITTEN, _ASIDE):
         for path in _prefixed(folder, prefix):
-            shutil.rmtree(path)
+            delete(path)
+
+
+def is_foreign(checkpoint: Path) -> bool:
+    """Whether something in `checkpoint` was not written by a run: another program's, a note."""
+    if checkpoint.is_symlink() or not checkpoint.is_dir():
+        return True
+    return not all(_is_own(path) for path in checkpoint.iterdir())
+
+
+def _is_own(path: Path) -> bool:
+    return bool(_OWN.fullmatch(path.name)) and not path.is_dir()
+
+
+def delete(checkpoint: Path) -> None:
+    """Delete a checkpoint, under any of its names. What no run has written is kept, and said."""
+    if not is_foreign(checkpoint):
+        shutil.rmtree(checkpoint)
+        return
+    kept = _superseded(checkpoint)
+    checkpoint.rename(kept)
+    if kept.is_dir() and not kept.is_symlink():
+        for path in filter(_is_own, kept.iterdir()):
+            path.unlink()
+    said = f"megacpp: {checkpoint} had files that no run wrote: they are in {kept.name} now"
+    print(said, file=sys.stderr, flush=True)
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -138,13 +175,19 @@ def supersede(folder: Path, iteration: int) -> list[str]:
     said = []
     for path in sorted(folder.glob("iter_*")):
         if _NAME.fullmatch(path.name) and iteration_of(path) > iteration:
-            others = (f".{n}" if n else "" for n in range(1000))
-            names = (folder / f"{_SUPERSEDED}{path.name}{more}" for more in others)
-            new = next(name for name in names if not name.exists())
+            new = _superseded(path)
             path.rename(new)
             said.append(f"{path} is newer than iteration {iteration}: it is now {new.name}")
     sync(folder)
     return said
+
+
+def _superseded(path: Path) -> Path:
+    """A free name for a checkpoint that gives its own up."""
+    name = re.search(_NAME, path.name)[0]
+    others = (f".{n}" if n else "" for n in itertools.count())
+    names = (path.with_name(f"{_SUPERSEDED}{name}{more}") for more in others)
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def older_good(checkpoint: Path) -> Path | None:

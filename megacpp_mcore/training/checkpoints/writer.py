@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import queue
+import signal
 import tempfile
 import time
 import zlib
@@ -28,6 +29,7 @@ from megacpp_mcore.host.processes import end_with_parent
 from megacpp_mcore.training.checkpoints import checksums, staging
 
 _SIDECAR = ".sum-"
+_UNDISTURBED = "megacpp_mcore.training.checkpoints.undisturbed"
 _save_config = serialization.save_config
 _async_loop = PersistentAsyncCaller.async_loop
 _is_done = PersistentAsyncCaller.is_current_async_call_done
@@ -91,8 +93,17 @@ def keep_no_process(asynchronous: bool) -> None:
         filesystem_async._results_queue = queue.Queue()
     elif filesystem_async._results_queue is None:
         manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
-        manager.start(initializer=end_with_parent, initargs=(os.getpid(),))
+        manager.start(initializer=_of_the_rank, initargs=(os.getpid(),))
         filesystem_async._results_queue = manager.Queue()
+        # of the fork server, whose end Megatron would take for the worker's
+        multiprocessing.set_forkserver_preload(["__main__", _UNDISTURBED])
+
+
+def _of_the_rank(parent: int) -> None:
+    """Let this process end with its parent, and at no SIGTERM: Slurm sends that to every process of
+    a task, whose rank then saves."""
+    end_with_parent(parent)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _schedule_from_the_host(self: PersistentAsyncCaller, request: Any) -> None:
@@ -144,7 +155,7 @@ def _check_worker(process: multiprocessing.Process) -> None:
 
 def _async_loop_of_a_worker(*arguments: Any) -> None:
     # The parent is the rank, or its fork server, which ends with it.
-    end_with_parent(os.getppid())
+    _of_the_rank(os.getppid())
     if not multiprocessing.parent_process().is_alive():
         return
     install()

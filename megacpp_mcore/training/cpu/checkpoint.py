@@ -86,8 +86,8 @@ def save(directory: Path, trainer: Trainer, progress: Progress, keep: int | None
     except _ANY_FAILURE as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointWriteError(
-            f"the checkpoint {final} could not be written: {_cause(error)}; the last good one is "
-            f"{latest(directory) or 'none'}"
+            f"the checkpoint {final} could not be written: {unpickling.told(error)}; the last good "
+            f"one is {latest(directory) or 'none'}"
         ) from error
     return final
 
@@ -154,7 +154,7 @@ def load(
         _restore(trainer, state)
     except _ANY_FAILURE as error:
         raise CheckpointError(
-            f"{checkpoint} cannot be loaded: {_cause(error)}; {folder.advice(checkpoint)}"
+            f"{checkpoint} cannot be loaded: {unpickling.told(error)}; {folder.advice(checkpoint)}"
         ) from error
     return progress
 
@@ -169,8 +169,16 @@ def _read_progress(checkpoint: Path) -> Progress:
     for name, kind in (("iteration", int), ("consumed_samples", int), ("data_digest", str)):
         if type(value := getattr(progress, name)) is not kind:
             raise CheckpointError(f"{path} cannot be read: {name} is {value!r}")
-    if not isinstance(progress.recipe, dict):
+    schedule = progress.recipe.get("schedule") if isinstance(progress.recipe, dict) else None
+    if not isinstance(schedule, dict):
         raise CheckpointError(f"{path} cannot be read: recipe is {progress.recipe!r}")
+    done, samples = progress.iteration, progress.consumed_samples
+    length, size = schedule.get("train_iters"), schedule.get("global_batch_size")
+    if not (type(length) is type(size) is int and done <= length > 0 and samples == done * size):
+        raise CheckpointError(
+            f"{path} cannot be read: no run is at iteration {done} with consumed_samples "
+            f"{samples}, train_iters {length!r} and global_batch_size {size!r}"
+        )
     return progress
 
 
@@ -201,13 +209,6 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
     # the schedule is the recipe's, which may be longer now; its position is the checkpoint's
     trainer.scheduler.step(increment=state["scheduler"]["num_steps"])
     torch.set_rng_state(state["rng"])
-
-
-def _cause(error: BaseException) -> str:
-    """The first rank's failure, without the tracebacks in torch's message."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {error}".strip().splitlines()[-1]
 
 
 def _check_space(directory: Path, trainer: Trainer) -> None:

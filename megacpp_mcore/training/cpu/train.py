@@ -88,8 +88,9 @@ def begin_with(recipe: Recipe, out: Path, fill: Callable[[MegatronModule], None]
 
 @contextlib.contextmanager
 def _started(
-    recipe: Recipe, out: Path, *, overwrite: bool = False, **claim: Any
-) -> Iterator["_Run"]:
+    recipe: Recipe, out: Path, *, overwrite: bool = False, resume_from: int | None = None,
+    **claim: Any,
+) -> Iterator["_Run"]:  # fmt: skip
     """A run in the folder `out`, from its checkpoint or from the beginning."""
     check_packages(recipe)
     patch_needs.check(recipe)
@@ -97,7 +98,7 @@ def _started(
     check_data(recipe)
     goodput = Goodput()
     folder = RunFolder(out)
-    latest = folder.claim(overwrite=overwrite, **claim)
+    latest = folder.claim(overwrite=overwrite, resume_from=resume_from, **claim)
     environment = apply_environment(recipe.launch.environment)
     try:
         args = megatron_args(lower(recipe).argv)
@@ -109,6 +110,8 @@ def _started(
                     folder.clear()  # now that the new run can start
                 if latest:
                     run.resume(latest)
+                if resume_from is not None:
+                    folder.go_back(resume_from)
                 yield run
     finally:
         folder.release()
@@ -166,7 +169,9 @@ class _Run:
         if length == self.recipe.schedule.train_iters:
             return self.data_digest
         schedule = replace(self.recipe.schedule, train_iters=length)
-        train_data, _ = _datasets(replace(self.recipe, schedule=schedule), self.folder.cache)
+        was = replace(self.recipe, schedule=schedule)
+        memory.check(was)
+        train_data, _ = _datasets(was, self.folder.cache)
         return order_digest(train_data)
 
     @property

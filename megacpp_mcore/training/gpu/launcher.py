@@ -52,7 +52,8 @@ def launch_ranks(
     if not yardstick:
         compile_all(recipe)
     if resume_from is not None:
-        for line in go_back(recipe.checkpoint.load, resume_from):
+        verify = recipe.checkpoint.verify_checksums
+        for line in go_back(recipe.checkpoint.load, resume_from, verify=verify):
             print(f"megacpp: {line}", file=sys.stderr)
     own = [*recipe_argv(recipe), OUT, str(folder), *([YARDSTICK] if yardstick else [])]
     outcome = run_ranks("megacpp_mcore.pretrain", own + lower(recipe).argv, gpus)

@@ -41,15 +41,17 @@ def newest(folder: str | None) -> Path | None:
     return path_of(Path(folder), named if named in found else found[-1])
 
 
-def go_back(folder: str, iteration: int) -> list[str]:
+def go_back(folder: str, iteration: int, *, verify: bool = True) -> list[str]:
     """Let the next run resume from `iteration`: newer checkpoints lose their names, and the tracker
-    names it. Returns what was done. Raises ResumeError when it is not complete."""
+    names it. Returns what was done. Raises ResumeError, before anything is changed, when it is not
+    complete, or as `check` does."""
     _say(recover(Path(folder)))
     if iteration not in (found := complete(Path(folder))):
         raise ResumeError(
             f"--resume-from {iteration}: {folder} has complete checkpoints of iterations "
             f"{', '.join(map(str, found)) or 'none'}"
         )
+    check(path_of(Path(folder), iteration), verify=verify)
     said = supersede(Path(folder), iteration)
     write_atomically(Path(folder) / TRACKER, str(iteration))
     return said
