@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
 
+from megacpp_mcore.host.processes import end_with_parent
 from megacpp_mcore.stack import PROBES, Gpu, Probe
-from megacpp_mcore.training.processes import end_with_parent
 
 LIMIT_S = 120.0  # for one module: torch from a cold network disk takes half of it
 _GPU = "gpu"
