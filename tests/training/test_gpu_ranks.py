@@ -34,24 +34,9 @@ if __name__ == "__main__":  # not in the processes that are spawned, which would
         deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
         return next(workers), workers, subprocess.Popen([sys.executable, "-c", deaf])
 
-    def fail():
-        try:
-            raise RuntimeError("loss is NaN")
-        except RuntimeError as error:
-            get_error_handler().record_exception(error)
-            raise
-
     dist.init_process_group("gloo")
     how = sys.argv[1]
     kept = children() if how in ("killed", "hangs") and dist.get_rank() == 1 else None
-    if how == "raises alone":
-        if dist.get_rank() == 1:
-            dist.barrier()
-            open(sys.argv[2], "w").close()
-            fail()
-        signal.signal(signal.SIGTERM, lambda *_: None)  # noted, as by Megatron's handler
-        dist.barrier()
-        time.sleep(300)  # as in a collective over NCCL, which does not fail with the other rank
     for step in range(1000):
         try:
             dist.all_reduce(torch.ones(1))
@@ -66,7 +51,11 @@ if __name__ == "__main__":  # not in the processes that are spawned, which would
                 open(sys.argv[2], "w").write(str(os.getpid()))
                 time.sleep(300)
             if how == "raises":
-                fail()
+                try:
+                    raise RuntimeError("loss is NaN")
+                except RuntimeError as error:
+                    get_error_handler().record_exception(error)
+                    raise
         if how == "ends" and step == 3:
             break
     dist.barrier()
@@ -102,17 +91,33 @@ def test_a_killed_rank_ends_the_others_within_a_minute_and_leaves_nothing(module
 
 
 def test_a_rank_that_raises_is_named_with_its_error(module):
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = [signal.getsignal(number) for number in numbers]
     ended = run_ranks(module, ["raises"], 2)
+    assert [signal.getsignal(number) for number in numbers] == before
     assert ended == RanksOutcome(1, "rank 1 of 2 failed: RuntimeError: loss is NaN")
 
 
 def test_a_rank_that_waits_and_only_notes_sigterm_is_not_blamed_and_ends_soon(
     module, marked, tmp_path
 ):
-    note = tmp_path / "failed"
-    ended = run_ranks(module, ["raises alone", str(note)], 2)
-    assert ended == RanksOutcome(1, "rank 1 of 2 failed: RuntimeError: loss is NaN")
-    assert time.time() - note.stat().st_mtime < 25  # the agent alone waits for 30
+    """As one in a collective over NCCL, which does not fail with the other rank's end, under
+    Megatron's handler of SIGTERM."""
+    (tmp_path / "a_waiting_rank.py").write_text(
+        "import os, signal, sys, time\n"
+        "from pathlib import Path\n"
+        "waits, failed = Path(sys.argv[1], 'waits'), Path(sys.argv[1], 'failed')\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    signal.signal(signal.SIGTERM, lambda *_: None)\n"
+        "    waits.touch()\n"
+        "    time.sleep(300)\n"
+        "while not waits.exists(): time.sleep(0.02)\n"
+        "failed.touch()\n"
+        "sys.exit(3)\n"
+    )
+    ended = run_ranks("a_waiting_rank", [str(tmp_path)], 2)
+    assert ended == RanksOutcome(3, "rank 1 of 2 ended with status 3; its message is above")
+    assert time.time() - (tmp_path / "failed").stat().st_mtime < 25  # the agent waits for 30
     assert marked.left() == []
 
 

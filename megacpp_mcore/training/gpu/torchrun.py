@@ -20,6 +20,8 @@ from megacpp_mcore.host.reaper import GRACE_S
 from megacpp_mcore.training import heartbeat
 
 _RANK = "megacpp_mcore.training.gpu.rank_process"
+_AGENTS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # signals that end the agent
+_HANDLED = (signal.SIGTERM, *_AGENTS)
 # Exit codes of ranks that fail because another one did (the agent's SIGTERM, the NCCL watchdog's
 # SIGABRT) -> how late they sort when looking for the first failure.
 _SECONDARY = {-signal.SIGTERM: 3, -signal.SIGABRT: 2}
@@ -45,7 +47,7 @@ def run_ranks(module: str, argv: Sequence[str], count: int) -> RanksOutcome:
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=count, run_id=uuid.uuid4().hex,
         rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
-        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
+        signals_to_handle=",".join(number.name for number in _AGENTS),
     )  # fmt: skip
     words = ("-u", "-m", _RANK, str(os.getpid()), module, *argv)
     with _TermHandedOn() as term:
@@ -70,13 +72,16 @@ class _TermHandedOn:
 
     def __init__(self) -> None:
         self.came = 0
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "_TermHandedOn":
-        self._before = signal.signal(signal.SIGTERM, self._hand_on)
+        self._before = {number: signal.getsignal(number) for number in _HANDLED}
+        signal.signal(signal.SIGTERM, self._hand_on)
         return self
 
     def __exit__(self, *error: object) -> None:
-        signal.signal(signal.SIGTERM, self._before)
+        for number, handler in self._before.items():  # the agent leaves its own in place
+            signal.signal(number, handler)
 
     def _hand_on(self, number: int, frame: Any) -> None:
         from torch.distributed.elastic.multiprocessing.api import SignalException
