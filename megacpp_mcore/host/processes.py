@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megacpp_mcore.host.reaper import SIGNALS
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -35,7 +37,12 @@ def end_children_with_this(launcher: int = 0) -> None:
     if sys.platform != "linux" or os.getsid(0) != os.getpid() or _reapers:
         return
     script = str(Path(__file__).with_name("reaper.py"))
-    _reapers.append(subprocess.Popen(
-        [sys.executable, "-I", "-S", script, str(os.getpid()), str(launcher)],
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    ))  # fmt: skip
+    # Signals that come before it listens wait for it: the mask is inherited.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        _reapers.append(subprocess.Popen(
+            [sys.executable, "-I", "-S", script, str(os.getpid()), str(launcher)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        ))  # fmt: skip
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -22,22 +22,22 @@ from pathlib import Path
 GRACE_S = 10.0  # for ranks to name their own errors, or dump their stacks, after another failed
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _RANK_ENDED = signal.SIGUSR1
+SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, _RANK_ENDED}
 _TO_END_S = 5.0  # what the rank has started has this long to end after SIGTERM
 
 
 def main(rank: int, launcher: int) -> None:
     """Wait for the end of the process `rank`, our parent; then end its group, this process too."""
-    signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, _RANK_ENDED}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _RANK_ENDED)
     deadline = None
     while os.getppid() == rank:
         if deadline is None:
-            came = signal.sigwaitinfo(signals)
+            came = signal.sigwaitinfo(SIGNALS)
             if (came.si_signo, came.si_pid) == (signal.SIGTERM, launcher):
                 deadline = time.monotonic() + GRACE_S
         elif (left := deadline - time.monotonic()) > 0:
-            signal.sigtimedwait(signals, left)
+            signal.sigtimedwait(SIGNALS, left)
         else:
             os.killpg(0, signal.SIGKILL)
     os.killpg(0, signal.SIGTERM)

@@ -121,6 +121,20 @@ def test_a_rank_that_waits_and_only_notes_sigterm_is_not_blamed_and_ends_soon(
     assert marked.left() == []
 
 
+def test_a_sigterm_before_the_reaper_listens_is_not_lost():
+    code = (
+        "import os, signal, time; from megacpp_mcore.host.processes import end_children_with_this\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "end_children_with_this(os.getppid()); print('ready', flush=True); time.sleep(300)"
+    )
+    rank = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert rank.stdout.readline() == b"ready\n"
+    os.killpg(rank.pid, signal.SIGTERM)  # Python has hardly begun to start the reaper
+    assert rank.wait(timeout=60) == -signal.SIGKILL
+
+
 @pytest.fixture
 def launcher(module, marked, tmp_path):
     """A launcher whose rank 1 hangs, and that rank's process id."""
@@ -131,9 +145,7 @@ def launcher(module, marked, tmp_path):
         "sys.exit(e.status)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not (note.exists() and note.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: note.exists() and note.read_text())
     marked.note_shared_memory()
     assert len(marked.pids()) >= 6  # launcher, ranks, the manager, workers
     yield process, int(note.read_text())
