@@ -107,7 +107,7 @@ def test_the_recipe_arrives_and_its_environment_is_applied_or_kept(gpu_recipe, m
 
 @pytest.mark.parametrize("blocked", ["a file", "a full disk"])
 def test_kernels_are_kept_in_the_runs_folder_where_the_users_cannot_be_written(
-    gpu_recipe, tmp_path, monkeypatch, blocked
+    gpu_recipe, tmp_path, monkeypatch, capsys, blocked
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     if blocked == "a file":
@@ -119,6 +119,9 @@ def test_kernels_are_kept_in_the_runs_folder_where_the_users_cannot_be_written(
     own = Path("runs/small/cache").absolute()
     assert applied["TRITON_CACHE_DIR"] == str(own / "triton")
     assert applied["TORCHINDUCTOR_CACHE_DIR"] == str(own / "inductor")
+    users = tmp_path / "home" / "megacpp-mcore"
+    said = f"megacpp: compiled kernels are kept in {own}: {users} cannot be written to ("
+    assert said in capsys.readouterr().err
 
 
 def test_a_start_tells_whether_its_kernels_were_compiled_before(gpu_recipe, tmp_path, monkeypatch):

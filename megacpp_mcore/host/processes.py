@@ -1,15 +1,12 @@
 """Processes that end with the one that started them, however that ends."""
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-from megacpp_mcore.host.reaper import SIGNALS
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from megacpp_mcore.host.reaper import SIGNALS, signal_at_parents_end
 
 
 def end_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
@@ -20,8 +17,8 @@ def end_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
     own: they would wait for it for ever, hold memory and GPUs, and write into its files.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
-        if os.getppid() != parent:  # it ended before prctl took effect
+        signal_at_parents_end(by)
+        if os.getppid() != parent:  # it ended before that took effect
             os._exit(128 + by)
 
 

@@ -26,10 +26,15 @@ SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, _RANK_E
 _TO_END_S = 5.0  # what the rank has started has this long to end after SIGTERM
 
 
+def signal_at_parents_end(number: signal.Signals) -> None:
+    """Let Linux send this process the signal as soon as its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
 def main(rank: int, launcher: int) -> None:
     """Wait for the end of the process `rank`, our parent; then end its group, this process too."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _RANK_ENDED)
+    signal_at_parents_end(_RANK_ENDED)
     deadline = None
     while os.getppid() == rank:
         if deadline is None:

@@ -49,11 +49,16 @@ def write_safetensors(
             file.write(flat.view(torch.uint8).numpy() if flat.numel() else b"")
 
 
+def refuse_special(path: Path) -> None:
+    """Raises ValueError for a device or a FIFO, which would be waited for."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no regular file")
+
+
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a file. Raises InferenceError for one that is damaged or missing."""
     try:
-        if path.exists() and not path.is_file():  # a FIFO would be waited for
-            raise ValueError("it is no regular file")
+        refuse_special(path)
         return standalone.read_safetensors(path)
     except (OSError, ValueError, LookupError, TypeError, RuntimeError, RecursionError, struct.error,
             OverflowError, MemoryError) as error:  # fmt: skip

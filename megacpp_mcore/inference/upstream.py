@@ -15,7 +15,7 @@ from torch import Tensor
 from megacpp_mcore.hybrid.block_settings import M2RNNSettings
 from megacpp_mcore.hybrid.m2rnn_layout import M2RNNLayout, from_lm_engine, to_lm_engine
 from megacpp_mcore.inference.recipe import InferenceError
-from megacpp_mcore.inference.safetensors import read_safetensors
+from megacpp_mcore.inference.safetensors import read_safetensors, refuse_special
 
 PACKAGES = {"mamba3": "mamba-ssm", "m2rnn": "xma"}
 _CONV = {"conv.weight": "conv1d_weight", "conv.bias": "conv1d_bias", "norm.weight": "norm_weight"}
@@ -57,8 +57,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     from megacpp_mcore.stack import unpickling
 
     try:
-        if path.exists() and not path.is_file():  # a FIFO would be waited for
-            raise ValueError("it is no regular file")
+        refuse_special(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip, OSError, RuntimeError: a damaged file raises any
         why = unpickling.told(error)

@@ -22,7 +22,7 @@ from megacpp_mcore.training.checkpoints import checksums
 TRACKER = "latest_checkpointed_iteration.txt"
 _NAME = re.compile(r"iter_(\d{7,})")
 _BEING_WRITTEN, _ASIDE, _SUPERSEDED = ".tmp-", ".old-", "superseded-"
-# what runs write into a checkpoint; a killed one may leave the parts of names with an ellipsis
+# what runs write into a checkpoint; .metadata.tmp and what follows, only a killed one leaves
 _OWN = re.compile(
     r".*\.distcp|common\.pt|metadata\.json|progress\.json|checksums\.json|\.metadata(\.tmp|\.bck)?"
     r"|\.sum-.*|\.checksums\.json\..*"

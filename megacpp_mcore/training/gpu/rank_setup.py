@@ -113,8 +113,14 @@ def _kernel_caches(out: Path) -> dict[str, str]:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=cache):  # os.access knows no full or squashed file system
             pass
-    except OSError:
-        cache = out.absolute() / "cache"
+    except OSError as error:
+        users, cache = cache, out.absolute() / "cache"
+        if os.environ.get("RANK", "0") == "0":
+            print(
+                f"megacpp: compiled kernels are kept in {cache}: {users} cannot be written to "
+                f"({error.strerror})",
+                file=sys.stderr,
+            )
     return {
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "TRITON_CACHE_AUTOTUNING": "1",
