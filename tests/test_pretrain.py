@@ -37,7 +37,10 @@ from megacpp_mcore.training.gpu.torchrun import RanksOutcome
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost",
         "MASTER_PORT": "29500"}  # fmt: skip
 
-CACHES = ("TRITON_CACHE_DIR", "TRITON_CACHE_AUTOTUNING", "TORCHINDUCTOR_CACHE_DIR")
+CACHES = (
+    "TRITON_CACHE_DIR", "TRITON_CACHE_AUTOTUNING", "TORCHINDUCTOR_CACHE_DIR",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +101,9 @@ def test_the_recipe_arrives_and_its_environment_is_applied_or_kept(gpu_recipe, m
     applied, kept = launched.environment["applied"], launched.environment["kept"]
     # What is compiled and searched for is kept for the user's next run, in whatever folder.
     assert applied.pop("TRITON_CACHE_DIR") == str(cache_folder("triton").absolute())
-    assert applied == {"OTHER": "recipe", "TRITON_CACHE_AUTOTUNING": "1"}
+    flash = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+             "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(cache_folder("flash_attention").absolute())}  # fmt: skip
+    assert applied == {"OTHER": "recipe", "TRITON_CACHE_AUTOTUNING": "1", **flash}
     assert kept == {"NOTE": "mine", "TORCHINDUCTOR_CACHE_DIR": "/mine"}
     assert os.environ["OTHER"] == "recipe" and os.environ["NOTE"] == "mine"
     assert "MEGACPP_RECIPE" not in os.environ  # the recipe is handed on

@@ -220,8 +220,7 @@ class Flash4CoreAttention(TorchCoreAttention):
         self.flash = FlashAttention4()
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-        rows = (x.transpose(0, 1) for x in (q, k, v))
-        return self.flash.whole(*rows, scale=self.softmax_scale).transpose(0, 1)
+        return self.flash.whole(q, k, v, scale=self.softmax_scale)
 
     def packed(
         self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, dropout: float

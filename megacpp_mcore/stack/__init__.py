@@ -47,6 +47,9 @@ PINS = (
         why="GPU recipes use its router and permute fusion, linears, norms and experts"),
     _optional_cuda("mamba-ssm", "2.3.2.post1", why="upstream's Mamba-3 kernels"),
     _optional_cuda("causal-conv1d", "1.7.0", why="Megatron's own Mamba-2 mixer"),
+    _optional_cuda("flash-attn-4", "4.0.0b36", why="the fastest attention on an H200"),
+    _optional_cuda("quack-kernels", "0.6.4", why="FlashAttention-4's kernels are written in it"),
+    _optional_cuda("nvidia-cutlass-dsl", "4.6.2", why="FlashAttention-4's compiler"),
     _optional_cuda("liger-kernel", "0.8.5", why="a bench compares our loss with its loss"),
 )  # fmt: skip
 

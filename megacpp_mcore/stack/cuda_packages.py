@@ -9,9 +9,10 @@ from pathlib import Path
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.stack import PINS
 
-# Installed with the packages of PINS: the two other parts of Transformer Engine, and what it
-# imports. Dependencies that are only declared (onnx; of mamba-ssm transformers, tilelang and
-# quack-kernels) are left out: half a gigabyte that nothing here imports, but for MIMO's kernels.
+# Installed with the packages of PINS: the two other parts of Transformer Engine, the parts of
+# FlashAttention-4's compiler, and what they import. Dependencies that are only declared (onnx; of
+# mamba-ssm transformers and tilelang; of the compiler its CUDA 12, cuda-python and protobuf) are
+# left out: a gigabyte that nothing here imports, but for MIMO's kernels.
 _DEPENDENCIES = {
     "transformer-engine-cu13": "2.17.1",
     "transformer-engine-torch": "2.17.1",
@@ -23,6 +24,11 @@ _DEPENDENCIES = {
     "importlib-metadata": "10.2.0",
     "zipp": "4.1.2",
     "einops": "0.8.2",
+    "nvidia-cutlass-dsl-libs-base": "4.6.2",
+    "nvidia-cutlass-dsl-libs-core": "4.6.2",
+    "nvidia-cutlass-dsl-libs-cu13": "4.6.2",
+    "apache-tvm-ffi": "0.1.15.post2",
+    "torch-c-dlpack-ext": "0.1.5",
 }
 PACKAGES = {pin.name: pin.version for pin in PINS if pin.cuda} | _DEPENDENCIES
 # No wheel of these is for torch 2.11 with CUDA 13.

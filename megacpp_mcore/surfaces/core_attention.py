@@ -27,14 +27,12 @@ if TYPE_CHECKING:
 TE_ATTENTION_CUDNN = 92200  # TE 2.17.1 is compiled against it
 _HALF = ("bfloat16", "float16")
 FLASH_4_MODULE = "flash_attn.cute"
-# The oldest that work together; flash-attn-4's is the first that Megatron takes, too. Before 0.6.4
-# quack-kernels copies softmax's sums for the backward pass from all 32 lanes of a warp, where one
-# copy is waited for, and the kernel never returns: so seen on an H200 with 0.6.3 and 4.6.3, and in
-# the PTX. nvidia-cutlass-dsl 4.6.0 and 4.6.1 choose a lane themselves, which hangs where the caller
-# has chosen one (flash-attention's issue 2797).
-_FLASH_4_NEEDS = {
-    "flash-attn-4": "4.0.0b20", "quack-kernels": "0.6.4", "nvidia-cutlass-dsl": "4.6.2",
-}  # fmt: skip
+FLASH_4 = "4.0.0b36"  # exactly: functions are called that are private to the package
+# The oldest that work together. Before 0.6.4 quack-kernels copies softmax's sums for the backward
+# pass from all 32 lanes of a warp, where one copy is waited for, and the kernel never returns: so
+# seen on an H200 with 0.6.3 and 4.6.3, and in the PTX. nvidia-cutlass-dsl 4.6.0 and 4.6.1 choose a
+# lane themselves, which hangs where the caller has chosen one (flash-attention's issue 2797).
+_FLASH_4_NEEDS = {"quack-kernels": "0.6.4", "nvidia-cutlass-dsl": "4.6.2"}
 
 
 def workload(
@@ -197,13 +195,15 @@ def _padded_v(workload: Workload, most: int) -> str | None:
 def _flash_4_version() -> str | None:
     from packaging.version import Version
 
-    for name, oldest in _FLASH_4_NEEDS.items():
+    for name, needed in {"flash-attn-4": FLASH_4, **_FLASH_4_NEEDS}.items():
         try:
             found = metadata.version(name)
         except metadata.PackageNotFoundError:
             return f"{FLASH_4_MODULE} is there and {name} is not: its version is unknown"
-        if Version(found) < Version(oldest):
-            return f"{name} {found}; {oldest} or newer is needed"
+        if needed == FLASH_4 != found:
+            return f"{name} {found}; exactly {FLASH_4} is served"
+        if Version(found) < Version(needed):
+            return f"{name} {found}; {needed} or newer is needed"
     return None
 
 

@@ -255,35 +255,48 @@ def test_what_the_kernels_say_they_can_serve(problem, backend, reason):
 
 @pytest.fixture
 def flash_4_package(monkeypatch):
-    """flash_attn.cute, with the signatures of its functions and by the definition."""
+    """flash_attn.cute.interface by the definition; the addresses that its outputs were given."""
+    outputs = []
 
-    def whole(q, k, v, *, softmax_scale, causal, deterministic):
-        assert causal and not deterministic
-        rows = range(q.shape[0] + 1)
-        bounds = torch.tensor([q.shape[1] * i for i in rows], dtype=torch.int32)
-        flat = (x.flatten(0, 1) for x in (q * softmax_scale, k, v))
-        return stand_in(*flat, bounds).unflatten(0, q.shape[:2])
-
-    def packed(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-               softmax_scale, causal, deterministic):  # fmt: skip
-        assert causal and cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k
-        return stand_in(q * softmax_scale, k, v, cu_seqlens_q)
-
-    def fourth(function):
+    def forward(q, k, v, *, softmax_scale, causal, return_lse, out, cu_seqlens_q=None,
+                cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None):  # fmt: skip
         """It takes some a v that is narrower, and returns the sums of exponentials beside y."""
+        assert causal and return_lse
+        assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k
+        whole_tiles = q.shape[-1] % 64 == v.shape[-1] % 64 == 0
+        is_narrow = whole_tiles and q.shape[-2] == k.shape[-2]
+        assert is_narrow or v.shape[-1] == q.shape[-1]
+        assert out.shape == (*q.shape[:-1], v.shape[-1])
+        assert all(x.stride(-1) == 1 for x in (q, k, v, out))
+        out.copy_(exact(q, k, v, softmax_scale, cu_seqlens_q))
+        outputs.append(out.data_ptr())
+        return out, q.new_zeros(3), None, None, None
 
-        def call(q, k, v, **options):
-            whole_tiles = q.shape[-1] % 64 == v.shape[-1] % 64 == 0
-            is_narrow = whole_tiles and q.shape[-2] == k.shape[-2]
-            assert is_narrow or v.shape[-1] == q.shape[-1]
-            wide = torch.nn.functional.pad(v, (0, q.shape[-1] - v.shape[-1]))
-            return function(q, k, wide, **options)[..., : v.shape[-1]], None
+    def backward(q, k, v, out, dout, lse, *, softmax_scale, causal, deterministic,
+                 cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None):  # fmt: skip
+        assert causal and deterministic and lse.shape == (3,)
+        assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            y = exact(*leaves, softmax_scale, cu_seqlens_q)
+        assert torch.equal(y, out)
+        return torch.autograd.grad(y, leaves, dout)
 
-        return call
+    def exact(q, k, v, scale, bounds):
+        """`stand_in` of rows or of packed documents."""
+        rows = q.shape[:2] if bounds is None else None
+        if rows:
+            bounds = torch.tensor([rows[1] * i for i in range(rows[0] + 1)], dtype=torch.int32)
+            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        wide = torch.nn.functional.pad(v, (0, q.shape[-1] - v.shape[-1]))
+        y = stand_in(q * scale, k, wide, bounds)[..., : v.shape[-1]]
+        return y.unflatten(0, rows) if rows else y
 
-    fake = ModuleType("flash_attn.cute")
-    fake.flash_attn_func, fake.flash_attn_varlen_func = fourth(whole), fourth(packed)
-    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    fake = ModuleType("flash_attn.cute.interface")
+    fake._flash_attn_fwd, fake._flash_attn_bwd = forward, backward
+    for name in ("flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, name, fake)
+    return outputs
 
 
 @pytest.mark.parametrize("groups, dqk, dv", [(2, 16, 8), (4, 16, 8), (4, 128, 64), (2, 128, 64)])
@@ -410,7 +423,8 @@ def test_version_4_for_other_gpus_or_of_another_version_says_so(flash_4_package,
         monkeypatch.setattr(core_attention_surface.metadata, "version", version)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
         for name, found, reason in (
-            ("flash-attn-4", "4.0.0b7", "flash-attn-4 4.0.0b7; 4.0.0b20 or newer"),
+            ("flash-attn-4", "4.0.0b35", "flash-attn-4 4.0.0b35; exactly 4.0.0b36"),
+            ("flash-attn-4", "4.0.0b37", "flash-attn-4 4.0.0b37; exactly 4.0.0b36"),
             ("flash-attn-4", "4.0.0b36", "quack-kernels is not"),
             ("quack-kernels", "0.6.3", "quack-kernels 0.6.3; 0.6.4 or newer"),
             ("quack-kernels", "0.6.4", "nvidia-cutlass-dsl is not"),
@@ -434,12 +448,18 @@ def test_version_4_pads_v_only_where_it_must():
     assert not any(flash_4.narrows(*dims) for dims in padded)
 
 
-def test_torch_compile_breaks_its_graph_around_version_4_only(monkeypatch):
+def test_flash_4_writes_its_output_where_the_layer_reads_it(flash_4_package):
+    """[s, b, heads * dv] without a copy."""
+    q, k, v = (draw(5, 2, 4, d).requires_grad_() for d in (128, 128, 64))
+    y = module(Flash4CoreAttention, num_query_groups=4, k_channels=128, v_channels=64)(
+        q, k, v, None
+    )
+    assert y.shape == (5, 2, 256) and y.is_contiguous()
+    assert flash_4_package == [y.data_ptr()]
+
+
+def test_torch_compile_breaks_its_graph_around_version_4_only(flash_4_package):
     """An import or a look-up in a call would break it once more."""
-    fake = ModuleType("flash_attn.cute")
-    fake.flash_attn_func = lambda q, k, v, **options: q @ k.mT @ v
-    fake.flash_attn_varlen_func = fake.flash_attn_func
-    monkeypatch.setitem(sys.modules, fake.__name__, fake)
     flash = flash_4.FlashAttention4()
     taken = []
 
@@ -453,7 +473,7 @@ def test_torch_compile_breaks_its_graph_around_version_4_only(monkeypatch):
     with torch._dynamo.config.patch(disable=False):
         torch._dynamo.reset()
         compiled = torch.compile(block, backend=keep)
-        compiled(*(draw(2, 5, 5, 5) for _ in range(3)))
+        compiled(*(draw(5, 2, 5, 5) for _ in range(3)))
         torch._dynamo.reset()
     assert len(taken) == 2
 

@@ -41,6 +41,9 @@ EXTRA = {
     "transformer-engine-torch": "2.17.1",
     "mamba-ssm": "2.3.2.post1",
     "causal-conv1d": "1.7.0",
+    "flash-attn-4": "4.0.0b36",
+    "quack-kernels": "0.6.4",
+    "nvidia-cutlass-dsl": "4.6.2",
     "liger-kernel": "0.8.5",
     "nvidia-cublas": "13.1.0.3",
     "nvidia-cudnn-cu13": "9.19.0.56",
@@ -144,7 +147,7 @@ class TestPins:
     @pytest.mark.parametrize(
         ("name", "status"),
         [("transformer-engine", FAIL), ("mamba-ssm", WARN), ("causal-conv1d", WARN),
-         ("liger-kernel", WARN)],
+         ("flash-attn-4", WARN), ("liger-kernel", WARN)],
     )  # fmt: skip
     def test_the_cuda_extra_is_asked_for_where_there_is_a_gpu(self, name, status):
         assert check(without(H200, name), name).status == status

@@ -102,7 +102,7 @@ def launch(argv: Sequence[str]) -> Launch:
 
 
 def _kernel_caches(out: Path) -> dict[str, str]:
-    """Caches of compiled kernels and autotuning results, shared by all runs of this user, as both
+    """Caches of compiled kernels and autotuning results, shared by all runs of this user, as the
     compilers' keys have the sources, the versions and the GPU's architecture; in the run's folder
     where the user's cannot be written to.
 
@@ -125,6 +125,8 @@ def _kernel_caches(out: Path) -> dict[str, str]:
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "TRITON_CACHE_AUTOTUNING": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(cache / "flash_attention"),
     }
 
 
