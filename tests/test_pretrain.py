@@ -101,8 +101,10 @@ def test_the_recipe_arrives_and_its_environment_is_applied_or_kept(gpu_recipe, m
     applied, kept = launched.environment["applied"], launched.environment["kept"]
     # What is compiled and searched for is kept for the user's next run, in whatever folder.
     assert applied.pop("TRITON_CACHE_DIR") == str(cache_folder("triton").absolute())
-    flash = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
-             "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(cache_folder("flash_attention").absolute())}  # fmt: skip
+    flash = {
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(cache_folder("flash_attention").absolute()),
+    }
     assert applied == {"OTHER": "recipe", "TRITON_CACHE_AUTOTUNING": "1", **flash}
     assert kept == {"NOTE": "mine", "TORCHINDUCTOR_CACHE_DIR": "/mine"}
     assert os.environ["OTHER"] == "recipe" and os.environ["NOTE"] == "mine"

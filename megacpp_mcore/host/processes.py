@@ -1,5 +1,6 @@
 """Processes that end with the one that started them, however that ends."""
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -20,6 +21,22 @@ def end_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
         signal_at_parents_end(by)
         if os.getppid() != parent:  # it ended before that took effect
             os._exit(128 + by)
+
+
+END_S = 15  # what a rank that has failed may take to leave
+
+
+def end_within(seconds: int) -> None:
+    """End this process in `seconds`, with every thread's stack on stderr, unless it ends before.
+
+    For a rank that has failed: others wait for its end. What Python and libraries do on their way
+    out (joins of threads and workers, NCCL's and CUDA's destructors) waits for ever when a GPU's
+    memory is full, as seen on an H200. faulthandler's timer needs no interpreter lock; destructors
+    that run after Python's end are ended by SIGALRM.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(seconds + 2)
 
 
 _reapers: list[subprocess.Popen] = []  # of this process: one, kept from the garbage collector

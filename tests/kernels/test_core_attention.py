@@ -272,8 +272,10 @@ def flash_4_package(monkeypatch):
         outputs.append(out.data_ptr())
         return out, q.new_zeros(3), None, None, None
 
-    def backward(q, k, v, out, dout, lse, *, softmax_scale, causal, deterministic,
-                 cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None):  # fmt: skip
+    def backward(
+        q, k, v, out, dout, lse, *, softmax_scale, causal, deterministic,
+        cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+    ):  # fmt: skip
         assert causal and deterministic and lse.shape == (3,)
         assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]

@@ -121,6 +121,29 @@ def test_a_rank_that_waits_and_only_notes_sigterm_is_not_blamed_and_ends_soon(
     assert marked.left() == []
 
 
+@pytest.mark.parametrize("how", ["thread", "library"])
+def test_a_failed_rank_that_does_not_leave_is_ended(module, tmp_path, how, capfd):
+    """By a thread that is joined, or in a library's own end, after Python's."""
+    (tmp_path / "a_staying_rank.py").write_text(
+        "import atexit, ctypes, faulthandler, sys, threading, time\n"
+        "from megacpp_mcore.host.processes import end_within\n"
+        "end_within(1)\n"
+        "if sys.argv[1] == 'thread':\n"
+        "    threading.Thread(target=time.sleep, args=(300,)).start()\n"
+        "else:\n"
+        "    atexit.register(lambda: (faulthandler.cancel_dump_traceback_later(),\n"
+        "                             ctypes.PyDLL(None).pause()))\n"
+        "raise SystemExit(3)\n"
+    )
+    began = time.monotonic()
+    ended = run_ranks("a_staying_rank", [how], 1)
+    assert ended.status != 0 and time.monotonic() - began < 60
+    if how == "thread":
+        assert "Thread 0x" in capfd.readouterr().err  # where it stays
+    else:
+        assert "SIGALRM" in ended.reason
+
+
 def test_a_sigterm_before_the_reaper_listens_is_not_lost():
     code = (
         "import os, signal, time; from megacpp_mcore.host.processes import end_children_with_this\n"

@@ -12,6 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.host.processes import END_S, end_within
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.recipe import Recipe, patch_needs
 from megacpp_mcore.recipe.check import megatrons_refusals
@@ -46,6 +47,7 @@ def train(launch: Launch) -> None:
         _train(launch)
     except Exception as error:
         get_error_handler().record_exception(error)
+        end_within(END_S)
         raise
 
 
