@@ -1,6 +1,7 @@
 """Processes that end with the one that started them, however that ends."""
 
 import faulthandler
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -27,13 +28,17 @@ END_S = 15  # what a rank that has failed may take to leave
 
 
 def end_within(seconds: int) -> None:
-    """End this process in `seconds`, with every thread's stack on stderr, unless it ends before.
+    """End the workers of this process now, and the process itself in `seconds`, with every thread's
+    stack on stderr, unless it ends before. For a rank that has failed: others wait for its end.
 
-    For a rank that has failed: others wait for its end. What Python and libraries do on their way
-    out (joins of threads and workers, NCCL's and CUDA's destructors) waits for ever when a GPU's
-    memory is full, as seen on an H200. faulthandler's timer needs no interpreter lock; destructors
-    that run after Python's end are ended by SIGALRM.
+    Megatron's data workers only note SIGTERM, by which multiprocessing ends workers before it waits
+    for them without a limit: that held every failed rank for ever. The limit is for what else may
+    wait: joins of threads, destructors of NCCL and CUDA. faulthandler's timer needs no interpreter
+    lock; destructors that run after Python's end are ended by SIGALRM.
     """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises at a data worker's end
+    for worker in multiprocessing.active_children():
+        worker.kill()
     faulthandler.dump_traceback_later(seconds, exit=True)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(seconds + 2)

@@ -121,6 +121,31 @@ def test_a_rank_that_waits_and_only_notes_sigterm_is_not_blamed_and_ends_soon(
     assert marked.left() == []
 
 
+def test_a_failed_rank_leaves_without_waiting_for_its_data_workers(module, tmp_path, capfd):
+    """Megatron's only note SIGTERM; and the error holds the loader, as it does in Megatron's."""
+    (tmp_path / "a_rank_with_data.py").write_text(
+        "import sys, torch\n"
+        "from megatron.training.dist_signal_handler import DistributedSignalHandler\n"
+        "from megacpp_mcore.host.processes import END_S, end_within\n"
+        "def note(_): DistributedSignalHandler().__enter__()\n"
+        "if __name__ == '__main__':\n"
+        "    data = torch.utils.data.DataLoader(\n"
+        "        range(8), num_workers=2, persistent_workers=True, worker_init_fn=note)\n"
+        "    workers = iter(data)\n"
+        "    next(workers)\n"
+        "    try:\n"
+        "        raise RuntimeError('loss is NaN')\n"
+        "    except RuntimeError:\n"
+        "        end_within(END_S)\n"
+        "        raise\n"
+    )
+    ended = run_ranks("a_rank_with_data", [], 1)
+    assert ended == RanksOutcome(1, "rank 0 of 1 ended with status 1; its message is above")
+    said = capfd.readouterr().err
+    assert "RuntimeError: loss is NaN" in said
+    assert "Thread 0x" not in said and "worker" not in said.partition("loss is NaN")[2].lower()
+
+
 @pytest.mark.parametrize("how", ["thread", "library"])
 def test_a_failed_rank_that_does_not_leave_is_ended(module, tmp_path, how, capfd):
     """By a thread that is joined, or in a library's own end, after Python's."""
