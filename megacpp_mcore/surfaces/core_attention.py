@@ -241,16 +241,17 @@ SURFACE = Surface(
         ),
         Backend(
             "flash_4", f"{_CLASSES}:Flash4CoreAttention", flash_4,
-            removes="what sdpa_cudnn does; v unpadded in packed "
-            "documents, too. On Hopper it pads v for grouped queries and for dims that are no "
-            "multiples of 64, and is refused where its gradients are wrong (4.0.0b36). Of "
-            "flash-attn-4, not in the pinned stack, and used where it is installed with "
-            "quack-kernels 0.6.4 or newer, before which its backward pass never returns",
+            role="chosen",
+            removes="the [s, s] scores of every head; dqk 128 and dv 64 as they are, in packed "
+            "documents, too. Gradients are added up in one order. On Hopper it pads v for grouped "
+            "queries and for dims that are no multiples of 64, and is refused where its gradients "
+            "are wrong (4.0.0b36). Of flash-attn-4, compiled at its first call and kept",
             layout=_BOTH,
-            dtypes=_HALF_WORDS, fallback="sdpa_flash",
-            no_receipt="not in the pinned stack, of which the receipts are; it stands before "
-            "sdpa_cudnn because it was faster on an H200 that had it: `megacpp bench "
-            "core_attention` compares them where it is installed",
+            dtypes=_HALF_WORDS, fallback="sdpa_flash", receipt=_ROWS,
+            figures=(
+                Figure(_ROWS, "sdpa_cudnn", "whole rows"),
+                Figure(_PACKED, "sdpa_flash", "packed"),
+            ),
             exit_when="another backend is faster over a whole step, or its versions stop agreeing "
             "with the definition",
             skips={
@@ -260,7 +261,6 @@ SURFACE = Surface(
         ),
         Backend(
             "sdpa_cudnn", f"{_CLASSES}:CudnnCoreAttention", _sdpa_cudnn,
-            role="chosen",
             removes="the [s, s] scores of every head; dqk 128 and dv 64, and grouped queries, as "
             "they are. Whole rows only: in a probe cuDNN 9.19's gradients for packed documents "
             "were wrong",
