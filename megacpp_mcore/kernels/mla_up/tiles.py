@@ -62,3 +62,29 @@ def store_weight_rows(weight, x, ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK: 
     """The inverse of weight_rows, of x (RANK_BLOCK, BLOCK), the other way round."""
     n, r = tl.arange(0, BLOCK)[None, :], tl.arange(0, RANK_BLOCK)[:, None]
     tl.store(weight + n * (STEP * RANK) + r, x, mask=(n < ROWS) & (r < RANK))
+
+
+@triton.jit
+def product(a, b, total, WIDEN: tl.constexpr):
+    """total + a b, in float32. WIDEN: for Triton's interpreter, which takes bfloat16's bits for
+    integers; the products are the same, as bfloat16's values are exact in float32."""
+    if WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def projected(latent, weight, ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+              RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, WIDEN: tl.constexpr):  # fmt: skip
+    """A tile's latents times rows of a weight, (TOKEN_BLOCK, BLOCK) in float32."""
+    rows = weight_rows(weight, ROWS, STEP, BLOCK, RANK, RANK_BLOCK)
+    return product(latent, tl.trans(rows), tl.zeros((latent.shape[0], BLOCK), tl.float32), WIDEN)
+
+
+@triton.jit
+def added_to_latent(total, dy, weight, ROWS: tl.constexpr, STEP: tl.constexpr,
+                    BLOCK: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr,
+                    WIDEN: tl.constexpr):  # fmt: skip
+    """A latent's gradient so far, and dy (TOKEN_BLOCK, BLOCK) times rows of the weight."""
+    rows = weight_rows(weight, ROWS, STEP, BLOCK, RANK, RANK_BLOCK)
+    return product(dy, rows, total, WIDEN)

@@ -107,11 +107,12 @@ class _Problem(NamedTuple):
     def rotation(self) -> dict[str, bool]:
         return {"INTERLEAVED": self.interleaved, "PACKED": self.places is not None}
 
-    def tile(self, kernel: Any, dtype: torch.dtype) -> tuple[int, dict[str, int]]:
-        """Tokens of a tile of a kernel, and the options of its launch."""
-        wide = dtype == torch.float32 or max(self.sizes[1:]) > 64
+    def tile(self, kernel: Any, like: Tensor) -> tuple[int, dict[str, int]]:
+        """Tokens of a tile of a kernel, and the options of its launch, for a tensor of it."""
+        wide = like.dtype == torch.float32 or max(self.sizes[1:]) > 64
         block, warps, stages = _NARROW if wide else _TILES[kernel]
-        return block, {"TOKEN_BLOCK": block, "num_warps": warps, "num_stages": stages}
+        options = {"TOKEN_BLOCK": block, "num_warps": warps, "num_stages": stages}
+        return block, options | {"WIDEN": not like.is_cuda}
 
 
 def _block(size: int) -> int:
@@ -137,7 +138,7 @@ def _forward(
     if not problem.tokens:
         return outputs
     kernel = triton_kernels.forward
-    block, launch = problem.tile(kernel, q_latent.dtype)
+    block, launch = problem.tile(kernel, q_latent)
     heads = problem.sizes.heads
     grid = triton.cdiv(heads, _HEADS_EACH), triton.cdiv(problem.tokens, block)
     with device_of(q_latent):
@@ -196,7 +197,7 @@ def _latent_gradients(
     found = [dq.new_empty(*rows, width) for width in widths]
     if problem.tokens:
         kernel = triton_kernels.latents_backward
-        block, launch = problem.tile(kernel, dq.dtype)
+        block, launch = problem.tile(kernel, dq)
         with device_of(dq):
             kernel[(triton.cdiv(problem.tokens, block),)](
                 dq, dk, dv, saved.q_weight.contiguous(), saved.kv_weight.contiguous(), saved.cos,
@@ -253,7 +254,7 @@ def _weight_gradient(
         if into is not None:
             target = target.float()
     if problem.tokens:
-        block, options = problem.tile(kernel, weight.dtype)
+        block, options = problem.tile(kernel, weight)
         tiles, heads = triton.cdiv(problem.tokens, block), problem.sizes.heads
         tiles_each = triton.cdiv(tiles, max(1, _PROGRAMS // heads))
         splits = triton.cdiv(tiles, tiles_each)

@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 
 from megacpp_mcore.kernels.mla_up.tiles import (
+    added_to_latent,
     angles,
     load_dims,
+    projected,
     store_dims,
     tokens_of,
-    weight_rows,
 )
 from megacpp_mcore.kernels.rotary_triton import load_pairs, store_pairs
 
@@ -26,7 +27,7 @@ def forward(
     Q_RANK: tl.constexpr, KV_RANK: tl.constexpr, PLAIN_BLOCK: tl.constexpr,
     PAIR_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, PACKED: tl.constexpr,
-    TOKEN_BLOCK: tl.constexpr,
+    TOKEN_BLOCK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """q, k and v, without gaps, of a tile of tokens and `heads_each` heads. Programs of the same
     tokens run side by side: together they write whole rows."""
@@ -46,23 +47,20 @@ def forward(
         w = q_weight + h * (DIM * Q_RANK)
         to_q, to_k = q + (t * HEADS + h) * DIM, k + (t * HEADS + h) * DIM
         to_v = v + (t * HEADS + h) * V_DIM
-        rows = weight_rows(w, PLAIN, 1, PLAIN_BLOCK, Q_RANK, Q_BLOCK)
-        y = tl.dot(x_q, tl.trans(rows), input_precision="ieee")
+        y = projected(x_q, w, PLAIN, 1, PLAIN_BLOCK, Q_RANK, Q_BLOCK, WIDEN)
         store_dims(to_q, y, there, PLAIN, PLAIN_BLOCK)
         w += PLAIN * Q_RANK
-        rows = weight_rows(w, PAIRS, STEP, PAIR_BLOCK, Q_RANK, Q_BLOCK)
-        x = tl.dot(x_q, tl.trans(rows), input_precision="ieee")
-        rows = weight_rows(w + SECOND * Q_RANK, PAIRS, STEP, PAIR_BLOCK, Q_RANK, Q_BLOCK)
-        y = tl.dot(x_q, tl.trans(rows), input_precision="ieee")
+        x = projected(x_q, w, PAIRS, STEP, PAIR_BLOCK, Q_RANK, Q_BLOCK, WIDEN)
+        w += SECOND * Q_RANK
+        y = projected(x_q, w, PAIRS, STEP, PAIR_BLOCK, Q_RANK, Q_BLOCK, WIDEN)
         store_pairs(to_q + PLAIN, x * c - y * d, y * c + x * d, there, PAIRS, PAIR_BLOCK, False)
 
         w = kv_weight + h * ((PLAIN + V_DIM) * KV_RANK)
-        rows = weight_rows(w, PLAIN, 1, PLAIN_BLOCK, KV_RANK, KV_BLOCK)
-        y = tl.dot(x_kv, tl.trans(rows), input_precision="ieee")
+        y = projected(x_kv, w, PLAIN, 1, PLAIN_BLOCK, KV_RANK, KV_BLOCK, WIDEN)
         store_dims(to_k, y, there, PLAIN, PLAIN_BLOCK)
         store_pairs(to_k + PLAIN, k_a, k_b, there, PAIRS, PAIR_BLOCK, False)
-        rows = weight_rows(w + PLAIN * KV_RANK, V_DIM, 1, V_BLOCK, KV_RANK, KV_BLOCK)
-        y = tl.dot(x_kv, tl.trans(rows), input_precision="ieee")
+        w += PLAIN * KV_RANK
+        y = projected(x_kv, w, V_DIM, 1, V_BLOCK, KV_RANK, KV_BLOCK, WIDEN)
         store_dims(to_v, y, there, V_DIM, V_BLOCK)
 
 
@@ -74,7 +72,7 @@ def latents_backward(
     Q_RANK: tl.constexpr, KV_RANK: tl.constexpr, PLAIN_BLOCK: tl.constexpr,
     PAIR_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, PACKED: tl.constexpr,
-    TOKEN_BLOCK: tl.constexpr,
+    TOKEN_BLOCK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile's latents and k_pos, without gaps, summed over all heads."""
     DIM: tl.constexpr = PLAIN + 2 * PAIRS
@@ -91,25 +89,25 @@ def latents_backward(
 
     for _ in range(HEADS):
         dy = load_dims(dq + from_q, there, PLAIN, PLAIN_BLOCK)
-        rows = weight_rows(q_weight, PLAIN, 1, PLAIN_BLOCK, Q_RANK, Q_BLOCK)
-        d_q = tl.dot(dy, rows, d_q, input_precision="ieee")
+        w = q_weight
+        d_q = added_to_latent(d_q, dy, w, PLAIN, 1, PLAIN_BLOCK, Q_RANK, Q_BLOCK, WIDEN)
         x, y = load_pairs(dq + PLAIN + from_q, there, PAIRS, PAIR_BLOCK, False)
-        w = q_weight + PLAIN * Q_RANK
-        rows = weight_rows(w, PAIRS, STEP, PAIR_BLOCK, Q_RANK, Q_BLOCK)
-        d_q = tl.dot((x * c + y * d).to(kind), rows, d_q, input_precision="ieee")
-        rows = weight_rows(w + SECOND * Q_RANK, PAIRS, STEP, PAIR_BLOCK, Q_RANK, Q_BLOCK)
-        d_q = tl.dot((y * c - x * d).to(kind), rows, d_q, input_precision="ieee")
+        dy = (x * c + y * d).to(kind)
+        w += PLAIN * Q_RANK
+        d_q = added_to_latent(d_q, dy, w, PAIRS, STEP, PAIR_BLOCK, Q_RANK, Q_BLOCK, WIDEN)
+        dy = (y * c - x * d).to(kind)
+        w += SECOND * Q_RANK
+        d_q = added_to_latent(d_q, dy, w, PAIRS, STEP, PAIR_BLOCK, Q_RANK, Q_BLOCK, WIDEN)
 
         dy = load_dims(dk + from_k, there, PLAIN, PLAIN_BLOCK)
-        rows = weight_rows(kv_weight, PLAIN, 1, PLAIN_BLOCK, KV_RANK, KV_BLOCK)
-        d_kv = tl.dot(dy, rows, d_kv, input_precision="ieee")
+        w = kv_weight
+        d_kv = added_to_latent(d_kv, dy, w, PLAIN, 1, PLAIN_BLOCK, KV_RANK, KV_BLOCK, WIDEN)
         x, y = load_pairs(dk + PLAIN + from_k, there, PAIRS, PAIR_BLOCK, False)
         k_x += x
         k_y += y
         dy = load_dims(dv + from_v, there, V_DIM, V_BLOCK)
-        w = kv_weight + PLAIN * KV_RANK
-        rows = weight_rows(w, V_DIM, 1, V_BLOCK, KV_RANK, KV_BLOCK)
-        d_kv = tl.dot(dy, rows, d_kv, input_precision="ieee")
+        w += PLAIN * KV_RANK
+        d_kv = added_to_latent(d_kv, dy, w, V_DIM, 1, V_BLOCK, KV_RANK, KV_BLOCK, WIDEN)
         dq += q_h
         dk += k_h
         dv += v_h

@@ -8,7 +8,13 @@ Nothing is added by atomics: the same inputs give the same bits.
 import triton
 import triton.language as tl
 
-from megacpp_mcore.kernels.mla_up.tiles import angles, load_dims, store_weight_rows, tokens_of
+from megacpp_mcore.kernels.mla_up.tiles import (
+    angles,
+    load_dims,
+    product,
+    store_weight_rows,
+    tokens_of,
+)
 from megacpp_mcore.kernels.rotary_triton import load_pairs
 
 
@@ -18,7 +24,7 @@ def q_weight_backward(
     q_s, q_b, q_h, ql_s, ql_b,
     PLAIN: tl.constexpr, PAIRS: tl.constexpr, Q_RANK: tl.constexpr, PLAIN_BLOCK: tl.constexpr,
     PAIR_BLOCK: tl.constexpr, Q_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
-    PACKED: tl.constexpr, TOKEN_BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, TOKEN_BLOCK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One head's rows of one split's sum. sums: (splits, heads * dims, rank) in float32."""
     STEP: tl.constexpr = 2 if INTERLEAVED else 1
@@ -35,11 +41,11 @@ def q_weight_backward(
         latent = tl.trans(load_dims(q_latent + s * ql_s + b * ql_b, there, Q_RANK, Q_BLOCK))
         from_q = dq + s * q_s + b * q_b
         dy = load_dims(from_q, there, PLAIN, PLAIN_BLOCK)
-        plain = tl.dot(latent, dy, plain, input_precision="ieee")
+        plain = product(latent, dy, plain, WIDEN)
         x, y = load_pairs(from_q + PLAIN, there, PAIRS, PAIR_BLOCK, False)
         kind = dq.dtype.element_ty
-        even = tl.dot(latent, (x * c + y * d).to(kind), even, input_precision="ieee")
-        odd = tl.dot(latent, (y * c - x * d).to(kind), odd, input_precision="ieee")
+        even = product(latent, (x * c + y * d).to(kind), even, WIDEN)
+        odd = product(latent, (y * c - x * d).to(kind), odd, WIDEN)
     sums += (split * HEADS + h) * ((PLAIN + 2 * PAIRS) * Q_RANK)
     store_weight_rows(sums, plain, PLAIN, 1, PLAIN_BLOCK, Q_RANK, Q_BLOCK)
     sums += PLAIN * Q_RANK
@@ -53,6 +59,7 @@ def kv_weight_backward(
     k_s, k_b, k_h, v_s, v_b, v_h, kvl_s, kvl_b,
     PLAIN: tl.constexpr, V_DIM: tl.constexpr, KV_RANK: tl.constexpr, PLAIN_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, TOKEN_BLOCK: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """As q_weight_backward, of k's plain dims and of v."""
     h, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -65,9 +72,9 @@ def kv_weight_backward(
         _, there, s, b = tokens_of(tile, tokens, batch, TOKEN_BLOCK)
         latent = tl.trans(load_dims(kv_latent + s * kvl_s + b * kvl_b, there, KV_RANK, KV_BLOCK))
         dy = load_dims(dk + s * k_s + b * k_b, there, PLAIN, PLAIN_BLOCK)
-        plain = tl.dot(latent, dy, plain, input_precision="ieee")
+        plain = product(latent, dy, plain, WIDEN)
         dy = load_dims(dv + s * v_s + b * v_b, there, V_DIM, V_BLOCK)
-        value = tl.dot(latent, dy, value, input_precision="ieee")
+        value = product(latent, dy, value, WIDEN)
     sums += (split * HEADS + h) * ((PLAIN + V_DIM) * KV_RANK)
     store_weight_rows(sums, plain, PLAIN, 1, PLAIN_BLOCK, KV_RANK, KV_BLOCK)
     store_weight_rows(sums + PLAIN * KV_RANK, value, V_DIM, 1, V_BLOCK, KV_RANK, KV_BLOCK)
