@@ -1,5 +1,5 @@
 """The A block as MLA: Megatron's module, with one dispatched operator between its projections and
-its core attention.
+its core attention, or where `mla_up` is named one between its latents and its core attention.
 
 Modules, parameters and checkpoint keys are Megatron's. Training with the mla_rope backend
 `megatron` uses Megatron's own path entirely. Inference with a static context keeps latents, of
@@ -30,7 +30,7 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.mla_rope import RotaryTable
 from megacpp_mcore.kernels.mla_rope.reference import rotate
-from megacpp_mcore.layers import mla_down
+from megacpp_mcore.layers import mla_down, mla_up
 from megacpp_mcore.layers.documents import document_offsets
 from megacpp_mcore.layers.inference_state import Rows, attend, check_context, rotate_at
 from megacpp_mcore.layers.param_gather import wait_for_param_gather
@@ -49,8 +49,8 @@ class _DispatchedMLA(upstream.MLASelfAttention):
 
     As upstream's, it takes hidden states [s, b, h], or [t, 1, h] with packed documents, any LoRA
     rank of q and kv (q_lora_rank None included), and Transformer Engine's or Megatron's linears.
-    Raises MLAError for rotary_interleaved and for packed layouts other than thd, and DispatchError
-    when no backend of mla_rope supports the config.
+    Raises MLAError for rotary_interleaved and for packed layouts other than thd, DispatchError when
+    no backend of mla_rope or the named one of mla_up supports the config, and MLAUpError.
     """
 
     def __init__(self, config, *args, **kwargs) -> None:
@@ -66,6 +66,7 @@ class _DispatchedMLA(upstream.MLASelfAttention):
         decision = dispatch.decide("mla_rope", workload, plugin_settings(config).backends)
         is_megatrons = decision.observed == mla_rope.MEGATRON.name
         self._rope = None if is_megatrons else decision.load()
+        self._up = mla_up.decided(self)
         self._table: RotaryTable | None = None
 
     def _average_q_norm(self) -> None:
@@ -202,6 +203,8 @@ class _DispatchedMLA(upstream.MLASelfAttention):
         bounds: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """q, k and v of this rank's heads."""
+        if self._up is not None:
+            return mla_up.apply(self._up, self, q_latent, kv_latent, k_pos, rotary, bounds)
         compressed = self.config.q_lora_rank is not None
         q, _ = (self.linear_q_up_proj if compressed else self.linear_q_proj)(q_latent)
         kv, _ = self.linear_kv_up_proj(kv_latent)

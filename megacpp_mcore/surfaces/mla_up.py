@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
 
 _INSIDE = mla_rope.SURFACE.name
-MOST = 128  # dims of a part of a head, and of a latent: a tile of each is on the chip
+MOST = 64  # dims of a part of a head, and of a latent: more do not fit the registers
 
 
 def workload(device: str, config, requests: Mapping[str, str]) -> Workload:
@@ -83,7 +83,7 @@ def _widths(workload: Workload) -> str | None:
         return f"rotary_dim {rotary} of {pos}: it turns all dims of the rotary part"
     for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "pos_dim", "v_head_dim"):
         if (size := workload.size(name)) > MOST:
-            return f"{name} {size}: it takes {MOST} at most; wider ones are cuBLAS's work"
+            return f"{name} {size}: it takes {MOST} at most, and the sums of more do not fit the registers"
     return None
 
 

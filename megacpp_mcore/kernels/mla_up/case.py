@@ -62,7 +62,7 @@ class MLAUpCase(OperatorCase):
             "odd-yarn": cls(3, 7, 5, 12, 14, 10, 9, 21, mscale=1.3),
             "odd-halves": cls(1, 35, 17, 3, 10, 5, 20, 6, interleaved=False),
             "odd-nam56r": cls(1, 3, 56, 64, 64, 64, 64, 64),
-            "odd-wide": cls(1, 5, 2, 72, 32, 80, 96, 65),
+            "odd-unlike": cls(2, 5, 9, 33, 26, 40, 50, 17),
             "odd-many-tiles": cls(2, 75, 2, 8, 8, 8, 16, 8),
             "odd-one-token": cls(1, 1, 1, 1, 2, 1, 2, 1),
             "odd-many-documents": cls(1, 9, 3, 8, 6, 4, 8, 8, documents=70),

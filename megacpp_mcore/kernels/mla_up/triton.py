@@ -21,18 +21,19 @@ from megacpp_mcore.kernels.mla_rope.inputs import RotaryTable
 from megacpp_mcore.kernels.mla_up import triton_kernels, weight_kernels
 from megacpp_mcore.kernels.mla_up.inputs import MLAUpInputError, Sizes, check_inputs
 from megacpp_mcore.kernels.strides import readable
+from megacpp_mcore.surfaces.mla_up import MOST
 
 DTYPES = ("bfloat16", "float32")
 _TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
-# kernel -> (tokens of a tile, warps, stages), of bf16 dims and ranks up to 64. Not tuned: no GPU
-# has run them yet; `tests/kernels/compile_for_hopper.py` says what they take of one.
+# kernel -> (tokens of a tile, warps, stages), in bf16. Not tuned: no GPU has run them yet;
+# `tests/kernels/compile_for_hopper.py` says what they take of one.
 _TILES = {
     triton_kernels.forward: (128, 8, 2),
-    triton_kernels.latents_backward: (64, 4, 2),
-    weight_kernels.q_weight_backward: (64, 4, 2),
-    weight_kernels.kv_weight_backward: (64, 4, 2),
+    triton_kernels.latents_backward: (128, 8, 2),
+    weight_kernels.q_weight_backward: (64, 4, 3),
+    weight_kernels.kv_weight_backward: (64, 4, 3),
 }
-_NARROW = (32, 4, 1)  # the same for float32, and for dims or ranks of more than 64
+_OF_FLOAT32 = (32, 4, 1)  # the same for every kernel in float32, which tests use
 _HEADS_EACH = 8  # of a program of the forward kernel
 _PROGRAMS = 512  # of a kernel of the weights' gradients, about: some four for each of 132 SMs
 _SUM_BLOCK = 1024
@@ -43,10 +44,11 @@ def mla_up(
     rotary: RotaryTable, *, qk_head_dim: int, cu_seqlens: Tensor | None = None,
     interleaved: bool = True, into_main_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `megacpp_mcore.kernels.mla_up.mla_up`, for the dtypes of DTYPES, all pos dims rotated.
+    """As `megacpp_mcore.kernels.mla_up.mla_up`, for the dtypes of DTYPES, all pos dims rotated, and
+    dims and ranks of 64 at most.
 
     into_main_grad: where both weights have a main_grad, the gradients are added to it in float32
-    before they are rounded. Raises MLAUpInputError for another dtype and for a table of fewer dims.
+    before they are rounded. Raises MLAUpInputError for what these kernels do not take.
     """
     weights = q_weight, kv_weight
     sizes = check_inputs(
@@ -61,6 +63,11 @@ def mla_up(
         raise MLAUpInputError(
             f"the table turns {2 * rotary.cos.shape[1]} of {sizes.pos} dims; the kernels of mla_up "
             "turn all of them; use the reference"
+        )
+    if max(sizes[1:]) > MOST:
+        raise MLAUpInputError(
+            f"a head's dims and the ranks are {tuple(sizes[1:])}; the kernels of mla_up take "
+            f"{MOST} at most of each; use the reference"
         )
     packed = cu_seqlens is not None
     latents = q_latent, kv_latent, k_pos
@@ -109,9 +116,9 @@ class _Problem(NamedTuple):
 
     def tile(self, kernel: Any, like: Tensor) -> tuple[int, dict[str, int]]:
         """Tokens of a tile of a kernel, and the options of its launch, for a tensor of it."""
-        wide = like.dtype == torch.float32 or max(self.sizes[1:]) > 64
-        block, warps, stages = _NARROW if wide else _TILES[kernel]
-        options = {"TOKEN_BLOCK": block, "num_warps": warps, "num_stages": stages}
+        exact = like.dtype == torch.float32
+        block, warps, stages = _OF_FLOAT32 if exact else _TILES[kernel]
+        options = {"TOKEN_BLOCK": block, "STAGES": stages, "num_warps": warps}
         return block, options | {"WIDEN": not like.is_cuda}
 
 

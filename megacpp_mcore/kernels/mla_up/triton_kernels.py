@@ -27,7 +27,7 @@ def forward(
     Q_RANK: tl.constexpr, KV_RANK: tl.constexpr, PLAIN_BLOCK: tl.constexpr,
     PAIR_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, PACKED: tl.constexpr,
-    TOKEN_BLOCK: tl.constexpr, WIDEN: tl.constexpr,
+    TOKEN_BLOCK: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """q, k and v, without gaps, of a tile of tokens and `heads_each` heads. Programs of the same
     tokens run side by side: together they write whole rows."""
@@ -43,7 +43,7 @@ def forward(
     x_kv = load_dims(kv_latent + s * kvl_s + b * kvl_b, there, KV_RANK, KV_BLOCK)
 
     first = tl.program_id(0) * heads_each
-    for h in range(first, tl.minimum(first + heads_each, HEADS)):
+    for h in tl.range(first, tl.minimum(first + heads_each, HEADS), num_stages=STAGES):
         w = q_weight + h * (DIM * Q_RANK)
         to_q, to_k = q + (t * HEADS + h) * DIM, k + (t * HEADS + h) * DIM
         to_v = v + (t * HEADS + h) * V_DIM
@@ -72,7 +72,7 @@ def latents_backward(
     Q_RANK: tl.constexpr, KV_RANK: tl.constexpr, PLAIN_BLOCK: tl.constexpr,
     PAIR_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, PACKED: tl.constexpr,
-    TOKEN_BLOCK: tl.constexpr, WIDEN: tl.constexpr,
+    TOKEN_BLOCK: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile's latents and k_pos, without gaps, summed over all heads."""
     DIM: tl.constexpr = PLAIN + 2 * PAIRS
@@ -87,7 +87,7 @@ def latents_backward(
     k_x = tl.zeros((TOKEN_BLOCK, PAIR_BLOCK), tl.float32)
     k_y = tl.zeros((TOKEN_BLOCK, PAIR_BLOCK), tl.float32)
 
-    for _ in range(HEADS):
+    for _ in tl.range(HEADS, num_stages=STAGES):
         dy = load_dims(dq + from_q, there, PLAIN, PLAIN_BLOCK)
         w = q_weight
         d_q = added_to_latent(d_q, dy, w, PLAIN, 1, PLAIN_BLOCK, Q_RANK, Q_BLOCK, WIDEN)

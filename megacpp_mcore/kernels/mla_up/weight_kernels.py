@@ -24,7 +24,7 @@ def q_weight_backward(
     q_s, q_b, q_h, ql_s, ql_b,
     PLAIN: tl.constexpr, PAIRS: tl.constexpr, Q_RANK: tl.constexpr, PLAIN_BLOCK: tl.constexpr,
     PAIR_BLOCK: tl.constexpr, Q_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
-    PACKED: tl.constexpr, TOKEN_BLOCK: tl.constexpr, WIDEN: tl.constexpr,
+    PACKED: tl.constexpr, TOKEN_BLOCK: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One head's rows of one split's sum. sums: (splits, heads * dims, rank) in float32."""
     STEP: tl.constexpr = 2 if INTERLEAVED else 1
@@ -35,7 +35,7 @@ def q_weight_backward(
     even = tl.zeros((Q_BLOCK, PAIR_BLOCK), tl.float32)
     odd = tl.zeros((Q_BLOCK, PAIR_BLOCK), tl.float32)
     last = tl.minimum((split + 1) * tiles_each, tl.cdiv(tokens, TOKEN_BLOCK))
-    for tile in range(split * tiles_each, last):
+    for tile in tl.range(split * tiles_each, last, num_stages=STAGES):
         _, there, s, b = tokens_of(tile, tokens, batch, TOKEN_BLOCK)
         c, d = angles(cos, sin, places, s, there, PAIRS, PAIR_BLOCK, PACKED)
         latent = tl.trans(load_dims(q_latent + s * ql_s + b * ql_b, there, Q_RANK, Q_BLOCK))
@@ -59,7 +59,7 @@ def kv_weight_backward(
     k_s, k_b, k_h, v_s, v_b, v_h, kvl_s, kvl_b,
     PLAIN: tl.constexpr, V_DIM: tl.constexpr, KV_RANK: tl.constexpr, PLAIN_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, TOKEN_BLOCK: tl.constexpr,
-    WIDEN: tl.constexpr,
+    WIDEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """As q_weight_backward, of k's plain dims and of v."""
     h, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -68,7 +68,7 @@ def kv_weight_backward(
     plain = tl.zeros((KV_BLOCK, PLAIN_BLOCK), tl.float32)
     value = tl.zeros((KV_BLOCK, V_BLOCK), tl.float32)
     last = tl.minimum((split + 1) * tiles_each, tl.cdiv(tokens, TOKEN_BLOCK))
-    for tile in range(split * tiles_each, last):
+    for tile in tl.range(split * tiles_each, last, num_stages=STAGES):
         _, there, s, b = tokens_of(tile, tokens, batch, TOKEN_BLOCK)
         latent = tl.trans(load_dims(kv_latent + s * kvl_s + b * kvl_b, there, KV_RANK, KV_BLOCK))
         dy = load_dims(dk + s * k_s + b * k_b, there, PLAIN, PLAIN_BLOCK)
