@@ -69,6 +69,11 @@ class _DispatchedMLA(upstream.MLASelfAttention):
         self._up = mla_up.decided(self)
         self._table: RotaryTable | None = None
 
+    @property
+    def _is_upstreams(self) -> bool:
+        """Whether everything between the projections and the core attention is Megatron's own."""
+        return self._rope is None and self._up is None
+
     def _average_q_norm(self) -> None:
         """Megatron sums the gradient of any weight called q_layernorm over the tensor-parallel
         ranks, as that of a norm of each rank's heads. Ours is of the latent: without sequence
@@ -152,7 +157,7 @@ class _DispatchedMLA(upstream.MLASelfAttention):
         Positions restart at zero in every document of packed_seq_params. (Upstream does not restart
         them when max_seqlen_q equals the length of the row.)
         """
-        if self._rope is None or inference_context is not None or inference_params is not None:
+        if self._is_upstreams or inference_context is not None or inference_params is not None:
             return super().get_query_key_value_tensors(
                 hidden_states, key_value_states, position_ids, packed_seq_params,
                 inference_context, inference_params=inference_params,
@@ -247,7 +252,7 @@ class MLASelfAttention(_DispatchedMLA):
 
     def _qkv_down_projection(self, hidden_states):
         config = self.config
-        if self._rope is not None and config.q_lora_rank is not None:
+        if not self._is_upstreams and config.q_lora_rank is not None:
             linears = self.linear_q_down_proj, self.linear_kv_down_proj
             rows = config.q_lora_rank + config.kv_lora_rank + config.qk_pos_emb_head_dim
             if mla_down.can_be_one(config, *linears, rows):
