@@ -1,4 +1,4 @@
-"""What `mamba3_core`, `m2rnn_core` and `mla_up` share: an operator with another surface inside of it."""
+"""What `mamba3_core`, `m2rnn_core` and `mla_up` share: an operator with another surface inside."""
 
 from collections.abc import Mapping
 

@@ -83,7 +83,7 @@ def _widths(workload: Workload) -> str | None:
         return f"rotary_dim {rotary} of {pos}: it turns all dims of the rotary part"
     for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "pos_dim", "v_head_dim"):
         if (size := workload.size(name)) > MOST:
-            return f"{name} {size}: it takes {MOST} at most, and the sums of more do not fit the registers"
+            return f"{name} {size}: it takes {MOST} at most; sums of more do not fit the registers"
     return None
 
 
