@@ -21,16 +21,10 @@ def tokens_of(tile, tokens, batch, TOKEN_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def angles(cos, sin, places, s, there, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr,
-           PACKED: tl.constexpr):  # fmt: skip
-    """cos and sin of a tile's tokens, (TOKEN_BLOCK, PAIR_BLOCK) in float32. places: the position
-    of every token in its document, where documents are packed."""
-    row = s
-    if PACKED:
-        row = tl.load(places + s, mask=there, other=0).to(tl.int64)
+def angles(cos, sin, s, there, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr):
+    """cos and sin of a tile's tokens, (TOKEN_BLOCK, PAIR_BLOCK) in float32."""
     pair = tl.arange(0, PAIR_BLOCK)[None, :]
-    mask = there & (pair < PAIRS)
-    at = row * PAIRS + pair
+    mask, at = there & (pair < PAIRS), s * PAIRS + pair
     return tl.load(cos + at, mask=mask, other=0.0), tl.load(sin + at, mask=mask, other=0.0)
 
 

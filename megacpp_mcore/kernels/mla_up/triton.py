@@ -76,7 +76,7 @@ def mla_up(
     cos, sin = (table.float().contiguous() for table in rotary)
     places = None
     if cu_seqlens is not None:
-        places = positions(q_latent.shape[0], cu_seqlens.to(q_latent.device)).to(torch.int32)
+        places = positions(q_latent.shape[0], cu_seqlens.to(q_latent.device))
     operator = _forward
     if into_main_grad and all(map(takes_gradients, weights)) and not torch.compiler.is_compiling():
         operator = _IntoMainGrad.apply
@@ -92,15 +92,14 @@ class _Problem(NamedTuple):
     tokens: int
     batch: int
     interleaved: bool
-    places: Tensor | None
 
     @classmethod
-    def of(cls, q_latent, kv_latent, weights, pos: int, places, plain: int, interleaved: bool):
+    def of(cls, q_latent, kv_latent, weights, pos: int, plain: int, interleaved: bool):
         heads = weights[0].shape[0] // (plain + pos)
         v = weights[1].shape[0] // heads - plain
         sizes = Sizes(heads, plain, pos, v, q_latent.shape[-1], kv_latent.shape[-1])
         seq, batch, _ = q_latent.shape
-        return cls(sizes, seq * batch, batch, interleaved, places)
+        return cls(sizes, seq * batch, batch, interleaved)
 
     def constants(self, *names: str) -> dict[str, int]:
         """Those of `names` with their blocks. Tensor cores take no fewer than 16."""
@@ -108,11 +107,8 @@ class _Problem(NamedTuple):
         of = {"PLAIN": size.plain, "PAIRS": size.pos // 2, "V_DIM": size.v,
               "Q_RANK": size.q_rank, "KV_RANK": size.kv_rank}  # fmt: skip
         blocks = {f"{n.split('_')[0].removesuffix('S')}_BLOCK": _block(of[n]) for n in names}
-        return {name: of[name] for name in names} | blocks
-
-    @property
-    def rotation(self) -> dict[str, bool]:
-        return {"INTERLEAVED": self.interleaved, "PACKED": self.places is not None}
+        pairs = {"INTERLEAVED": self.interleaved} if "PAIRS" in names else {}
+        return {name: of[name] for name in names} | blocks | pairs
 
     def tile(self, kernel: Any, like: Tensor) -> tuple[int, dict[str, int]]:
         """Tokens of a tile of a kernel, and the options of its launch, for a tensor of it."""
@@ -124,6 +120,13 @@ class _Problem(NamedTuple):
 
 def _block(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
+
+
+def _angles(cos: Tensor, sin: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A row of cos and sin for each of the tokens s. The kernels do not look positions up, as a
+    load that waits for another is not begun ahead; rows of packed documents are gathered in each
+    pass, which takes microseconds, rather than kept."""
+    return (cos, sin) if places is None else (cos[places], sin[places])
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -138,9 +141,7 @@ def _forward(
     """q, k and v, (s, b, heads, ...)."""
     latents = [readable(x) for x in (q_latent, kv_latent, k_pos)]
     weights = q_weight.contiguous(), kv_weight.contiguous()
-    problem = _Problem.of(
-        q_latent, kv_latent, weights, k_pos.shape[-1], places, qk_head_dim, interleaved
-    )
+    problem = _Problem.of(q_latent, kv_latent, weights, k_pos.shape[-1], qk_head_dim, interleaved)
     outputs = _outputs(q_latent, k_pos, weights, qk_head_dim)
     if not problem.tokens:
         return outputs
@@ -150,10 +151,10 @@ def _forward(
     grid = triton.cdiv(heads, _HEADS_EACH), triton.cdiv(problem.tokens, block)
     with device_of(q_latent):
         kernel[grid](
-            *latents, *weights, cos, sin, places, *outputs, problem.tokens, problem.batch, heads,
-            _HEADS_EACH, *_strides(*latents),
+            *latents, *weights, *_angles(cos, sin, places), *outputs, problem.tokens,
+            problem.batch, heads, _HEADS_EACH, *_strides(*latents),
             **problem.constants("PLAIN", "PAIRS", "V_DIM", "Q_RANK", "KV_RANK"),
-            **problem.rotation, **launch,
+            **launch,
         )  # fmt: skip
     return outputs
 
@@ -180,18 +181,16 @@ class _Saved(NamedTuple):
     kv_latent: Tensor
     q_weight: Tensor
     kv_weight: Tensor
-    cos: Tensor
-    sin: Tensor
-    places: Tensor | None
+    angles: tuple[Tensor, Tensor]
 
     @classmethod
-    def of(cls, q_latent, kv_latent, k_pos, q_weight, kv_weight, cos, sin, places, *options):
-        return cls(q_latent, kv_latent, q_weight, kv_weight, cos, sin, places)
+    def of(cls, q_latent, kv_latent, q_weight, kv_weight, cos, sin, places):
+        return cls(q_latent, kv_latent, q_weight, kv_weight, _angles(cos, sin, places))
 
     def problem(self, dq: Tensor, plain: int, interleaved: bool) -> _Problem:
         weights, pos = (self.q_weight, self.kv_weight), dq.shape[-1] - plain
         return _Problem.of(
-            self.q_latent, self.kv_latent, weights, pos, self.places, plain, interleaved
+            self.q_latent, self.kv_latent, weights, pos, plain, interleaved
         )  # fmt: skip
 
 
@@ -207,11 +206,11 @@ def _latent_gradients(
         block, launch = problem.tile(kernel, dq)
         with device_of(dq):
             kernel[(triton.cdiv(problem.tokens, block),)](
-                dq, dk, dv, saved.q_weight.contiguous(), saved.kv_weight.contiguous(), saved.cos,
-                saved.sin, saved.places, *found, problem.tokens, problem.batch, size.heads,
+                dq, dk, dv, saved.q_weight.contiguous(), saved.kv_weight.contiguous(),
+                *saved.angles, *found, problem.tokens, problem.batch, size.heads,
                 *_strides(dq, dk, dv),
                 **problem.constants("PLAIN", "PAIRS", "V_DIM", "Q_RANK", "KV_RANK"),
-                **problem.rotation, **launch,
+                **launch,
             )  # fmt: skip
     dq_latent, dkv_latent, dk_pos = found
     return dq_latent, dkv_latent, dk_pos
@@ -224,9 +223,9 @@ def _q_weight_gradient(dq: Tensor, saved: _Saved, problem: _Problem, into: Tenso
 
     def launch(grid: tuple[int, int], sums: Tensor, tiles: int, options: dict[str, int]) -> None:
         kernel[grid](
-            dq, latent, saved.cos, saved.sin, saved.places, sums, problem.tokens, problem.batch,
+            dq, latent, *saved.angles, sums, problem.tokens, problem.batch,
             problem.sizes.heads, tiles, *_strides(dq, latent),
-            **problem.constants("PLAIN", "PAIRS", "Q_RANK"), **problem.rotation, **options,
+            **problem.constants("PLAIN", "PAIRS", "Q_RANK"), **options,
         )  # fmt: skip
 
     return _weight_gradient(kernel, launch, saved.q_weight, problem, into)
@@ -255,25 +254,23 @@ def _weight_gradient(
 
     How many splits there are depends on sizes alone: on any machine the sums have one order.
     """
+    if not problem.tokens:
+        return torch.zeros_like(weight) if into is None else into
     target = into
     if into is None or not into.is_contiguous():
-        target = torch.zeros_like(weight, memory_format=torch.contiguous_format)
-        if into is not None:
-            target = target.float()
-    if problem.tokens:
-        block, options = problem.tile(kernel, weight)
-        tiles, heads = triton.cdiv(problem.tokens, block), problem.sizes.heads
-        tiles_each = triton.cdiv(tiles, max(1, _PROGRAMS // heads))
-        splits = triton.cdiv(tiles, tiles_each)
-        sums = weight.new_empty(splits, weight.numel(), dtype=torch.float32)
-        with device_of(weight):
-            launch((heads, splits), sums, tiles_each, options)
-            weight_kernels.add_splits[(triton.cdiv(weight.numel(), _SUM_BLOCK),)](
-                sums, target, weight.numel(), splits, ADD=target is into, BLOCK=_SUM_BLOCK
-            )  # fmt: skip
-    if into is not None and target is not into:
-        into.add_(target)
-    return target
+        dtype = weight.dtype if into is None else torch.float32
+        target = weight.new_empty(weight.shape, dtype=dtype)
+    block, options = problem.tile(kernel, weight)
+    tiles, heads = triton.cdiv(problem.tokens, block), problem.sizes.heads
+    tiles_each = triton.cdiv(tiles, max(1, _PROGRAMS // heads))
+    splits, size = triton.cdiv(tiles, tiles_each), weight.numel()
+    sums = weight.new_empty(splits, size, dtype=torch.float32)
+    with device_of(weight):
+        launch((heads, splits), sums, tiles_each, options)
+        weight_kernels.add_splits[(triton.cdiv(size, _SUM_BLOCK),)](
+            sums, target, size, splits, ADD=target is into, BLOCK=_SUM_BLOCK
+        )  # fmt: skip
+    return target if into is None or target is into else into.add_(target)
 
 
 @torch.library.custom_op("megacpp::mla_up_backward", mutates_args=())
@@ -284,7 +281,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of the latents, k_pos and the weights."""
     dq, dk, dv = readable(dq), readable(dk), readable(dv)
-    saved = _Saved(q_latent, kv_latent, q_weight, kv_weight, cos, sin, places)
+    saved = _Saved.of(q_latent, kv_latent, q_weight, kv_weight, cos, sin, places)
     problem = saved.problem(dq, qk_head_dim, interleaved)
     return (
         *_latent_gradients(dq, dk, dv, saved, problem),
@@ -301,7 +298,8 @@ def _(dq, dk, dv, q_latent, kv_latent, q_weight, kv_weight, cos, sin, places, pl
 
 
 def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*_Saved.of(*inputs))
+    q_latent, kv_latent, _, *others = inputs[:-2]  # k_pos's gradient does not depend on it
+    ctx.save_for_backward(q_latent, kv_latent, *others)
     ctx.options = inputs[-2:]
 
 
@@ -327,7 +325,7 @@ class _IntoMainGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dq, dk, dv):
         dq, dk, dv = readable(dq), readable(dk), readable(dv)
-        saved = _Saved(*ctx.saved_tensors)
+        saved = _Saved.of(*ctx.saved_tensors)
         problem = saved.problem(dq, *ctx.options)
         q, kv = ctx.weights
         found = [*_latent_gradients(dq, dk, dv, saved, problem), None, None]

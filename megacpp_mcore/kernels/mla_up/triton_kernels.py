@@ -21,12 +21,12 @@ from megacpp_mcore.kernels.rotary_triton import load_pairs, store_pairs
 
 @triton.jit
 def forward(
-    q_latent, kv_latent, k_pos, q_weight, kv_weight, cos, sin, places, q, k, v,
+    q_latent, kv_latent, k_pos, q_weight, kv_weight, cos, sin, q, k, v,
     tokens, batch, HEADS, heads_each, ql_s, ql_b, kvl_s, kvl_b, pos_s, pos_b,
     PLAIN: tl.constexpr, PAIRS: tl.constexpr, V_DIM: tl.constexpr,
     Q_RANK: tl.constexpr, KV_RANK: tl.constexpr, PLAIN_BLOCK: tl.constexpr,
     PAIR_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, Q_BLOCK: tl.constexpr,
-    KV_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, PACKED: tl.constexpr,
+    KV_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """q, k and v, without gaps, of a tile of tokens and `heads_each` heads. Programs of the same
@@ -35,7 +35,7 @@ def forward(
     STEP: tl.constexpr = 2 if INTERLEAVED else 1
     SECOND: tl.constexpr = 1 if INTERLEAVED else PAIRS
     t, there, s, b = tokens_of(tl.program_id(1), tokens, batch, TOKEN_BLOCK)
-    c, d = angles(cos, sin, places, s, there, PAIRS, PAIR_BLOCK, PACKED)
+    c, d = angles(cos, sin, s, there, PAIRS, PAIR_BLOCK)
     k_x, k_y = load_pairs(k_pos + s * pos_s + b * pos_b, there, PAIRS, PAIR_BLOCK, INTERLEAVED)
     kind = k.dtype.element_ty
     k_a, k_b = (k_x * c - k_y * d).to(kind), (k_y * c + k_x * d).to(kind)
@@ -66,12 +66,12 @@ def forward(
 
 @triton.jit
 def latents_backward(
-    dq, dk, dv, q_weight, kv_weight, cos, sin, places, dq_latent, dkv_latent, dk_pos,
+    dq, dk, dv, q_weight, kv_weight, cos, sin, dq_latent, dkv_latent, dk_pos,
     tokens, batch, HEADS, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h,
     PLAIN: tl.constexpr, PAIRS: tl.constexpr, V_DIM: tl.constexpr,
     Q_RANK: tl.constexpr, KV_RANK: tl.constexpr, PLAIN_BLOCK: tl.constexpr,
     PAIR_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, Q_BLOCK: tl.constexpr,
-    KV_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, PACKED: tl.constexpr,
+    KV_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile's latents and k_pos, without gaps, summed over all heads."""
@@ -79,7 +79,7 @@ def latents_backward(
     STEP: tl.constexpr = 2 if INTERLEAVED else 1
     SECOND: tl.constexpr = 1 if INTERLEAVED else PAIRS
     t, there, s, b = tokens_of(tl.program_id(0), tokens, batch, TOKEN_BLOCK)
-    c, d = angles(cos, sin, places, s, there, PAIRS, PAIR_BLOCK, PACKED)
+    c, d = angles(cos, sin, s, there, PAIRS, PAIR_BLOCK)
     kind = dq.dtype.element_ty
     from_q, from_k, from_v = s * q_s + b * q_b, s * k_s + b * k_b, s * v_s + b * v_b
     d_q = tl.zeros((TOKEN_BLOCK, Q_BLOCK), tl.float32)

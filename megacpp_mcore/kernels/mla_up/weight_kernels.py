@@ -20,11 +20,11 @@ from megacpp_mcore.kernels.rotary_triton import load_pairs
 
 @triton.jit
 def q_weight_backward(
-    dq, q_latent, cos, sin, places, sums, tokens, batch, HEADS, tiles_each,
+    dq, q_latent, cos, sin, sums, tokens, batch, HEADS, tiles_each,
     q_s, q_b, q_h, ql_s, ql_b,
     PLAIN: tl.constexpr, PAIRS: tl.constexpr, Q_RANK: tl.constexpr, PLAIN_BLOCK: tl.constexpr,
     PAIR_BLOCK: tl.constexpr, Q_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
-    PACKED: tl.constexpr, TOKEN_BLOCK: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
+    TOKEN_BLOCK: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One head's rows of one split's sum. sums: (splits, heads * dims, rank) in float32."""
     STEP: tl.constexpr = 2 if INTERLEAVED else 1
@@ -37,7 +37,7 @@ def q_weight_backward(
     last = tl.minimum((split + 1) * tiles_each, tl.cdiv(tokens, TOKEN_BLOCK))
     for tile in tl.range(split * tiles_each, last, num_stages=STAGES):
         _, there, s, b = tokens_of(tile, tokens, batch, TOKEN_BLOCK)
-        c, d = angles(cos, sin, places, s, there, PAIRS, PAIR_BLOCK, PACKED)
+        c, d = angles(cos, sin, s, there, PAIRS, PAIR_BLOCK)
         latent = tl.trans(load_dims(q_latent + s * ql_s + b * ql_b, there, Q_RANK, Q_BLOCK))
         from_q = dq + s * q_s + b * q_b
         dy = load_dims(from_q, there, PLAIN, PLAIN_BLOCK)
