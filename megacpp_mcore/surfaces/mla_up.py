@@ -97,7 +97,8 @@ _facts = {
     "layout": "latents [s, b, rank], k_pos [s, b, pos], weights [heads x dims, rank] -> q, k, v "
     "[s, b, heads, dims], or packed thd",
     "tests": (
-        "tests/kernels/test_mla_up.py", "tests/layers/test_mla_up_layer.py",
+        "tests/kernels/test_mla_up.py", "tests/kernels/test_mla_up_main_grad.py",
+        "tests/layers/test_mla_up_layer.py",
         "tests/gpu/test_mla_up_gpu.py", *KERNEL_TESTS,
     ),
     "no_receipt": "no GPU has measured it yet: `megacpp bench mla_up`, and `megacpp bench layer A "
