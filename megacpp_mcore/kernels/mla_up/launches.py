@@ -124,8 +124,9 @@ def latent_gradients(
         block, options = problem.tile(triton_kernels.latents_backward, dq)
         with device_of(dq):
             triton_kernels.latents_backward[(triton.cdiv(problem.tokens, block),)](
-                dq, dk, dv, *operands.weights, *operands.angles, *found, problem.tokens, problem.batch,
-                size.heads, *_strides(dq, dk, dv), **problem.constants(*_ALL), **options,
+                dq, dk, dv, *operands.weights, *operands.angles, *found, problem.tokens,
+                problem.batch, size.heads, *_strides(dq, dk, dv), **problem.constants(*_ALL),
+                **options,
             )  # fmt: skip
     dq_latent, dkv_latent, dk_pos = found
     return dq_latent, dkv_latent, dk_pos
