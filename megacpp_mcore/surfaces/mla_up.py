@@ -125,7 +125,8 @@ SURFACE = Surface(
         ),
         reference(
             f"{_KERNELS}:mla_up", always,
-            removes="nothing: the linears, around mla_rope, which has backends of its own",
+            removes="nothing: in a layer the linears and then mla_rope, which has backends of its "
+            "own; in a bench of the operator mla_rope's definition in plain torch",
             dtypes="bf16, fp16, fp32, fp64; rotated in fp32 or wider",
             **_facts,
         ),
