@@ -1,5 +1,5 @@
 """The A block as MLA: Megatron's module, with one dispatched operator between its projections and
-its core attention.
+its core attention, or where `mla_up` is named one between its latents and its core attention.
 
 Modules, parameters and checkpoint keys are Megatron's. Training with the mla_rope backend
 `megatron` uses Megatron's own path entirely. Inference with a static context keeps latents, of
@@ -30,7 +30,7 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.mla_rope import RotaryTable
 from megacpp_mcore.kernels.mla_rope.reference import rotate
-from megacpp_mcore.layers import mla_down
+from megacpp_mcore.layers import mla_down, mla_up
 from megacpp_mcore.layers.documents import document_offsets
 from megacpp_mcore.layers.inference_state import Rows, attend, check_context, rotate_at
 from megacpp_mcore.layers.param_gather import wait_for_param_gather
@@ -49,8 +49,8 @@ class _DispatchedMLA(upstream.MLASelfAttention):
 
     As upstream's, it takes hidden states [s, b, h], or [t, 1, h] with packed documents, any LoRA
     rank of q and kv (q_lora_rank None included), and Transformer Engine's or Megatron's linears.
-    Raises MLAError for rotary_interleaved and for packed layouts other than thd, and DispatchError
-    when no backend of mla_rope supports the config.
+    Raises MLAError for rotary_interleaved and for packed layouts other than thd, DispatchError when
+    no backend of mla_rope or the named one of mla_up supports the config, and MLAUpError.
     """
 
     def __init__(self, config, *args, **kwargs) -> None:
@@ -66,7 +66,13 @@ class _DispatchedMLA(upstream.MLASelfAttention):
         decision = dispatch.decide("mla_rope", workload, plugin_settings(config).backends)
         is_megatrons = decision.observed == mla_rope.MEGATRON.name
         self._rope = None if is_megatrons else decision.load()
+        self._up = mla_up.decided(self)
         self._table: RotaryTable | None = None
+
+    @property
+    def _is_upstreams(self) -> bool:
+        """Whether everything between the projections and the core attention is Megatron's own."""
+        return self._rope is None and self._up is None
 
     def _average_q_norm(self) -> None:
         """Megatron sums the gradient of any weight called q_layernorm over the tensor-parallel
@@ -151,7 +157,7 @@ class _DispatchedMLA(upstream.MLASelfAttention):
         Positions restart at zero in every document of packed_seq_params. (Upstream does not restart
         them when max_seqlen_q equals the length of the row.)
         """
-        if self._rope is None or inference_context is not None or inference_params is not None:
+        if self._is_upstreams or inference_context is not None or inference_params is not None:
             return super().get_query_key_value_tensors(
                 hidden_states, key_value_states, position_ids, packed_seq_params,
                 inference_context, inference_params=inference_params,
@@ -202,6 +208,8 @@ class _DispatchedMLA(upstream.MLASelfAttention):
         bounds: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """q, k and v of this rank's heads."""
+        if self._up is not None:
+            return mla_up.apply(self._up, self, q_latent, kv_latent, k_pos, rotary, bounds)
         compressed = self.config.q_lora_rank is not None
         q, _ = (self.linear_q_up_proj if compressed else self.linear_q_proj)(q_latent)
         kv, _ = self.linear_kv_up_proj(kv_latent)
@@ -244,7 +252,7 @@ class MLASelfAttention(_DispatchedMLA):
 
     def _qkv_down_projection(self, hidden_states):
         config = self.config
-        if self._rope is not None and config.q_lora_rank is not None:
+        if not self._is_upstreams and config.q_lora_rank is not None:
             linears = self.linear_q_down_proj, self.linear_kv_down_proj
             rows = config.q_lora_rank + config.kv_lora_rank + config.qk_pos_emb_head_dim
             if mla_down.can_be_one(config, *linears, rows):

@@ -21,7 +21,7 @@ def one_product(
     Gradients of the weights are added to main_grad in float32 where the linears do so.
     """
     modules = [wait_for_param_gather(module) for module in (q_down, kv_down)]
-    return _OneProduct.apply(x, *(m.weight for m in modules), all(map(_accumulates, modules)))
+    return _OneProduct.apply(x, *(m.weight for m in modules), all(map(accumulates, modules)))
 
 
 def can_be_one(config, q_down: torch.nn.Module, kv_down: torch.nn.Module, rows: int) -> bool:
@@ -38,7 +38,7 @@ def can_be_one(config, q_down: torch.nn.Module, kv_down: torch.nn.Module, rows: 
     return not biased and sum(len(w) for w in weights) == rows
 
 
-def _accumulates(linear: torch.nn.Module) -> bool:
+def accumulates(linear: torch.nn.Module) -> bool:
     """Whether it adds its weight's gradient to main_grad: Transformer Engine's or Megatron's."""
     fused = getattr(linear, "fuse_wgrad_accumulation", None)
     return getattr(linear, "gradient_accumulation_fusion", False) if fused is None else fused

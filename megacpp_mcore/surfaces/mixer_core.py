@@ -1,4 +1,4 @@
-"""What `mamba3_core` and `m2rnn_core` share: an operator with another surface inside of it."""
+"""What `mamba3_core`, `m2rnn_core` and `mla_up` share: an operator with another surface inside."""
 
 from collections.abc import Mapping
 
@@ -14,13 +14,8 @@ def around(inside: Workload, surface: str, ranks: int, requests: Mapping[str, st
     from megacpp_mcore import dispatch  # which imports every surface
 
     named = dispatch.requested(surface, requests) != dispatch.AUTO
-    return Workload.of(
-        inside.device,
-        inside.dtype,
-        **dict(inside.sizes),
-        tensor_model_parallel_size=ranks,
-        parts=(surface,) if named else (),
-    )
+    more = {"tensor_model_parallel_size": ranks, "parts": (surface,) if named else ()}
+    return Workload.of(inside.device, inside.dtype, **{**dict(inside.sizes), **more})
 
 
 def options(workload: Workload, over_ranks: str) -> str | None:

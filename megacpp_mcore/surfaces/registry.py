@@ -9,6 +9,7 @@ from megacpp_mcore.surfaces import (
     mamba3_core,
     mamba3_scan,
     mla_rope,
+    mla_up,
     moe_dispatch,
     moe_experts,
     norm,
@@ -18,7 +19,7 @@ from megacpp_mcore.surfaces import (
 from megacpp_mcore.surfaces.backend import Surface
 
 _MODULES = (
-    linear, norm, router_gating, moe_dispatch, moe_experts, core_attention, mla_rope, rope_qk,
-    mamba3_core, mamba3_scan, m2rnn_core, m2rnn, linear_cross_entropy,
+    linear, norm, router_gating, moe_dispatch, moe_experts, core_attention, mla_rope, mla_up,
+    rope_qk, mamba3_core, mamba3_scan, m2rnn_core, m2rnn, linear_cross_entropy,
 )  # fmt: skip
 REGISTRY: dict[str, Surface] = {module.SURFACE.name: module.SURFACE for module in _MODULES}

@@ -27,7 +27,7 @@ MIMO = ("mamba3.variant=mimo", "mamba3.mimo_rank=4")
 WORDS = {"rope_qk": (GQA,)}
 MORE = [
     ("core_attention", (PACKED,)), ("core_attention", (GQA,)), ("mla_rope", (PACKED,)),
-    ("rope_qk", (GQA, PACKED)), ("mamba3_scan", MIMO),
+    ("mla_up", (PACKED,)), ("rope_qk", (GQA, PACKED)), ("mamba3_scan", MIMO),
 ]  # fmt: skip
 OPERATORS = [
     *((name, WORDS.get(name, ())) for name, surface in REGISTRY.items() if surface.case), *MORE

@@ -42,8 +42,8 @@ from megacpp_mcore.surfaces.registry import REGISTRY
 
 ROW = ["schedule.micro_batch_size=1", "model.seq_length=128", "model.vocab_size=1024"]
 BACKENDS = {
-    "norm": "triton", "mla_rope": "triton", "mamba3_core": "triton", "m2rnn_core": "triton",
-    "linear_cross_entropy": "chunked", "rope_qk": "triton",
+    "norm": "triton", "mla_rope": "triton", "mla_up": "triton", "mamba3_core": "triton",
+    "m2rnn_core": "triton", "linear_cross_entropy": "chunked", "rope_qk": "triton",
 }  # fmt: skip
 COMPILED: dict[str, list[Any]] = {}
 

@@ -55,8 +55,8 @@ def test_a_recipe_without_the_layer_has_no_case():
     recipe = load_recipe("nam56r", [*overrides, "parallel.expert_model_parallel_size=1"])
     absent = {surface for surface in SURFACES if case_class(surface).of(recipe) is None}
     assert absent == {
-        "core_attention", "rope_qk", "mla_rope", "moe_experts", "router_gating", "m2rnn",
-        "m2rnn_core",
+        "core_attention", "rope_qk", "mla_rope", "mla_up", "moe_experts", "router_gating",
+        "m2rnn", "m2rnn_core",
     }  # fmt: skip
 
 

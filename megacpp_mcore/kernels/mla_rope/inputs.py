@@ -61,7 +61,7 @@ def check_inputs(
             f"q, kv, k_pos, cos and sin are on {', '.join(sorted(map(str, devices)))}; they must "
             "be on one device"
         )
-    _check_table(rotary, tokens[0], pos_dim)
+    check_table(rotary, tokens[0], pos_dim)
     if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point()):
         raise MLARopeInputError(
             f"cu_seqlens is {tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}; it must be one row "
@@ -69,7 +69,7 @@ def check_inputs(
         )
 
 
-def _check_table(rotary: RotaryTable, tokens: int, pos_dim: int) -> None:
+def check_table(rotary: RotaryTable, tokens: int, pos_dim: int) -> None:
     """The table must cover the row, as a document may be that long and its bounds are not read."""
     shape = tuple(rotary.cos.shape)
     if len(shape) != 2 or shape != tuple(rotary.sin.shape) or not 0 < 2 * shape[1] <= pos_dim:
