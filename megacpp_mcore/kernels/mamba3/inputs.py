@@ -75,7 +75,7 @@ class Mamba3Inputs:
         if not self.is_mimo:
             zeros = zeros._replace(k=zeros.k.squeeze(1))
         for name, tensor, zero in zip(state._fields, state, zeros, strict=True):
-            _check_shape(f"initial_state.{name}", tensor, zero.shape)
+            check_shape(f"initial_state.{name}", tensor, zero.shape)
         state = Mamba3State(*(tensor.to(self.v.dtype) for tensor in state))
         return state if self.is_mimo else state._replace(k=state.k.unsqueeze(1))
 
@@ -115,7 +115,7 @@ def prepare(
     }
     for name, (tensor, shape) in expected.items():
         if tensor is not None:
-            _check_shape(name, tensor, shape)
+            check_shape(name, tensor, shape)
     for name, tensor in (("adt", adt), ("dt", dt)):
         if tensor.dtype not in (torch.float32, torch.float64):
             raise Mamba3InputError(
@@ -190,7 +190,8 @@ def _check_sizes(q: Tensor, v: Tensor, angles: Tensor) -> None:
         )
 
 
-def _check_shape(name: str, tensor: Tensor, shape) -> None:
+def check_shape(name: str, tensor: Tensor, shape) -> None:
+    """Raises Mamba3InputError naming the argument, its shape and the one it must have."""
     if tuple(tensor.shape) != tuple(shape):
         raise Mamba3InputError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
 
