@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from megacpp_mcore.kernels.mamba3.reference import rotate
-from megacpp_mcore.kernels.mamba3_core.around import Steps
+from megacpp_mcore.kernels.mamba3_core.around import Sizes, Steps
+
+
+def shapes(batch: int, sizes: Sizes) -> tuple[tuple[int, ...], ...]:
+    """Of the four tensors of a `Mamba3State`."""
+    rows, dim, state_dim = (batch, sizes.heads), sizes.head_dim, sizes.state_dim
+    return (*rows, sizes.angles), (*rows, dim, state_dim), (*rows, state_dim), (*rows, dim)
 
 
 def entering(steps: Steps, ssm: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ writes gradients in the place of what the forward pass has saved for it, so that
 autograd refuses a second one. Math: `reference.py`.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -79,10 +81,9 @@ def _check(projected: Tensor) -> None:
 
 
 def _checked(state: Mamba3State, batch: int, sizes: around.Sizes) -> tuple[Tensor, ...]:
-    heads, dim, state_dim = sizes.heads, sizes.head_dim, sizes.state_dim
-    shapes = ((heads, sizes.angles), (heads, dim, state_dim), (heads, state_dim), (heads, dim))
+    shapes = states.shapes(batch, sizes)
     for name, tensor, shape in zip(state._fields, state, shapes, strict=True):
-        check_shape(f"initial_state.{name}", tensor, (batch, *shape))
+        check_shape(f"initial_state.{name}", tensor, shape)
     return tuple(tensor.float() for tensor in state)
 
 
@@ -123,9 +124,8 @@ def _(
     sizes = around.Sizes(heads, head_dim, groups, state_dim, angles, decay, decay_floor, eps)
     y, found = _output(projected, sizes), []
     if final:
-        shapes = ((angles,), (head_dim, state_dim), (state_dim,), (head_dim,))
-        rows = (projected.shape[1], heads)
-        found += [projected.new_empty((*rows, *x), dtype=torch.float32) for x in shapes]
+        shapes = states.shapes(projected.shape[1], sizes)
+        found += [projected.new_empty(shape, dtype=torch.float32) for shape in shapes]
     if save:
         found += around.steps_like(projected, sizes)
         found += scan.saved_like(_heads(y, sizes), state_dim)
@@ -139,11 +139,11 @@ def _backward(
     last_v: Tensor | None, final: Tensor | None, dfinal: list[Tensor], steps: list[Tensor],
     q: Tensor, k: Tensor, inner: Tensor, before: Tensor, heads: int, head_dim: int, groups: int,
     state_dim: int, angles: int, decay: str, decay_floor: float, eps: float,
-) -> list[Tensor]:  # fmt: skip
-    """The gradients of the projection, dt_bias, both norms' weights, both biases, D, and of the
-    four tensors of the state before the row, if last_k and last_v are its. final: the state after
-    the row as the forward pass gave it, with the gradients of its four tensors, or None and none.
-    steps: `around.Steps` but for q and k, which are overwritten with inner."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of the projection, dt_bias, both norms' weights, both biases, D, and, one after
+    another, of the four tensors of the state before the row, if last_k and last_v are its. final:
+    the matrix of the state after the row; dfinal: the gradients of its four tensors; or None and
+    none. steps: `around.Steps` but for q and k, which are overwritten with inner."""
     sizes = around.Sizes(heads, head_dim, groups, state_dim, angles, decay, decay_floor, eps)
     parameters = tuple(x.contiguous() for x in (dt_bias, B_weight, C_weight, B_bias, C_bias))
     projected, dy, found = readable(projected), readable(dy), around.Steps(*steps, q, k)
@@ -166,18 +166,20 @@ def _backward(
         *sums, dbefore = around.steps_backward(
             projected, *parameters, starts, found, gradients, dprojected, sizes, dangle, *given
         )
-    return [dprojected, *sums, dD, *([dbefore, *dstate] if dstate else ())]
+    if dstate:
+        dstate = (dbefore.flatten(), *(x.flatten() for x in dstate))
+    return dprojected, *sums, dD, torch.cat(dstate) if dstate else D.new_empty(0)
 
 
 @_backward.register_fake
 def _(dy, projected, dt_bias, B_weight, C_weight, B_bias, C_bias, D, starts, last_k, last_v, final,
       dfinal, steps, q, k, inner, before, heads, head_dim, groups, state_dim, angles, decay,
       decay_floor, eps):  # fmt: skip
-    shapes = [dt_bias.shape, (2, *B_weight.shape), (2, *B_bias.shape), D.shape]
-    if last_k is not None:
-        rows = last_k.shape[:2]
-        shapes += [(*rows, angles), (*rows, head_dim, state_dim), last_k.shape, last_v.shape]
-    return [projected.new_empty(projected.shape), *(D.new_empty(shape) for shape in shapes)]
+    sizes = around.Sizes(heads, head_dim, groups, state_dim, angles, decay, decay_floor, eps)
+    of_state = states.shapes(0 if last_k is None else projected.shape[1], sizes)
+    shapes = (dt_bias.shape, (2, *B_weight.shape), (2, *B_bias.shape), D.shape,
+              (sum(map(math.prod, of_state)),))  # fmt: skip
+    return projected.new_empty(projected.shape), *(D.new_empty(shape) for shape in shapes)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -195,25 +197,23 @@ def _gradients(ctx, dys):
     *kept, q, k, inner, before = ctx.saved_tensors
     tensors, kept = kept[:7], kept[7:]
     last_k, last_v = (kept.pop(0), kept.pop(0)) if ctx.carried else (None, None)
-    final, dfinal = None, []
+    sizes, dy, final, dfinal = around.Sizes(*ctx.options), dys[0], None, []
+    shapes = states.shapes(tensors[0].shape[1], sizes)
     if ctx.final:
         final = kept.pop(0)
-        _, batch, _ = tensors[0].shape
-        heads, dim, _, state_dim, angles = ctx.options[:5]
-        shapes = ((angles,), (dim, state_dim), (state_dim,), (dim,))
-        dfinal = [
-            final.new_zeros((batch, heads, *shape)) if dy is None else dy
-            for dy, shape in zip(dys[1:5], shapes, strict=True)
-        ]
-    dy = dys[0]
+        given = zip(dys[1:5], shapes, strict=True)
+        dfinal = [final.new_zeros(shape) if d is None else d for d, shape in given]
     if dy is None:  # only the state is used
-        dy = _output(tensors[0], around.Sizes(*ctx.options)).zero_()
-    dprojected, ddt_bias, weights, biases, dD, *dstate = _backward(
+        dy = _output(tensors[0], sizes).zero_()
+    dprojected, ddt_bias, weights, biases, dD, dstate = _backward(
         dy, *tensors, ctx.starts, last_k, last_v, final, dfinal, kept, q, k, inner, before,
         *ctx.options,
     )  # fmt: skip
-    found = (dprojected, ddt_bias, *weights, *biases, dD, None, *(dstate or (None,) * 4))
-    return *found, *(None,) * 10
+    of_state = (None,) * 4
+    if ctx.carried:
+        parts = dstate.split([math.prod(shape) for shape in shapes])
+        of_state = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    return dprojected, ddt_bias, *weights, *biases, dD, None, *of_state, *(None,) * 10
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
