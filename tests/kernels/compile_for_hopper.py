@@ -186,6 +186,14 @@ def main(*overrides: str) -> None:
         gqa = ["attention.kind=gqa"] if name == "rope_qk" else []
         operator(name, backend, *gqa, *overrides)
     carried_state(*overrides)
+    for rank in (2, 4):
+        operator(
+            "mamba3_scan",
+            "triton_mimo",
+            "mamba3.variant=mimo",
+            f"mamba3.mimo_rank={rank}",
+            *overrides,
+        )
     for activation in (SWIGLU, SQUARED_RELU):
         experts(activation)
     for dtype in (torch.bfloat16, None):

@@ -90,12 +90,17 @@ def _head(x, x_s, x_b, x_h, first, i, b, h, p, ALIGN: tl.constexpr):
 
 @triton.jit
 def _decays(adt, starts, first, i, inside, S, CHUNK: tl.constexpr, PACKED: tl.constexpr,
-            WHOLE: tl.constexpr, APPROXIMATE: tl.constexpr):  # fmt: skip
+            WHOLE: tl.constexpr, APPROXIMATE: tl.constexpr, RANK: tl.constexpr = 1):  # fmt: skip
     """In powers of two: the log decay up to each token, from the chunk's begin; and factors: of the
     state before the chunk at a token (0 in later documents), of a token's part in the state after
     the chunk (0 of documents that have ended), of the state before in the state after. Last, the
-    first token of each token's document (PACKED)."""
-    upto = _vector(adt + i, inside, WHOLE) * LOG2E
+    first token of each token's document (PACKED).
+
+    RANK: rows that a token has here; adt has one value a token, which is its first row's."""
+    if RANK == 1:
+        upto = _vector(adt + i, inside, WHOLE) * LOG2E
+    else:
+        upto = tl.load(adt + i // RANK, mask=inside & (i % RANK == 0), other=0.0) * LOG2E
     total = tl.sum(upto, 0)
     upto = tl.cumsum(upto, 0)
     before, to_end = _exp2(upto, APPROXIMATE), _exp2(total - upto, APPROXIMATE)
