@@ -55,6 +55,8 @@ def scan_backward(
         last = tl.load(row_end, mask=within & (segment == SEGMENTS - 1), other=0.0)
         later += tl.sum(tl.sum(last * dstate, 1), 0)
     skipped = 0.0
+    # Added before the loop: what the compiler keeps across it are spilled registers.
+    x += (b.to(tl.int64) * x_b + h.to(tl.int64) * x_h) * ALIGN
     for step in tl.range(0, count, num_stages=STAGES):
         chunk = begin + count - 1 - step
         first = chunk * CHUNK
@@ -63,7 +65,7 @@ def scan_backward(
         at = to * N + i[:, None] * N + n[None, :]
         ks = _tile(k + at, inside, n, N, N_BLOCK, WHOLE)
         qs = _tile(q + at, inside, n, N, N_BLOCK, WHOLE)
-        at = _head(x, x_s, x_b, x_h, first, i, b, h, p, ALIGN)
+        at = x + first.to(tl.int64) * (x_s * ALIGN) + (i * (x_s * ALIGN))[:, None] + p[None, :]
         value = _tile(at, inside, p, P, P_BLOCK, WHOLE)
         at = dy + to * P + i[:, None] * P + p[None, :]
         d = _tile(at, inside, p, P, P_BLOCK, WHOLE)
