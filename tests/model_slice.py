@@ -37,6 +37,7 @@ _OTHERS = {
     # A bf16 product on a GPU takes experts in multiples of 8; all of them are chosen again.
     "router_gating": ("moe.num_experts=8", "moe.moe_router_topk=8"),
     "mamba_ssm_mimo": ("mamba3.variant=mimo",),
+    "triton_mimo": ("mamba3.variant=mimo",),
 }
 # Triton's interpreter takes milliseconds a program, and RoPE's kernels have one a token: 24 tokens
 # a row make them cross many programs; other lengths are the samples' of the surface's case.

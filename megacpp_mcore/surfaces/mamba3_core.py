@@ -69,9 +69,10 @@ def _triton(workload: Workload) -> str | None:
 _KERNELS = "megacpp_mcore.kernels.mamba3_core"
 _facts = {
     "layout": "[s, b, in_proj's rows] -> [s, b, H P]; SISO, any length; packed "
-    "documents, or an initial or final state (without gradients)",
+    "documents, or an initial and a final state, both with gradients",
     "tests": (
-        "tests/kernels/test_mamba3_core.py", "tests/gpu/test_cores_gpu.py", *KERNEL_TESTS,
+        "tests/kernels/test_mamba3_core.py", "tests/kernels/test_mamba3_states.py",
+        "tests/gpu/test_cores_gpu.py", *KERNEL_TESTS,
     ),
 }  # fmt: skip
 

@@ -4,7 +4,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
-from megacpp_mcore.surfaces.support import SCAN_TESTS, always, cuda_only, import_reason
+from megacpp_mcore.surfaces.support import (
+    SCAN_TESTS,
+    always,
+    cuda_only,
+    import_reason,
+    triton,
+    whatever_the_machine,
+)
 from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 
 if TYPE_CHECKING:
@@ -85,6 +92,24 @@ def _mimo(workload: Workload) -> str | None:
     return _import_reason("mamba_ssm.ops.tilelang.mamba3.mamba3_mimo")
 
 
+def _ours(workload: Workload) -> str | None:
+    """Our own MIMO kernels, as far as they are tested."""
+    return _sizes_of_ours(workload) or triton(workload)
+
+
+def _sizes_of_ours(workload: Workload) -> str | None:
+    """Why the kernels cannot serve a recipe on any machine."""
+    if workload.dtype != "bfloat16":
+        return f"the kernels' products are of bfloat16, not {workload.dtype}"
+    if (asked := workload.size("variant")) != "mimo":
+        return f"variant {asked}: these are MIMO kernels; SISO's are those of mamba3_core"
+    tested = {"rank": (2, 4), "head_dim": (32, 64), "state_dim": (32, 64), "chunk_size": (64,)}
+    for name, sizes in tested.items():
+        if (size := workload.size(name)) not in sizes:
+            return f"{name} {size}: the kernels are tested with {' and '.join(map(str, sizes))}"
+    return None
+
+
 _KERNELS = "megacpp_mcore.kernels.mamba3"
 _SISO = "mamba3_scan.json"
 
@@ -121,6 +146,22 @@ SURFACE = Surface(
             skips={
                 "graph": "a TileLang launch is Python: torch.compile breaks before and after it",
             },
+        ),
+        Backend(
+            "triton_mimo", f"{_KERNELS}.triton_mimo:mamba3_scan", _ours,
+            opt_in=True, ruled_out=whatever_the_machine(_sizes_of_ours), role="experimental",
+            removes="scores and chunk states of MIMO's plain scan, and copies of x, z and y for "
+            "each rank: they are moved once, and only q and k have the rank. What comes before the "
+            "scan, rotation above all, is plain torch",
+            layout="q, k (B, S, R, G, N), v, z (B, S, H, P) -> (B, S, H, P); MIMO of rank 2 and 4 "
+            "with skip and gate, N and P 32 or 64, any length; documents, or an initial and a "
+            "final state, both with gradients",
+            dtypes="bf16; dt, decay, state, angles and their sums in fp32", fallback=REFERENCE,
+            tests=("tests/kernels/test_triton_mimo.py", "tests/gpu/test_triton_mimo_gpu.py"),
+            no_receipt="wanted, and `auto` passes it over until there is one: `megacpp bench "
+            "mamba3_scan --set mamba3.variant=mimo --set mamba3.mimo_rank=4`",
+            exit_when="a receipt has it slower than the other MIMO backends over a whole step; "
+            "faster, `auto` takes it",
         ),
         reference(
             f"{_KERNELS}:mamba3_scan", always,

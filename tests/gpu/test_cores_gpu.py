@@ -129,6 +129,42 @@ def test_a_row_of_65536_tokens_is_four_that_carry_the_state():
     assert 2 * math.pi * (off - off.round()).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("letter", ["M", "M-wide"])
+def test_pieces_hand_on_state_and_gradient(letter):
+    """Against the definition in float64, which takes the row at once."""
+    case, (fused, definition, names) = CASES[letter], operators(letter)
+    tensors = parity.drawn(case, torch.bfloat16, "cuda", seed=9)
+    tensors["dt_bias"] -= 3  # so slow that a state outlives the pieces
+    options = {key: getattr(case, n) for key, n in names.items()}
+    direction = torch.randn(case.seq, 1, case.heads * case.head_dim, device="cuda").bfloat16()
+    _, state = definition(**tensors, **options, return_final_state=True)
+    directions = [torch.randn_like(x) for x in state]
+
+    def run(function, tensors, ends):
+        leaves = {n: t.detach().requires_grad_() for n, t in tensors.items()}
+        wide = torch.promote_types(leaves["projected"].dtype, torch.float32)
+        before = [x.detach().to(wide).requires_grad_() for x in state]
+        after, outputs, begin = type(state)(*before), [], 0
+        for end in ends:
+            part = leaves | {"projected": leaves["projected"][begin:end]}
+            y, after = function(**part, **options, initial_state=after, return_final_state=True)
+            outputs, begin = [*outputs, y], end
+        found = (torch.cat(outputs), *after)
+        along = [d.to(x.dtype) for d, x in zip((direction, *directions), found, strict=True)]
+        return *found, *torch.autograd.grad(found, [*leaves.values(), *before], along)
+
+    expected = run(definition, {n: t.double() for n, t in tensors.items()}, (case.seq,))
+    fields = ("angle", "ssm", "k", "v")
+    keys = ("y", *fields, *(f"d{n}" for n in tensors), *(f"d{n}" for n in fields))
+    for ends in ((case.seq,), (77, 78, 142, case.seq)):
+        for name, got, want in zip(keys, run(fused, tensors, ends), expected, strict=True):
+            bound = case.tolerance(name if name == "y" else "dprojected", torch.bfloat16)
+            off = got.double() - want
+            if name == "angle":
+                off = off - 2 * math.pi * (off / (2 * math.pi)).round()
+            assert off.abs().max() <= bound * want.abs().max(), (name, ends)
+
+
 def test_angles_after_65536_steps():
     """Summed modulo 2 pi, within 1e-3 rad."""
     from megacpp_mcore.kernels.mamba3_core import around

@@ -97,6 +97,20 @@ def operator(name: str, backend: str, *overrides: str) -> None:
         parity.run(case, bound, tensors, directions)
 
 
+def carried_state(*overrides: str) -> None:
+    """M's kernels where a row begins with a state and leaves one, which are others of their own."""
+    case = case_class("mamba3_core").of(load_recipe("nam56r", [*ROW, *overrides]))
+    tensors = parity.drawn(case, torch.bfloat16, "cpu", seed=0)
+    names = ("heads", "head_dim", "groups", "state_dim", "angles", "decay", "decay_floor", "eps")
+    options = {name: getattr(case, name) for name in names} | {"return_final_state": True}
+    function = load("megacpp_mcore.kernels.mamba3_core.triton:mamba3_core")
+    with as_on_a_gpu():
+        _, state = function(**tensors, **options)
+        before = type(state)(*(x.detach().requires_grad_() for x in state))
+        y, after = function(**tensors, **options, initial_state=before)
+        torch.autograd.backward((y, *after), (torch.ones_like(y), *map(torch.ones_like, after)))
+
+
 def recurrence_of_zeros() -> None:
     """R's own kernels are CUDA C++."""
 
@@ -171,6 +185,15 @@ def main(*overrides: str) -> None:
     for name, backend in BACKENDS.items():
         gqa = ["attention.kind=gqa"] if name == "rope_qk" else []
         operator(name, backend, *gqa, *overrides)
+    carried_state(*overrides)
+    for rank in (2, 4):
+        operator(
+            "mamba3_scan",
+            "triton_mimo",
+            "mamba3.variant=mimo",
+            f"mamba3.mimo_rank={rank}",
+            *overrides,
+        )
     for activation in (SWIGLU, SQUARED_RELU):
         experts(activation)
     for dtype in (torch.bfloat16, None):

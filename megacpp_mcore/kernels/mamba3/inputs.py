@@ -75,7 +75,7 @@ class Mamba3Inputs:
         if not self.is_mimo:
             zeros = zeros._replace(k=zeros.k.squeeze(1))
         for name, tensor, zero in zip(state._fields, state, zeros, strict=True):
-            _check_shape(f"initial_state.{name}", tensor, zero.shape)
+            check_shape(f"initial_state.{name}", tensor, zero.shape)
         state = Mamba3State(*(tensor.to(self.v.dtype) for tensor in state))
         return state if self.is_mimo else state._replace(k=state.k.unsqueeze(1))
 
@@ -84,15 +84,16 @@ class Mamba3Inputs:
         return state if self.is_mimo else state._replace(k=state.k.squeeze(1))
 
 
-def prepare(
+def check_arguments(
     q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, angles: Tensor,
     q_bias: Tensor, k_bias: Tensor, D: Tensor | None = None, z: Tensor | None = None, *,
     mimo_v: Tensor | None = None, mimo_z: Tensor | None = None, mimo_out: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-) -> Mamba3Inputs:  # fmt: skip
-    """Check the arguments of `mamba3_scan` (documented there) and bring them to one form.
+) -> tuple[bool, Tensor | None]:  # fmt: skip
+    """Check the arguments of `mamba3_scan` (documented there).
 
-    Raises Mamba3InputError naming the argument, what it is and what it should be.
+    Returns whether they are MIMO's, and (S,) the index of each token's document, or None. Raises
+    Mamba3InputError naming the argument, what it is and what it should be.
     """
     is_mimo = _check_variant(q, z, mimo_v, mimo_z, mimo_out)
     _check_sizes(q, v, angles)
@@ -115,14 +116,30 @@ def prepare(
     }
     for name, (tensor, shape) in expected.items():
         if tensor is not None:
-            _check_shape(name, tensor, shape)
+            check_shape(name, tensor, shape)
     for name, tensor in (("adt", adt), ("dt", dt)):
         if tensor.dtype not in (torch.float32, torch.float64):
             raise Mamba3InputError(
                 f"{name} is {tensor.dtype}; the step sizes and decays must be torch.float32 "
                 "(or torch.float64): in half precision their sums are wrong"
             )
-    document = None if cu_seqlens is None else _documents(cu_seqlens, batch, seq)
+    return is_mimo, None if cu_seqlens is None else _documents(cu_seqlens, batch, seq)
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, angles: Tensor,
+    q_bias: Tensor, k_bias: Tensor, D: Tensor | None = None, z: Tensor | None = None, *,
+    mimo_v: Tensor | None = None, mimo_z: Tensor | None = None, mimo_out: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Mamba3Inputs:  # fmt: skip
+    """Check the arguments of `mamba3_scan` (documented there) and bring them to one form.
+
+    Raises Mamba3InputError naming the argument, what it is and what it should be.
+    """
+    is_mimo, document = check_arguments(
+        q, k, v, adt, dt, trap, angles, q_bias, k_bias, D, z,
+        mimo_v=mimo_v, mimo_z=mimo_z, mimo_out=mimo_out, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
     compute = torch.float64 if v.dtype == torch.float64 else torch.float32
 
     def cast(tensor: Tensor | None) -> Tensor | None:
@@ -190,7 +207,8 @@ def _check_sizes(q: Tensor, v: Tensor, angles: Tensor) -> None:
         )
 
 
-def _check_shape(name: str, tensor: Tensor, shape) -> None:
+def check_shape(name: str, tensor: Tensor, shape) -> None:
+    """Raises Mamba3InputError naming the argument, its shape and the one it must have."""
     if tuple(tensor.shape) != tuple(shape):
         raise Mamba3InputError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
 

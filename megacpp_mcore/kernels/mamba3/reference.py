@@ -48,8 +48,8 @@ def advance(inputs: Mamba3Inputs, t: int, state: Mamba3State) -> tuple[Tensor, M
     rotation = math.pi * torch.tanh(inputs.angles[:, t]) * dt.unsqueeze(-1)
     angle = torch.remainder(state.angle + rotation, _TWO_PI)
     cos, sin = torch.cos(angle).unsqueeze(1), torch.sin(angle).unsqueeze(1)
-    q = rotate(_per_head(inputs.q[:, t], inputs.q_bias), cos, sin, inputs.is_mimo)
-    k = rotate(_per_head(inputs.k[:, t], inputs.k_bias), cos, sin, inputs.is_mimo)
+    q = rotate(per_head(inputs.q[:, t], inputs.q_bias), cos, sin, inputs.is_mimo)
+    k = rotate(per_head(inputs.k[:, t], inputs.k_bias), cos, sin, inputs.is_mimo)
     v = inputs.v[:, t]
     value, last_value = _up(v, inputs.mimo_v), _up(state.v, inputs.mimo_v)
 
@@ -92,10 +92,10 @@ def mamba3_chunked(
     to_later = own + F.pad(ahead[:, 1:], (0, 0, 0, 1))
     decays = _ChunkDecays(split(inputs.adt), inputs.document)
 
-    angle = _angles(split(inputs.angles), split(dt), state.angle)
+    angle = angles_of(split(inputs.angles), split(dt), state.angle)
     cos, sin = torch.cos(angle).unsqueeze(4), torch.sin(angle).unsqueeze(4)
     q, k = (
-        rotate(split(_per_head(x, bias).transpose(2, 3)), cos, sin, inputs.is_mimo)
+        rotate(split(per_head(x, bias).transpose(2, 3)), cos, sin, inputs.is_mimo)
         for x, bias in ((inputs.q, inputs.q_bias), (inputs.k, inputs.k_bias))
     )  # (B, H, chunks, size, R, N)
     last = (seq - 1) % size
@@ -151,7 +151,7 @@ class _ChunkDecays:
         self.from_start, self.to_end, self.across = from_start.exp(), to_end.exp(), across.exp()
 
 
-def _angles(angles: Tensor, dt: Tensor, start: Tensor) -> Tensor:
+def angles_of(angles: Tensor, dt: Tensor, start: Tensor) -> Tensor:
     """theta (B, H, chunks, size, A), radians in [0, 2 pi), from `start` (B, H, A) on.
 
     Chunk totals are summed in float64 and reduced: one float32 sum over S tokens would drift.
@@ -177,7 +177,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, halves: bool) -> Tensor:
     return torch.stack((first, second), dim=pair_dim).flatten(-2)
 
 
-def _per_head(x: Tensor, bias: Tensor) -> Tensor:
+def per_head(x: Tensor, bias: Tensor) -> Tensor:
     """(..., R, G, N) + bias (R, H, N) -> (..., R, H, N): head h reads group h // (H / G)."""
     bias = bias.unflatten(1, (x.shape[-2], -1))
     return (x.unsqueeze(-2) + bias).flatten(-3, -2)

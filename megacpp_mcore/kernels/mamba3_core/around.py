@@ -155,12 +155,16 @@ def gate_backward(
 def steps_backward(
     projected: Tensor, dt_bias: Tensor, B_weight: Tensor, C_weight: Tensor, B_bias: Tensor,
     C_bias: Tensor, starts: Tensor | None, found: Steps, gradients: ScanGradients,
-    dprojected: Tensor, sizes: Sizes,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dprojected: Tensor, sizes: Sizes, dtheta: Tensor | None = None, dahead: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """The gradients of B, C, dt, A, trap and angle into `dprojected`, zeros after them.
 
-    Others as in `steps`. Returns the gradients of dt_bias, of B's and C's weights (2, N), and of
-    their biases (2, H, N).
+    Others as in `steps`. dtheta: (b, H, A), of the last token's angle as the state after the row
+    has it. dahead: (b, H), of the first token's (1 - lam) dt, which weighs the last value of the
+    state before the row. Both float32, None for zero.
+
+    Returns the gradients of dt_bias, of B's and C's weights (2, N), of their biases (2, H, N), and,
+    with dahead, of the angles before the row (b, H, A).
     """
     seq, batch, columns = projected.shape
     heads, groups, dim, angles = sizes.heads, sizes.groups, sizes.state_dim, sizes.angles
@@ -189,16 +193,18 @@ def steps_backward(
         B_AT=at["B_AT"], C_AT=at["C_AT"], G=groups, N=dim, PAIRS=pairs, SPAN=_SPAN,
         ALIGN=shared["ALIGN"], num_warps=4,
     )  # fmt: skip
-    _add_up(sums, resets, after, reverse=True)
+    _add_up(sums, resets, after, reverse=True, initial=dtheta)
     backward_kernels.steps_backward[(chunks, batch)](
         projected, dt_bias, starts, found.dt, gradients.dadt, gradients.dscale, gradients.dboth,
-        ddt, dspeed, after, dprojected, step_sums, seq, chunks, spans, *of_rows,
+        dahead, ddt, dspeed, after, dprojected, step_sums, seq, chunks, spans, *of_rows,
         sizes.decay_floor, *(at[name] for name in ("DT_AT", "A_AT", "TRAP_AT", "ANGLE_AT", "END")),
         COLUMNS=columns, G=groups, A_BLOCK=_block(angles), H_BLOCK=16,
         PAD_BLOCK=triton.next_power_of_2(max(1, columns - at["END"])), SPAN=_SPAN,
-        SOFTPLUS=sizes.decay == "softplus", num_warps=8, num_stages=1, **shared,
+        SOFTPLUS=sizes.decay == "softplus", CARRIED=dahead is not None, num_warps=8, num_stages=1,
+        **shared,
     )  # fmt: skip
-    return step_sums.sum(0), weight_sums.sum((0, 2)), bias_sums.sum(0)
+    dangle = None if dahead is None else sums[:, 0] + after[:, 0]
+    return step_sums.sum(0), weight_sums.sum((0, 2)), bias_sums.sum(0), dangle
 
 
 def _shared(sizes: Sizes, starts: Tensor | None, *rows: Tensor) -> dict[str, int | bool]:

@@ -212,18 +212,20 @@ def rotation_backward(
 
 @triton.jit
 def steps_backward(
-    proj, dt_bias, starts, dt, dadt, dscale, dboth, ddt, dspeed, after, dproj, partial,
+    proj, dt_bias, starts, dt, dadt, dscale, dboth, dahead, ddt, dspeed, after, dproj, partial,
     S, CHUNKS, SPANS, proj_s, proj_b, dproj_s, dproj_b, floor,
     DT_AT: tl.constexpr, A_AT: tl.constexpr, TRAP_AT: tl.constexpr, ANGLE_AT: tl.constexpr,
     END: tl.constexpr, COLUMNS: tl.constexpr, H: tl.constexpr, G: tl.constexpr, A: tl.constexpr,
     A_BLOCK: tl.constexpr, H_BLOCK: tl.constexpr, PAD_BLOCK: tl.constexpr, TOKENS: tl.constexpr,
     SPAN: tl.constexpr, ALIGN: tl.constexpr, SOFTPLUS: tl.constexpr, PACKED: tl.constexpr,
+    CARRIED: tl.constexpr,
 ):  # fmt: skip
     """d dt, dA, dtrap and dangle of a chunk, zeros after them; partial (b, chunks, H): dt_bias's
     sums over its tokens.
 
     dadt, dscale, dboth (b, H, s): of A dt, of k's factor, and that plus gamma's. after: of
-    `add_up_chunks`, for spans. ddt, dspeed: of `rotation_backward`.
+    `add_up_chunks`, for spans. ddt, dspeed: of `rotation_backward`. CARRIED: dahead (b, H) is what
+    dscale of the token before the row would be.
     """
     chunk, b = tl.program_id(0), tl.program_id(1)
     token = chunk * TOKENS + tl.arange(0, TOKENS)
@@ -266,6 +268,9 @@ def steps_backward(
         past = tl.load(dscale + vector - 1, mask=mask & follows[:, None], other=0.0)
         logit = tl.load(row + TRAP_AT + h[None, :], mask=mask, other=0.0).to(tl.float32)
         share = sigmoid(logit)
+        if CARRIED:
+            ahead = tl.load(dahead + b * H + h, mask=h < H, other=0.0)
+            past += tl.where((token == 0)[:, None], ahead[None, :], 0.0)
         d += both * share + past * (1 - share)
         dtrap = (both - past) * step * share * (1 - share)
         tl.store(to + TRAP_AT + h[None, :], dtrap, mask=mask)

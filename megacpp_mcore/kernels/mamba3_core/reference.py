@@ -38,10 +38,13 @@ def mamba3_core(
     angle (A)]; more are padding, whose gradient is zero. dt_bias, D: (H,). B_weight, C_weight:
     (N,), of the norms of B and C. B_bias, C_bias: (H, N). decay, decay_floor: of `Mamba3Settings`.
     eps: of the norms. cu_seqlens: (documents + 1,) integers, as in `mamba3_scan`, b = 1.
-    initial_state, return_final_state: as of `mamba3_scan`, without documents.
+    initial_state, return_final_state: the state before the row (None: zero), and whether the one
+    after it is returned, a `Mamba3State` as of `mamba3_scan`, which is what inference keeps; not
+    with cu_seqlens. Both are differentiable, so that a row is its pieces one after another.
 
-    Returns (S, b, H P) in projected's dtype, computed in float32 or wider. Raises Mamba3InputError
-    for tensors that do not fit together.
+    Returns (S, b, H P) in projected's dtype, computed in float32 or wider, and with
+    return_final_state also the state. Raises Mamba3InputError for tensors that do not fit together,
+    and for states together with cu_seqlens. Math: `kernels/mamba3/reference.py`.
     """
     inner, group = heads * head_dim, groups * state_dim
     parts = (inner, inner, group, group, heads, heads, heads, angles)

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from megacpp_mcore.kernels.mamba3_core import scan_backward_kernels
 from megacpp_mcore.kernels.mamba3_core import scan_kernels as kernels
 from megacpp_mcore.kernels.mamba3_core.around import ScanGradients, Steps, by_head
 from megacpp_mcore.kernels.strides import align
@@ -27,6 +28,19 @@ class Saved(NamedTuple):
 
     inner: Tensor
     states: Tensor
+
+
+class Ends(NamedTuple):
+    """Of the backward pass of a row that carries a state, (b, H, P, N) in float32. final, dfinal:
+    the state after the row and its gradient; dinitial: where that of the state before the row goes.
+    None where there is none."""
+
+    final: Tensor | None = None
+    dfinal: Tensor | None = None
+    dinitial: Tensor | None = None
+
+
+_NO_ENDS = Ends()
 
 
 class Segments(NamedTuple):
@@ -82,7 +96,7 @@ def forward(
 
 def backward(
     dy: Tensor, steps: Steps, states: Tensor, x: Tensor, D: Tensor, starts: Tensor | None,
-    dx: Tensor,
+    dx: Tensor, ends: Ends = _NO_ENDS,
 ) -> tuple[ScanGradients, Tensor]:  # fmt: skip
     """dy: of y before the gate, like `Saved.inner`. states: of `Saved`. x's gradient goes into dx,
     as x lies, and those of q and k where these were.
@@ -95,10 +109,11 @@ def backward(
     both, dadt, dscale, dboth = (torch.empty_like(steps.adt) for _ in range(4))
     dD = D.new_empty((batch * segments.count, heads))
     shared, warps, stages = _shared(steps, x, starts, "backward", x, dx)
-    kernels.scan_backward[(heads, segments.count, batch)](
+    scan_backward_kernels.scan_backward[(heads, segments.count, batch)](
         steps.q, steps.k, x, dy, steps.adt, steps.scale, steps.gamma, D, starts, states,
-        sums, throughs, dx, both, dadt, dscale, dboth, dD, seq, *segments,
-        *_strides(shared["ALIGN"], x, dx), STAGES=stages, num_warps=warps, **shared,
+        sums, throughs, ends.final, ends.dfinal, dx, both, dadt, dscale, dboth, dD, ends.dinitial,
+        seq, *segments, *_strides(shared["ALIGN"], x, dx), CARRIED=ends.dinitial is not None,
+        FINAL=ends.dfinal is not None, STAGES=stages, num_warps=warps, **shared,
     )  # fmt: skip
     return ScanGradients(steps.q, steps.k, both, dadt, dscale, dboth), dD.sum(0)
 

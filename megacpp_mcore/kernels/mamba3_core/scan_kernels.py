@@ -1,4 +1,5 @@
-"""The Triton kernels of Mamba-3's scan; `scan.py` launches them.
+"""The Triton kernels of Mamba-3's scan; `scan.py` launches them. That of its backward pass is in
+`scan_backward_kernels.py`.
 
 H heads of P, state dim N; a head's state is (P, N). A row of S tokens is cut into chunks of CHUNK,
 and SEGMENT chunks are a segment: a program processes the chunks of one segment of one head with the
@@ -89,12 +90,17 @@ def _head(x, x_s, x_b, x_h, first, i, b, h, p, ALIGN: tl.constexpr):
 
 @triton.jit
 def _decays(adt, starts, first, i, inside, S, CHUNK: tl.constexpr, PACKED: tl.constexpr,
-            WHOLE: tl.constexpr, APPROXIMATE: tl.constexpr):  # fmt: skip
+            WHOLE: tl.constexpr, APPROXIMATE: tl.constexpr, RANK: tl.constexpr = 1):  # fmt: skip
     """In powers of two: the log decay up to each token, from the chunk's begin; and factors: of the
     state before the chunk at a token (0 in later documents), of a token's part in the state after
     the chunk (0 of documents that have ended), of the state before in the state after. Last, the
-    first token of each token's document (PACKED)."""
-    upto = _vector(adt + i, inside, WHOLE) * LOG2E
+    first token of each token's document (PACKED).
+
+    RANK: rows that a token has here; adt has one value a token, which is its first row's."""
+    if RANK == 1:
+        upto = _vector(adt + i, inside, WHOLE) * LOG2E
+    else:
+        upto = tl.load(adt + i // RANK, mask=inside & (i % RANK == 0), other=0.0) * LOG2E
     total = tl.sum(upto, 0)
     upto = tl.cumsum(upto, 0)
     before, to_end = _exp2(upto, APPROXIMATE), _exp2(total - upto, APPROXIMATE)
@@ -231,102 +237,3 @@ def scan_forward(
         _put(at, out, inside, p, P, P_BLOCK, WHOLE)
     if FINAL and segment == SEGMENTS - 1:
         tl.store(final + _state_at(h, b, 0, p, n, H, P, N, 1), state, mask=within)
-
-
-@triton.jit(do_not_specialize=["CHUNKS", "SEGMENT", "SEGMENTS"])
-def scan_backward(
-    q, k, x, dy, adt, scale, gamma, D, starts, states, sums, throughs,
-    dx, both, dadt, dscale, dboth, dD, S, CHUNKS, SEGMENT, SEGMENTS,
-    x_s, x_b, x_h, dx_s, dx_b, dx_h,
-    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, P_BLOCK: tl.constexpr,
-    N_BLOCK: tl.constexpr, CHUNK: tl.constexpr, ALIGN: tl.constexpr,
-    PACKED: tl.constexpr, WHOLE: tl.constexpr, APPROXIMATE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """dy: of y before the gate, (b, H, s, P). q, k: overwritten with the gradients of the rotated q
-    and the unscaled k; a tile is its program's alone, which has loaded it long before. (b, H, s):
-    both, of q k of one token; dadt; dscale; dboth, that plus gamma's. dD: (b, segments, H).
-
-    The decay between two tokens is in q times its gradient of the later one and in k times its
-    gradient of the earlier one: their difference, added up from the chunk's end, is that of A dt.
-    Both are of the same rounded products, so that the differences cancel where they should.
-    """
-    h, segment, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    n, p, i = tl.arange(0, N_BLOCK), tl.arange(0, P_BLOCK), tl.arange(0, CHUNK)
-    skip = tl.load(D + h)
-    head = (b * H + h).to(tl.int64) * S
-    within = (p < P)[:, None] & (n < N)[None, :]
-    dstate = _beyond(sums, throughs, sums, h, b, segment, within, p, n, SEGMENTS, H, P, N, P_BLOCK,
-                     N_BLOCK, True, False)  # fmt: skip
-    begin = segment * SEGMENT
-    count = min(SEGMENT, CHUNKS - begin)
-    end = _state_at(h, b, begin + count, p, n, H, P, N, CHUNKS)
-    after = tl.load(states + end, mask=within & (begin + count < CHUNKS), other=0.0)
-    later = tl.sum(tl.sum(after.to(tl.float32) * dstate, 1), 0)
-    skipped = 0.0
-    for step in tl.range(0, count, num_stages=STAGES):
-        chunk = begin + count - 1 - step
-        first = chunk * CHUNK
-        inside = first + i < S
-        to = head + first
-        at = to * N + i[:, None] * N + n[None, :]
-        ks = _tile(k + at, inside, n, N, N_BLOCK, WHOLE)
-        qs = _tile(q + at, inside, n, N, N_BLOCK, WHOLE)
-        at = _head(x, x_s, x_b, x_h, first, i, b, h, p, ALIGN)
-        value = _tile(at, inside, p, P, P_BLOCK, WHOLE)
-        at = dy + to * P + i[:, None] * P + p[None, :]
-        d = _tile(at, inside, p, P, P_BLOCK, WHOLE)
-        factor = _vector(scale + to + i, inside, WHOLE)
-        own = _vector(gamma + to + i, inside, WHOLE)
-        inverse = tl.where(factor > 0.0, 1.0 / tl.where(factor > 0.0, factor, 1.0), 0.0)
-        upto, before, to_end, through, start = _decays(adt + to, starts, first, i, inside, S,
-                                                       CHUNK, PACKED, WHOLE,
-                                                       APPROXIMATE)  # fmt: skip
-        upper = dstate.to(value.dtype)
-        # Rows are the earlier tokens, columns the later ones.
-        follows = i[None, :] > i[:, None]
-        if PACKED:
-            follows = follows & (start[:, None] == start[None, :])
-        fade = tl.where(follows, _exp2(upto[None, :] - upto[:, None], APPROXIMATE), 0.0)
-        same = i[None, :] == i[:, None]
-
-        scores = tl.dot(ks, tl.trans(qs))
-        qk = tl.sum(tl.where(same, scores, 0.0), 1) * inverse
-        diagonal = tl.where(same, (own * qk + skip)[:, None], 0.0)
-        scores = (scores * fade + diagonal).to(value.dtype)
-        found = tl.dot(ks, tl.trans(upper)) * to_end[:, None]
-        found = tl.dot(scores, d, found)
-        at = _head(dx, dx_s, dx_b, dx_h, first, i, b, h, p, ALIGN)
-        _put(at, found, inside, p, P, P_BLOCK, WHOLE)
-
-        products = tl.dot(value, tl.trans(d))
-        mix = tl.sum(tl.where(same, products, 0.0), 1)
-        tl.store(both + to + i, mix * own, mask=inside)
-        skipped += tl.sum(mix, 0)
-        products = (products * fade).to(value.dtype)
-        found = tl.dot(value, upper) * to_end[:, None]
-        found = tl.dot(products, qs, found)
-        turn = -tl.sum(ks.to(tl.float32) * found, 1)
-        tl.store(dscale + to + i, -turn * inverse, mask=inside)
-        tl.store(dboth + to + i, mix * qk - turn * inverse, mask=inside)
-        found = found * factor[:, None]
-        at = to * N + i[:, None] * N + n[None, :]
-        _put(k + at, found, inside, n, N, N_BLOCK, WHOLE)
-        # Loaded no earlier, and qs weighted no earlier: at N 128 registers are what is scarce.
-        kept = states + _state_at(h, b, chunk, p, n, H, P, N, CHUNKS)
-        state = tl.load(kept, mask=within, other=0.0)
-        found = tl.dot(d, state) * before[:, None]
-        found = tl.dot(tl.trans(products), ks, found)
-        turn += tl.sum(qs.to(tl.float32) * found, 1)
-        _put(q + at, found, inside, n, N, N_BLOCK, WHOLE)
-        if PACKED:
-            with_it = (i[None, :] >= i[:, None]) & (start[:, None] == start[None, :])
-            turn = tl.sum(tl.where(with_it, turn[None, :], 0.0), 1)
-            last = tl.max(tl.where(inside, start, 0), 0)
-            turn += tl.where(start == last, later, 0.0)
-        else:
-            turn = tl.cumsum(turn, 0, reverse=True) + later
-        tl.store(dadt + to + i, turn, mask=inside)
-        weighted = (qs * before[:, None]).to(value.dtype)
-        dstate = tl.dot(tl.trans(d), weighted, dstate * through)
-        later = tl.sum(tl.sum(state.to(tl.float32) * dstate, 1), 0)
-    tl.store(dD + (b * SEGMENTS + segment) * H + h, skipped)
