@@ -100,7 +100,7 @@ class Calibration:
         for surface, rate in (("moe_experts", "experts"), ("core_attention", "attention")):
             for backend in self.benched(surface):
                 self.speed(f"{rate}_{backend}", f"{surface}.json", backend)
-        siso, mimo, _ = REGISTRY["mamba3_scan"].backends
+        siso, mimo, *_ = REGISTRY["mamba3_scan"].backends
         self.speed("scan_siso", "mamba3_scan.json", siso.name)
         self.speed("scan_mimo", "mamba3_scan-mimo.json", mimo.name)
         self.m2rnn()

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from megacpp_mcore.surfaces import linear, mixer_core, mla_rope, norm
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
+from megacpp_mcore.surfaces.figures import Figure
 from megacpp_mcore.surfaces.support import (
     KERNEL_TESTS,
     TE,
@@ -101,16 +102,15 @@ _facts = {
         "tests/layers/test_mla_up_layer.py",
         "tests/gpu/test_mla_up_gpu.py", *KERNEL_TESTS,
     ),
-    "no_receipt": "no GPU has measured it yet: `megacpp bench mla_up`, and `megacpp bench layer A "
-    "--against mla_up=reference --set backends.mla_up=triton`",
 }  # fmt: skip
+_LAYER = "layer-mla-up.json"
 
 SURFACE = Surface(
     "mla_up",
     (
         Backend(
             "triton", f"{_KERNELS}.triton:mla_up", _triton,
-            opt_in=True, role="experimental",
+            role="chosen",
             ruled_out=whatever_the_machine(_options),
             removes="the up-projections' outputs and their gradients: a tile of latents is "
             "multiplied and rotated on the chip, and q, k and v are written once; the gradients of "
@@ -119,16 +119,15 @@ SURFACE = Surface(
             dtypes="bf16; summed and rotated in fp32, rounded once; weight gradients added to "
             "main_grad in fp32",
             fallback=REFERENCE,
-            exit_when="a layer's bench on an H200 says whether it is faster: then it is chosen, or "
-            "it goes",
-            **_facts,
+            exit_when="a layer with the linears and mla_rope is as fast",
+            receipt=_LAYER, figures=(Figure(_LAYER, "recipe", "layer A"),), **_facts,
         ),
         reference(
             f"{_KERNELS}:mla_up", always,
             removes="nothing: in a layer the linears and then mla_rope, which has backends of its "
             "own; in a bench of the operator mla_rope's definition in plain torch",
             dtypes="bf16, fp16, fp32, fp64; rotated in fp32 or wider",
-            **_facts,
+            receipt=_LAYER, figures=(Figure(_LAYER, "mla_up=reference", "layer A"),), **_facts,
         ),
     ),
     of_recipe,
