@@ -118,6 +118,8 @@ def _import(name: str) -> str:
     if getattr(module, "__file__", None) is None:  # pip was interrupted as it removed it
         where = ", ".join(getattr(module, "__path__", ()))
         return f"only a folder without __init__.py is there: {where}"
+    if all(found.startswith("__") for found in vars(module)):  # a disk that was full, or lost it
+        return f"nothing is in {module.__file__}"
     return ""
 
 

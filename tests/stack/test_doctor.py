@@ -392,6 +392,7 @@ class TestImports:
             ("numpy", "import os; os.kill(os.getpid(), 11)", "ended the process with status -11"),
             ("jsonschema", "import time; time.sleep(60)", "did not end within 2 s"),
             ("tqdm", "print('{}', flush=True); raise OSError('after it printed')", "after it pr"),
+            ("psutil", "", "nothing is in "),
             ("jsonschema", "__file__, __path__ = None, ['/site/jsonschema']", "only a folder with"),
         ],
     )
