@@ -31,6 +31,7 @@ from triton.runtime.jit import JITFunction
 import megacpp_mcore
 from megacpp_mcore.kernels import adam, parity
 from megacpp_mcore.kernels.case import case_class
+from megacpp_mcore.kernels.embedding.triton import embedding
 from megacpp_mcore.kernels.m2rnn import cuda
 from megacpp_mcore.kernels.moe_experts.activation import SQUARED_RELU, SWIGLU
 from megacpp_mcore.kernels.moe_experts.fused import Experts, experts_routed
@@ -44,6 +45,7 @@ ROW = ["schedule.micro_batch_size=1", "model.seq_length=128", "model.vocab_size=
 BACKENDS = {
     "norm": "triton", "mla_rope": "triton", "mamba3_core": "triton", "m2rnn_core": "triton",
     "linear_cross_entropy": "chunked", "rope_qk": "triton",
+    "embedding": "triton",
 }  # fmt: skip
 COMPILED: dict[str, list[Any]] = {}
 
@@ -95,6 +97,12 @@ def operator(name: str, backend: str, *overrides: str) -> None:
     # The head asks cuBLAS for its products.
     with contextlib.nullcontext() if name == "linear_cross_entropy" else as_on_a_gpu():
         parity.run(case, bound, tensors, directions)
+
+
+def embedding_into_main_grad() -> None:
+    weight = torch.zeros(16, 3584, dtype=torch.bfloat16, requires_grad=True)
+    weight.main_grad = torch.zeros(weight.shape)
+    embedding(weight, torch.zeros(1, 64, dtype=torch.int64)).sum().backward()
 
 
 def recurrence_of_zeros() -> None:
@@ -175,6 +183,7 @@ def main(*overrides: str) -> None:
         experts(activation)
     for dtype in (torch.bfloat16, None):
         update(dtype)
+    embedding_into_main_grad()
     for name, versions in sorted(COMPILED.items()):
         for kernel in versions:
             print(resources(kernel), name)
