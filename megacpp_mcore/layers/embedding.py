@@ -47,8 +47,7 @@ def choose_embedding(model: Any) -> None:
     # The module that Megatron has built, with all it knows of its weight, gets another forward.
     words.__class__ = GatheredEmbedding
     words.lookup = decision.load()
-    if not model.share_embeddings_and_output_weights:
-        # Megatron marks the weight where MTP embeds with it, too, for modules that return a real
-        # gradient beside one that is in main_grad: all of it is then added to main_grad once more,
-        # zeros too. Here every use adds to main_grad by itself.
-        words.weight.zero_out_wgrad = False
+    # What autograd gets for the weight is to be added to main_grad where the head uses the weight,
+    # too, as it may return a real gradient. Megatron marks every weight so that MTP embeds with,
+    # and its zeros are added up; in a pipeline it marks none.
+    words.weight.zero_out_wgrad = model.share_embeddings_and_output_weights and model.post_process

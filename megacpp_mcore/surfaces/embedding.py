@@ -55,7 +55,8 @@ _KERNELS = "megacpp_mcore.kernels.embedding"
 _facts = {
     "layout": "ids [b, s], weight [V, h] -> [s, b, h]",
     "tests": (
-        "tests/kernels/test_embedding.py", "tests/layers/test_embedding.py",
+        "tests/kernels/test_embedding.py", "tests/layers/test_embedding_layer.py",
+        "tests/training/test_main_grads.py",
         "tests/gpu/test_embedding_gpu.py", *KERNEL_TESTS,
     ),
     "no_receipt": "not measured yet: `megacpp bench embedding`, and a whole run with it against "
