@@ -41,13 +41,17 @@ def choose_embedding(model: Any) -> None:
     config = model.config
     workload = surface.workload(current_device(), config)
     decision = dispatch.decide(surface.SURFACE.name, workload, plugin_settings(config).backends)
+    words = model.embedding.word_embeddings
+    if model.share_embeddings_and_output_weights and model.post_process:
+        # Embedding and head may differ in whether they add to main_grad by themselves: what autograd
+        # gets for their weight is to be added, too. In a pipeline Megatron does not mark it.
+        words.weight.zero_out_wgrad = True
     if decision.observed == REFERENCE:
         return
-    words = model.embedding.word_embeddings
     # The module that Megatron has built, with all it knows of its weight, gets another forward.
     words.__class__ = GatheredEmbedding
     words.lookup = decision.load()
-    # What autograd gets for the weight is to be added to main_grad where the head uses the weight,
-    # too, as it may return a real gradient. Megatron marks every weight so that MTP embeds with,
-    # and its zeros are added up; in a pipeline it marks none.
-    words.weight.zero_out_wgrad = model.share_embeddings_and_output_weights and model.post_process
+    if not model.share_embeddings_and_output_weights:
+        # Megatron marks a weight that MTP embeds with, too, and zeros are added to main_grad in
+        # every backward pass. Here all uses of the weight add to it by themselves.
+        words.weight.zero_out_wgrad = False

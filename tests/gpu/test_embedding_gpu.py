@@ -124,6 +124,7 @@ def test_the_host_never_waits_and_a_cuda_graph_can_hold_it():
         assert (weight.main_grad - expected).abs().max() <= 2**12 * EPS
 
 
+@pytest.mark.alone
 def test_a_long_dimension_is_out_of_reach_of_31_bits():
     """main_grad of more than 2^31 elements."""
     rows = 2**31 // HIDDEN + 1000
@@ -148,6 +149,7 @@ def milliseconds(call):
     return sorted(found[2:])[10]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_it_takes(kind):
     """Against Megatron's, whose dense gradient data parallelism adds to main_grad."""

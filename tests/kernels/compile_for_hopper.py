@@ -32,6 +32,7 @@ import megacpp_mcore
 from megacpp_mcore.kernels import adam, parity
 from megacpp_mcore.kernels.case import case_class
 from megacpp_mcore.kernels.embedding.triton import embedding
+from megacpp_mcore.kernels.linear_cross_entropy.chunked import CHUNKED
 from megacpp_mcore.kernels.m2rnn import cuda
 from megacpp_mcore.kernels.moe_experts.activation import SQUARED_RELU, SWIGLU
 from megacpp_mcore.kernels.moe_experts.fused import Experts, experts_routed
@@ -103,6 +104,14 @@ def embedding_into_main_grad() -> None:
     weight = torch.zeros(16, 3584, dtype=torch.bfloat16, requires_grad=True)
     weight.main_grad = torch.zeros(weight.shape)
     embedding(weight, torch.zeros(1, 64, dtype=torch.int64)).sum().backward()
+
+
+def head_into_main_grad() -> None:
+    weight = torch.zeros(1024, 3584, dtype=torch.bfloat16, requires_grad=True)
+    weight.main_grad = torch.zeros(weight.shape)
+    hidden, labels = torch.zeros(64, 1, 3584).bfloat16(), torch.zeros(64, 1, dtype=torch.int64)
+    total, _ = CHUNKED.weighted(hidden, weight, labels, torch.ones(64, 1))
+    total.backward()
 
 
 def recurrence_of_zeros() -> None:
@@ -184,6 +193,7 @@ def main(*overrides: str) -> None:
     for dtype in (torch.bfloat16, None):
         update(dtype)
     embedding_into_main_grad()
+    head_into_main_grad()
     for name, versions in sorted(COMPILED.items()):
         for kernel in versions:
             print(resources(kernel), name)

@@ -137,9 +137,7 @@ def _note_what_is_handed_on(handed: list, names: dict) -> None:
         handed.append((names[weight], given is not None))
         return None if given is None else given.fill_(given.sum() * 0 + 7 * (not _zeroed(weight)))
 
-    embedding.handed_on = noting
-    if hasattr(chunked, "handed_on"):
-        chunked.handed_on = noting
+    embedding.handed_on = chunked.handed_on = noting
 
 
 def _zeroed(weight: torch.Tensor) -> bool:
