@@ -76,6 +76,7 @@ if [ "$gpus" = 1 ]; then
   bench 40 layer-gqa layer '*' --against rope_qk=megatron
   bench 90 mamba3_scan-mimo mamba3_scan --set mamba3.variant=mimo --set mamba3.mimo_rank=4
   bench 30 router_gating router_gating
+  bench 30 embedding embedding
 else
   batch=(--set "schedule.global_batch_size=$((16 * gpus))") # four micro batches a GPU
   train 240 "run-nam56r-${gpus}xh200-dp${gpus}-graph" nam56r 60 "${batch[@]}"

@@ -43,8 +43,8 @@ def choose_embedding(model: Any) -> None:
     decision = dispatch.decide(surface.SURFACE.name, workload, plugin_settings(config).backends)
     words = model.embedding.word_embeddings
     if model.share_embeddings_and_output_weights and model.post_process:
-        # Embedding and head may differ in whether they add to main_grad by themselves: what autograd
-        # gets for their weight is to be added, too. In a pipeline Megatron does not mark it.
+        # Embedding and head may differ in whether they add to main_grad by themselves, so that what
+        # autograd gets for their weight is to be added. In a pipeline Megatron does not mark it.
         words.weight.zero_out_wgrad = True
     if decision.observed == REFERENCE:
         return

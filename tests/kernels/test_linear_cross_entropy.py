@@ -187,7 +187,7 @@ class TestKernels:
 
     @pytest.mark.parametrize("by", [1.0, -0.5, 0.0])
     def test_add_scaled(self, by, monkeypatch):
-        monkeypatch.setattr(kernels, "_SCALE_BLOCK", 8)
+        monkeypatch.setattr(kernels, "_ADD_BLOCK", 8)
         monkeypatch.setattr(kernels, "_SCALE_PROGRAMS", 3)
         for size in (1, 8, 71):
             total, x = torch.randn(size), torch.randn(size)

@@ -21,6 +21,7 @@ STATISTICS = 4
 ELSEWHERE, NOT_COUNTED = -1, -2  # labels
 _LANES, _DEPTH, _WARPS = 4096, 4, 16  # fastest on an H200; _DEPTH * _LANES columns at a time
 _SCALE_BLOCK, _SCALE_PROGRAMS = 8192, 1056  # eight to a multiprocessor of an H200
+_ADD_BLOCK = 2048  # of float32: eight programs of it have room on a multiprocessor
 _TILE = 64
 
 
@@ -199,9 +200,9 @@ def add_scaled_(total: Tensor, x: Tensor, factor: Tensor) -> None:
     total, x: contiguous, of one shape. factor: one float32 number.
     """
     if x.numel():
-        programs = min(triton.cdiv(x.numel(), _SCALE_BLOCK), _SCALE_PROGRAMS)
+        programs = min(triton.cdiv(x.numel(), _ADD_BLOCK), _SCALE_PROGRAMS)
         with device_of(x):
-            _add_scaled[(programs,)](total, x, factor, x.numel(), BLOCK=_SCALE_BLOCK)
+            _add_scaled[(programs,)](total, x, factor, x.numel(), BLOCK=_ADD_BLOCK)
 
 
 @triton.jit
