@@ -49,7 +49,7 @@ class TestDispatch:
         ]  # fmt: skip
         with pytest.raises(RecipeError, match="tensor_model_parallel_size 2"):
             load_recipe("nam56r", words)
-        assert load_recipe("nam56r", words[:1]).backends == {"embedding": "triton"}
+        assert load_recipe("nam56r", words[:1]).backends["embedding"] == "triton"
 
     def test_a_stage_without_an_embedding_asks_for_none(self, monkeypatch):
         asked = []
