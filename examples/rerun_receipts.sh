@@ -56,7 +56,8 @@ gqa=(--set attention.kind=gqa)
 
 if [ "$gpus" = 1 ]; then
   train 100 run-nam56r-1xh200-graph "$here/nam56r-1gpu.toml" 17
-  bench 40 layer-mla layer A --against mla_rope=megatron
+  bench 45 layer-mla layer A --against core_attention=sdpa_cudnn mla_rope=megatron
+  bench 40 layer-mla-up layer A --against mla_up=reference
   bench 50 layer-moe layer E --against moe_experts=grouped_mm
   bench 50 layer-mamba3 layer M --against mamba3_core=reference
   bench 60 layer-mamba3-wide layer M --against mamba3_core=reference --set mamba3.mamba_num_heads=112 \
@@ -76,6 +77,7 @@ if [ "$gpus" = 1 ]; then
   bench 40 layer-gqa layer '*' --against rope_qk=megatron
   bench 90 mamba3_scan-mimo mamba3_scan --set mamba3.variant=mimo --set mamba3.mimo_rank=4
   bench 30 router_gating router_gating
+  bench 30 embedding embedding
 else
   batch=(--set "schedule.global_batch_size=$((16 * gpus))") # four micro batches a GPU
   train 240 "run-nam56r-${gpus}xh200-dp${gpus}-graph" nam56r 60 "${batch[@]}"

@@ -106,6 +106,7 @@ ON_ONE_WORKER = (
     "tests/test_wheel.py",
     "tests/training/test_cpu_lane.py",
     "tests/training/test_distributed_training.py",
+    "tests/training/test_main_grads.py",
 )
 
 

@@ -409,6 +409,7 @@ class TestRegistry:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
         from megacpp_mcore.layers.attention import SelfAttention
+        from megacpp_mcore.layers.embedding import GatheredEmbedding
         from megacpp_mcore.layers.mla import MLASelfAttention
         from megacpp_mcore.layers.router import GatedRouter
 
@@ -420,8 +421,9 @@ class TestRegistry:
         }
         ours = {
             "mla_rope": MLASelfAttention, "rope_qk": SelfAttention, "router_gating": GatedRouter,
+            "embedding": GatheredEmbedding,
         }  # fmt: skip
-        assert len(bases) == 4
+        assert len(bases) == 5
         for name, layer in ours.items():
             (backend,) = [b for b in REGISTRY[name].backends if b.stand_in]
             assert (

@@ -130,11 +130,12 @@ class OperatorTarget(Target):
         return [backend for backend in self.entered if backend.reason is None]
 
     def cost(self, phase: str) -> tuple[int, int]:
-        """Inputs are read once and outputs written once; the backward pass reads the inputs, unless
-        it does without, and the outputs' gradients, and writes the inputs' gradients."""
+        """Inputs are read once, as far as they must be, and outputs written once; the backward pass
+        reads the inputs, unless it does without, and the outputs' gradients, and writes the inputs'
+        gradients."""
         case, tensors = self.case, self.sets[0]
         flops, outputs = case.flops(), _bytes(self.expected.directions)
-        moved = _bytes(tensors) + outputs
+        moved = _bytes(tensors) - case.unread_bytes(tensors) + outputs
         if phase == "forward" or not case.backward_flops:
             return flops, moved
         inputs = _bytes({name: tensors[name] for name in case.inputs})

@@ -137,6 +137,10 @@ class Case(ABC):
         """
         return {}
 
+    def unread_bytes(self, tensors: Tensors) -> int:
+        """Bytes of the inputs that a forward call does not have to read."""
+        return 0
+
     @abstractmethod
     def flops(self) -> int:
         """Operations that a forward call needs at least."""

@@ -13,16 +13,38 @@ def takes_gradients(weight: Tensor) -> bool:
     return getattr(weight, "main_grad", None) is not None
 
 
-def handed_on(weight: Tensor) -> Tensor:
-    """What autograd gets for a weight whose gradient is in main_grad: as Megatron's linears.
+def handed_on(weight: Tensor) -> Tensor | None:
+    """What autograd gets for a weight whose gradient is in main_grad: as Megatron's linears, but
+    None from the second use of the weight in one backward pass on.
+
+    Of two such gradients autograd would make the sum, which nobody reads either. One there must be:
+    with overlap_grad_reduce Megatron's data parallelism refuses a weight whose grad is None.
 
     zero_out_wgrad: somebody adds it up all the same, as with weights that two layers share.
     """
     if hasattr(weight, "grad_added_to_main_grad"):
         weight.grad_added_to_main_grad = True
+    if not _is_first_use(weight):
+        return None
     if getattr(weight, "zero_out_wgrad", False):
         return torch.zeros_like(weight)
     return torch.empty_like(weight)
+
+
+_HANDED_ON_IN = "megacpp_handed_on_in"  # the number of the backward pass that had one last
+
+
+def _is_first_use(weight: Tensor) -> bool:
+    """Whether nothing has been handed on for the weight in this backward pass.
+
+    A backward pass inside another, as activation checkpoints make, has a number of its own and
+    hands its gradients on when it ends; the outer one's next use then hands on once more.
+    """
+    number = torch._C._current_graph_task_id()  # never that of an earlier one; -1 outside of any
+    if number >= 0 and getattr(weight, _HANDED_ON_IN, None) == number:
+        return False
+    setattr(weight, _HANDED_ON_IN, number)
+    return True
 
 
 def fp32_product(a: Tensor, b: Tensor) -> Tensor:

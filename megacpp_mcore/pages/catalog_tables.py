@@ -16,7 +16,7 @@ def surfaces() -> str:
 def _surface(name: str, rows: list[dict[str, Any]]) -> str:
     module = importlib.import_module(f"megacpp_mcore.surfaces.{name}")
     about = " ".join(module.__doc__.partition("\n\n")[0].split()).partition(": ")[2]
-    blocks = ", ".join(REGISTRY[name].blocks) or "the head"
+    blocks = ", ".join(REGISTRY[name].blocks) or REGISTRY[name].outside
     lines = [f"### {name}", "", f"{about[:1].upper()}{about[1:]} Of {blocks}.", "",
              "| backend | role | removes | dtypes | falls back to | measured | leaves when |",
              "|---|---|---|---|---|---|---|"]  # fmt: skip

@@ -210,9 +210,10 @@ def _buffers(recipe: Recipe, serving: Serving, letters: set[str]) -> int:
 
 
 def _heads(recipe: Recipe, sizes: Sizes) -> float:
-    """The main head and MTP's. The chunked one makes its gradients at once: of hidden, of the
-    weight in bf16, while it works in fp32 too, and a chunk of logits. Megatron's own keeps the
-    logits in bf16 and their softmax in fp32."""
+    """The main head and MTP's. The chunked one makes its gradients at once, of hidden, and of the
+    weight in fp32, and keeps them until its backward pass adds the latter to main_grad. Besides
+    there is a chunk of logits, and later the gradient in the weight's dtype that autograd gets and
+    nobody reads. Megatron's own keeps the logits in bf16 and their softmax in fp32."""
     vocabulary, hidden = recipe.model.vocab_size / sizes.tp, recipe.model.hidden_size
     heads = 1 + recipe.mtp.mtp_num_layers
     rows = 2 * _BF16 * hidden * sizes.tokens / sizes.cut  # into the final norm and out of it
@@ -220,5 +221,5 @@ def _heads(recipe: Recipe, sizes: Sizes) -> float:
         logits = sizes.tokens * vocabulary
         return heads * (logits * (_BF16 + _FP32) + rows) + logits * _FP32
     logits = min(_HEAD_CHUNK, _BF16 * vocabulary * sizes.tokens)
-    one = _BF16 * hidden * (sizes.tokens + vocabulary) + rows
-    return heads * one + _FP32 * vocabulary * hidden + logits
+    one = hidden * (_BF16 * sizes.tokens + _FP32 * vocabulary) + rows
+    return heads * one + max(logits, _BF16 * vocabulary * hidden)

@@ -78,14 +78,16 @@ class Surface:
 
     backends: in order of preference; the last is `reference`, plain torch. workload: what a recipe
     asks of the surface on a device, or None when the recipe's model does not have the surface.
-    blocks: letters of the block families it touches; empty: the head and the loss. case: the class
-    that a bench and the admission suite need, "module:attribute" (`megacpp_mcore.kernels.case`).
+    blocks: letters of the block families it touches; without one, `outside` says what it is part
+    of. case: the class that a bench and the admission suite need, "module:attribute"
+    (`megacpp_mcore.kernels.case`).
     """
 
     name: str
     backends: tuple[Backend, ...]
     workload: Callable[["Recipe", str], Workload | None]
     blocks: str = ""
+    outside: str = "the head"
     case: str | None = None
 
 

@@ -85,7 +85,8 @@ SURFACE = Surface(
             "chunked", f"{_KERNELS}.chunked:CHUNKED", _chunked,
             role="chosen",
             removes="the logits, but for a buffer of 256 MiB; with weights known beforehand they "
-            "are computed once, 6 T h V operations",
+            "are computed once, 6 T h V operations. Its weight's gradient is added to main_grad in "
+            "one pass, in fp32",
             layout="hidden [..., h], weight [V / tp, h], labels [...] -> losses [...], or their "
             "weighted sum; a vocabulary over tensor-parallel ranks",
             dtypes="bf16, fp32; softmax, losses and the sum of the weight's gradient in fp32",

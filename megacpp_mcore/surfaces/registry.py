@@ -2,6 +2,7 @@
 
 from megacpp_mcore.surfaces import (
     core_attention,
+    embedding,
     linear,
     linear_cross_entropy,
     m2rnn,
@@ -20,6 +21,6 @@ from megacpp_mcore.surfaces.backend import Surface
 
 _MODULES = (
     linear, norm, router_gating, moe_dispatch, moe_experts, core_attention, mla_rope, mla_up,
-    rope_qk, mamba3_core, mamba3_scan, m2rnn_core, m2rnn, linear_cross_entropy,
+    rope_qk, mamba3_core, mamba3_scan, m2rnn_core, m2rnn, embedding, linear_cross_entropy,
 )  # fmt: skip
 REGISTRY: dict[str, Surface] = {module.SURFACE.name: module.SURFACE for module in _MODULES}

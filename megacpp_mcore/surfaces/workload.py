@@ -120,6 +120,7 @@ def config_of(recipe: "Recipe") -> SimpleNamespace:
         rotary_percent=model.rotary_percent,
         context_parallel_size=recipe.parallel.context_parallel_size,
         tensor_model_parallel_size=recipe.parallel.tensor_model_parallel_size,
+        sequence_parallel=recipe.parallel.sequence_parallel,
         mamba_num_heads=mamba3.mamba_num_heads,
         mamba_head_dim=mamba3.mamba_head_dim,
         mamba_state_dim=mamba3.mamba_state_dim,

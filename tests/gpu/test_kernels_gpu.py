@@ -20,6 +20,7 @@ test_mamba3_core = admission.suite("mamba3_core", "cuda")
 test_mamba3_scan = admission.suite("mamba3_scan", "cuda")
 test_m2rnn_core = admission.suite("m2rnn_core", "cuda")
 test_m2rnn = admission.suite("m2rnn", "cuda")
+test_embedding = admission.suite("embedding", "cuda")
 test_linear_cross_entropy = admission.suite("linear_cross_entropy", "cuda")
 
 

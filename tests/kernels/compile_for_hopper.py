@@ -31,6 +31,8 @@ from triton.runtime.jit import JITFunction
 import megacpp_mcore
 from megacpp_mcore.kernels import adam, parity
 from megacpp_mcore.kernels.case import case_class
+from megacpp_mcore.kernels.embedding.triton import embedding
+from megacpp_mcore.kernels.linear_cross_entropy.chunked import CHUNKED
 from megacpp_mcore.kernels.m2rnn import cuda
 from megacpp_mcore.kernels.moe_experts.activation import SQUARED_RELU, SWIGLU
 from megacpp_mcore.kernels.moe_experts.fused import Experts, experts_routed
@@ -44,6 +46,7 @@ ROW = ["schedule.micro_batch_size=1", "model.seq_length=128", "model.vocab_size=
 BACKENDS = {
     "norm": "triton", "mla_rope": "triton", "mla_up": "triton", "mamba3_core": "triton",
     "m2rnn_core": "triton", "linear_cross_entropy": "chunked", "rope_qk": "triton",
+    "embedding": "triton",
 }  # fmt: skip
 COMPILED: dict[str, list[Any]] = {}
 
@@ -109,6 +112,20 @@ def carried_state(*overrides: str) -> None:
         before = type(state)(*(x.detach().requires_grad_() for x in state))
         y, after = function(**tensors, **options, initial_state=before)
         torch.autograd.backward((y, *after), (torch.ones_like(y), *map(torch.ones_like, after)))
+
+
+def embedding_into_main_grad() -> None:
+    weight = torch.zeros(16, 3584, dtype=torch.bfloat16, requires_grad=True)
+    weight.main_grad = torch.zeros(weight.shape)
+    embedding(weight, torch.zeros(1, 64, dtype=torch.int64)).sum().backward()
+
+
+def head_into_main_grad() -> None:
+    weight = torch.zeros(1024, 3584, dtype=torch.bfloat16, requires_grad=True)
+    weight.main_grad = torch.zeros(weight.shape)
+    hidden, labels = torch.zeros(64, 1, 3584).bfloat16(), torch.zeros(64, 1, dtype=torch.int64)
+    total, _ = CHUNKED.weighted(hidden, weight, labels, torch.ones(64, 1))
+    total.backward()
 
 
 def recurrence_of_zeros() -> None:
@@ -198,6 +215,8 @@ def main(*overrides: str) -> None:
         experts(activation)
     for dtype in (torch.bfloat16, None):
         update(dtype)
+    embedding_into_main_grad()
+    head_into_main_grad()
     for name, versions in sorted(COMPILED.items()):
         for kernel in versions:
             print(resources(kernel), name)

@@ -14,6 +14,7 @@ from megacpp_mcore.kernels.linear_cross_entropy import (
     REFERENCE,
     LinearCrossEntropyInputError,
     chunk_loop,
+    chunked,
     linear_cross_entropy,
     weighted_linear_cross_entropy,
 )
@@ -21,6 +22,7 @@ from megacpp_mcore.kernels.linear_cross_entropy import triton as kernels
 from megacpp_mcore.kernels.linear_cross_entropy.chunked import CHUNKED
 from megacpp_mcore.kernels.linear_cross_entropy.megatron import MEGATRON
 from megacpp_mcore.kernels.linear_cross_entropy.weight_gradient import WeightGradient
+from megacpp_mcore.kernels.main_grad import handed_on
 from megacpp_mcore.surfaces import linear_cross_entropy as loss_surface
 from megacpp_mcore.surfaces.workload import Workload
 from megacpp_mcore.training.cpu.megatron_setup import single_process
@@ -183,6 +185,126 @@ class TestKernels:
         kernels.scale_(x, factor)
         assert torch.equal(x, expected)
 
+    @pytest.mark.parametrize("by", [1.0, -0.5, 0.0])
+    def test_add_scaled(self, by, monkeypatch):
+        monkeypatch.setattr(kernels, "_ADD_BLOCK", 8)
+        monkeypatch.setattr(kernels, "_SCALE_PROGRAMS", 3)
+        for size in (1, 8, 71):
+            total, x = torch.randn(size), torch.randn(size)
+            expected = total + by * x  # exact products: one rounding, of the sum
+            kernels.add_scaled_(total, x, torch.tensor(by))
+            assert torch.equal(total, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+class TestIntoMainGrad:
+    """The weight's gradient goes into main_grad, in float32 from the products on."""
+
+    STEPS = (("weighted", 2.5), ("weighted", -0.75), ("per_token", 1.5))
+
+    @pytest.fixture(autouse=True)
+    def handed(self, monkeypatch, chunks_of_five):
+        """What each use gave to autograd."""
+        found = []
+
+        def spy(weight):
+            found.append(handed_on(weight))
+            return found[-1]
+
+        monkeypatch.setattr(chunked, "handed_on", spy)
+        return found
+
+    def made(self, dtype):
+        """Leaves with a main_grad of random numbers, which are returned, and loss weights."""
+        tensors = draw("cpu", dtype)
+        inputs, given = leaves(tensors, dtype), weights(tensors["labels"])
+        start = torch.randn(inputs["weight"].shape)
+        inputs["weight"].main_grad = start.clone()
+        inputs["weight"].grad_added_to_main_grad = False
+        return inputs, given, start
+
+    @staticmethod
+    def loss(head, inputs, given, form, by):
+        if form == "weighted":
+            return by * head.weighted(**inputs, loss_weights=given)[0]
+        return by * (head.per_token(**inputs) * given).sum()
+
+    def expected(self, inputs, given, steps):
+        """The gradients of hidden and weight by the definition in float64."""
+        wide = leaves(inputs, torch.float64)
+        sum(self.loss(REFERENCE, wide, given.double(), *step) for step in steps).backward()
+        return wide["hidden"].grad, wide["weight"].grad
+
+    def backward(self, dtype, steps):
+        """All steps in one backward pass; what is in main_grad more than before, and the truth."""
+        inputs, given, start = self.made(dtype)
+        sum(self.loss(CHUNKED, inputs, given, *step) for step in steps).backward()
+        d_hidden, d_weight = self.expected(inputs, given, steps)
+        close(inputs["hidden"].grad, d_hidden, dtype)
+        added = inputs["weight"].main_grad.double() - start.double()
+        return inputs["weight"], added, d_weight
+
+    @pytest.mark.parametrize("steps", [STEPS[:1], STEPS[2:], STEPS[:2], STEPS], ids=len)
+    def test_every_use_is_added_once(self, dtype, steps, handed):
+        weight, added, expected = self.backward(dtype, steps)
+        close(added, expected, dtype)
+        assert weight.grad_added_to_main_grad and weight.grad.shape == weight.shape
+        assert [x is None for x in handed] == [False, *[True] * (len(steps) - 1)]
+
+    @pytest.mark.parametrize("form", ["weighted", "per_token"])
+    def test_again_through_a_retained_graph(self, dtype, form, handed):
+        inputs, given, start = self.made(dtype)
+        loss = self.loss(CHUNKED, inputs, given, form, 1.0)
+        for by, keep in ((2.0, True), (-0.5, True), (3.0, False)):
+            loss.backward(torch.tensor(by), retain_graph=keep)
+        _, expected = self.expected(inputs, given, [(form, 4.5)])
+        close(inputs["weight"].main_grad - start, expected, dtype)
+        assert [x is None for x in handed] == [False] * 3
+
+    def test_bf16_products_are_not_rounded_before_they_are_added(self, dtype):
+        """A factor of which bf16 would keep eight bits."""
+        _, added, expected = self.backward(dtype, [("weighted", 1 / 3)])
+        _, again, other = self.backward(dtype, [("weighted", 1.0)])
+        close(added, expected, dtype), close(again, other, dtype)
+        if dtype == torch.bfloat16:
+            assert not torch.equal(added.bfloat16().double(), added)
+
+    def test_where_a_second_layer_has_the_weight_zeros_are_handed_on(self, dtype):
+        inputs, given, _ = self.made(dtype)
+        inputs["weight"].zero_out_wgrad = True
+        self.loss(CHUNKED, inputs, given, "weighted", 2.0).backward()
+        assert not inputs["weight"].grad.any()
+
+    def test_no_tokens(self, dtype):
+        inputs, given, start = self.made(dtype)
+        inputs |= {n: inputs[n].detach()[:0] for n in ("hidden", "labels")}
+        self.loss(CHUNKED, inputs, given[:0], "weighted", 2.0).backward()
+        assert torch.equal(inputs["weight"].main_grad, start)
+
+    def test_a_weight_that_wants_no_gradient_has_none_added(self, dtype):
+        inputs, given, start = self.made(dtype)
+        inputs["weight"].requires_grad_(False)
+        self.loss(CHUNKED, inputs, given, "weighted", 2.0).backward()
+        assert torch.equal(inputs["weight"].main_grad, start)
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            pytest.param(lambda total, x, by: total.add_(x), id="factor dropped"),
+            pytest.param(lambda total, x, by: total.add_(2 * by * x), id="added twice"),
+            pytest.param(lambda total, x, by: None, id="not added"),
+            pytest.param(lambda total, x, by: total.sub_(by * x), id="sign"),
+            pytest.param(lambda total, x, by: total.copy_(by * x), id="main_grad overwritten"),
+            pytest.param(lambda total, x, by: total[:8].add_(by * x[:8]), id="tile left out"),
+        ],
+    )
+    def test_what_is_added_wrongly_is_refused(self, dtype, wrong, monkeypatch):
+        monkeypatch.setattr(chunked, "_add_scaled_", wrong)
+        _, added, expected = self.backward(dtype, self.STEPS[:2])
+        with pytest.raises(AssertionError):
+            close(added, expected, dtype)
+
 
 class TestChunks:
     @pytest.mark.parametrize(
@@ -222,6 +344,19 @@ class TestWeightGradient:
         assert result.dtype == torch.bfloat16 and torch.equal(result, expected.bfloat16())
         alone = rows[:, None].float() @ states.float()
         assert not torch.equal(result, alone.bfloat16())
+
+    @pytest.mark.parametrize("shape", [(6, 4), (7, 3), (1, 5)])
+    @pytest.mark.parametrize("chunks", [1, 3])
+    def test_wide_it_is_the_sum_before_that_rounding(self, shape, chunks):
+        vocab, hidden = shape
+        weight = torch.zeros(shape, dtype=torch.bfloat16)
+        wide, narrow = (WeightGradient(weight, chunks, wide) for wide in (True, False))
+        for _ in range(chunks):
+            d_logits, hidden_t = torch.randn(2, vocab).bfloat16(), torch.randn(hidden, 2).bfloat16()
+            wide.add(d_logits, hidden_t), narrow.add(d_logits, hidden_t)
+        result = wide.result()
+        assert result.dtype == torch.float32 and not torch.equal(result.bfloat16().float(), result)
+        assert torch.equal(result.bfloat16(), narrow.result())
 
     def test_nothing_added_is_nothing(self):
         assert not WeightGradient(torch.ones(3, 2).bfloat16(), chunks=0).result().any()

@@ -84,17 +84,21 @@ class ChunkLoop:
         self.statistics = self._over_ranks(self.statistics)
 
     def gradients(
-        self, loss_gradients: Tensor, lse: Tensor | None, wants_hidden: bool, wants_weight: bool
-    ) -> tuple[Tensor, Tensor]:
+        self, loss_gradients: Tensor, lse: Tensor | None, wants_hidden: bool, wants_weight: bool,
+        wide: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The gradients of sum(loss_gradients * losses) in hidden and weight; empty if not wanted.
 
-        lse: (T,) of an earlier loop; without it this one fills the statistics.
+        lse: (T,) of an earlier loop; without it this one fills the statistics. wide: the weight's
+        is the float32 sum, not rounded to the weight's dtype.
         """
         hidden, weight, side = self.hidden, self.weight, self._side
         tokens = hidden.shape[0]
         d_hidden = hidden.new_empty(hidden.shape if wants_hidden else 0)
-        d_weight = weight.new_zeros(weight.shape if wants_weight and not tokens else 0)
-        total = WeightGradient(weight, -(-tokens // self.length)) if wants_weight else None
+        total = WeightGradient(weight, -(-tokens // self.length), wide) if wants_weight else None
+        d_weight = weight.new_empty(0)
+        if wants_weight and not tokens:
+            d_weight = total.result()
         for chunk, buffer in self._chunks():
             is_last = chunk.stop == tokens
             logits = self._logits(chunk, buffer)

@@ -6,8 +6,12 @@ weight's gradient, which is summed over the chunks in float32.
 
 For T tokens the weighted sum does all of that in the forward pass, with 6 T h V operations. The
 losses of single tokens need 8 T h V: their gradients wait for the backward pass, which recomputes
-the logits. Over a split vocabulary the ranks exchange four numbers a token. Equations, cost and
-memory: docs/linear-cross-entropy.md.
+the logits. Over a split vocabulary the ranks exchange four numbers a token.
+
+The gradient of a weight that has a main_grad stays a float32 sum, and is added to that in the
+backward pass, multiplied on the way, by the contract of `kernels.main_grad`. That is so in both
+functions, as data parallelism ignores what autograd gets for a weight once one of them has added to
+its main_grad. Equations, cost and memory: docs/linear-cross-entropy.md.
 """
 
 from typing import Any
@@ -22,7 +26,8 @@ from megacpp_mcore.kernels.linear_cross_entropy.inputs import (
     Options,
     rank_of,
 )
-from megacpp_mcore.kernels.linear_cross_entropy.triton import scale_, scaled
+from megacpp_mcore.kernels.linear_cross_entropy.triton import add_scaled_, scale_, scaled
+from megacpp_mcore.kernels.main_grad import handed_on, takes_gradients
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -46,6 +51,7 @@ def weighted(
     total, losses, _, _ = _weighted(
         _rows(hidden), weight, labels.reshape(-1), loss_weights.reshape(-1), *options,
         _name(tp_group), wants and hidden.requires_grad, wants and weight.requires_grad,
+        takes_gradients(weight),
     )  # fmt: skip
     return total, losses.view(labels.shape)
 
@@ -92,41 +98,44 @@ def _(hidden, weight, labels, *options):
 def _losses_backward(
     d_losses: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, lse: Tensor,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, logit_scale: float,
-    group: str, wants_hidden: bool, wants_weight: bool,
+    group: str, wants_hidden: bool, wants_weight: bool, wide: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of hidden and weight, empty where not wanted."""
+    """The gradients of hidden and weight, empty where not wanted; wide: the weight's in float32."""
     options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     loop = ChunkLoop(hidden, weight, labels, options, group)
-    return loop.gradients(d_losses.contiguous(), lse, wants_hidden, wants_weight)
+    return loop.gradients(d_losses.contiguous(), lse, wants_hidden, wants_weight, wide)
 
 
-def _gradient_outputs(hidden: Tensor, weight: Tensor, wants: tuple[bool, bool]) -> tuple:
-    return tuple(
-        x.new_empty(x.shape if wanted else 0)
-        for x, wanted in zip((hidden, weight), wants, strict=True)
-    )
+def _gradient_outputs(
+    hidden: Tensor, weight: Tensor, wants_hidden: bool, wants_weight: bool, wide: bool
+) -> tuple[Tensor, Tensor]:
+    dtype = torch.float32 if wide and wants_weight else weight.dtype
+    d_hidden = hidden.new_empty(hidden.shape if wants_hidden else 0)
+    return d_hidden, weight.new_empty(weight.shape if wants_weight else 0, dtype=dtype)
 
 
 @_losses_backward.register_fake
 def _(d_losses, hidden, weight, labels, lse, *options_group_wants):
-    return _gradient_outputs(hidden, weight, options_group_wants[-2:])
+    return _gradient_outputs(hidden, weight, *options_group_wants[-3:])
 
 
 def _save_losses(ctx, inputs, output) -> None:
     hidden, weight, labels, *ctx.options = inputs
     lse = output[1]
+    ctx.weight = weight if takes_gradients(weight) else None
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(hidden, weight, labels, lse)
 
 
 def _losses_gradients(ctx, d_losses, _):
     wants = ctx.needs_input_grad[:2]
-    found = _losses_backward(d_losses, *ctx.saved_tensors, *ctx.options, *wants)
-    return *_wanted(found, wants), *[None] * 7
-
-
-def _wanted(gradients: tuple[Tensor, Tensor], wants: tuple[bool, ...]) -> list[Tensor | None]:
-    return [g if wanted else None for g, wanted in zip(gradients, wants, strict=True)]
+    wide = ctx.weight is not None
+    found = _losses_backward(d_losses, *ctx.saved_tensors, *ctx.options, *wants, wide)
+    d_hidden, d_weight = (g if wanted else None for g, wanted in zip(found, wants, strict=True))
+    if wide and d_weight is not None:
+        ctx.weight.main_grad.add_(d_weight)
+        d_weight = handed_on(ctx.weight)
+    return d_hidden, d_weight, *[None] * 7
 
 
 _losses.register_autograd(_losses_gradients, setup_context=_save_losses)
@@ -136,13 +145,16 @@ _losses.register_autograd(_losses_gradients, setup_context=_save_losses)
 def _weighted(
     hidden: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor, ignore_index: int,
     label_smoothing: float, z_loss: float, softcap: float, logit_scale: float, group: str,
-    wants_hidden: bool, wants_weight: bool,
+    wants_hidden: bool, wants_weight: bool, wide: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The weighted sum, the losses (T,), and the gradients, empty where not wanted."""
+    """The weighted sum, the losses (T,), and the gradients, empty where not wanted; wide: the
+    weight's in float32."""
     options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     loop = ChunkLoop(hidden, weight, labels, options, group)
     if wants_hidden or wants_weight:
-        gradients = loop.gradients(loss_weights.contiguous(), None, wants_hidden, wants_weight)
+        gradients = loop.gradients(
+            loss_weights.contiguous(), None, wants_hidden, wants_weight, wide
+        )
     else:
         loop.make_statistics()
         gradients = hidden.new_empty(0), hidden.new_empty(0)
@@ -153,7 +165,7 @@ def _weighted(
 @_weighted.register_fake
 def _(hidden, weight, labels, loss_weights, *options_group_wants):
     losses = torch.empty_like(loss_weights)
-    gradients = _gradient_outputs(hidden, weight, options_group_wants[-2:])
+    gradients = _gradient_outputs(hidden, weight, *options_group_wants[-3:])
     return loss_weights.new_empty(()), losses, *gradients
 
 
@@ -179,20 +191,37 @@ def _(x, factor):
     pass
 
 
+@torch.library.custom_op("megacpp::linear_cross_entropy_add_scaled_", mutates_args=("total",))
+def _add_scaled_(total: Tensor, x: Tensor, factor: Tensor) -> None:
+    """total += x times the number factor."""
+    add_scaled_(total, x, factor)
+
+
+@_add_scaled_.register_fake
+def _(total, x, factor):
+    pass
+
+
 def _save_weighted(ctx, inputs, output) -> None:
     _, losses, *gradients = output
+    *_, ctx.wants_hidden, ctx.wants_weight, wide = inputs
+    ctx.weight = inputs[1] if wide else None
     ctx.mark_non_differentiable(losses, *gradients)
     ctx.set_materialize_grads(False)  # they would be zeros as large as the gradients
-    ctx.wants = inputs[-2:]
     ctx.save_for_backward(*gradients)
 
 
 def _weighted_gradients(ctx, d_total, *_):
-    found = [
-        _times(gradient, d_total) if wanted else None
-        for gradient, wanted in zip(ctx.saved_tensors, ctx.wants, strict=True)
-    ]
-    return *found, *[None] * 10
+    d_hidden, d_weight = ctx.saved_tensors
+    d_hidden = _times(d_hidden, d_total) if ctx.wants_hidden else None
+    if not ctx.wants_weight:
+        d_weight = None
+    elif ctx.weight is None:
+        d_weight = _times(d_weight, d_total)
+    else:  # the sum stays as it is, for a second backward pass
+        _add_scaled_(ctx.weight.main_grad, d_weight, d_total)
+        d_weight = handed_on(ctx.weight)
+    return d_hidden, d_weight, *[None] * 11
 
 
 def _times(gradient: Tensor, factor: Tensor) -> Tensor:

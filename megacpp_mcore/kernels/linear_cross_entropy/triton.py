@@ -21,6 +21,7 @@ STATISTICS = 4
 ELSEWHERE, NOT_COUNTED = -1, -2  # labels
 _LANES, _DEPTH, _WARPS = 4096, 4, 16  # fastest on an H200; _DEPTH * _LANES columns at a time
 _SCALE_BLOCK, _SCALE_PROGRAMS = 8192, 1056  # eight to a multiprocessor of an H200
+_ADD_BLOCK = 2048  # of float32: eight programs of it have room on a multiprocessor
 _TILE = 64
 
 
@@ -191,6 +192,28 @@ def scaled(x: Tensor, factor: Tensor) -> Tensor:
     out = torch.empty_like(x)
     _scale_into(out, x, factor)
     return out
+
+
+def add_scaled_(total: Tensor, x: Tensor, factor: Tensor) -> None:
+    """total += factor x, in float32 and rounded once to total's dtype; a factor of 0 adds nothing.
+
+    total, x: contiguous, of one shape. factor: one float32 number.
+    """
+    if x.numel():
+        programs = min(triton.cdiv(x.numel(), _ADD_BLOCK), _SCALE_PROGRAMS)
+        with device_of(x):
+            _add_scaled[(programs,)](total, x, factor, x.numel(), BLOCK=_ADD_BLOCK)
+
+
+@triton.jit
+def _add_scaled(total, x, factor, size, BLOCK: tl.constexpr):
+    by = tl.load(factor)
+    columns = tl.arange(0, BLOCK)
+    for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
+        at = tl.cast(block, tl.int64) * BLOCK + columns
+        value = tl.load(x + at, mask=at < size).to(tl.float32) * by
+        value += tl.load(total + at, mask=at < size).to(tl.float32)
+        tl.store(total + at, value.to(total.dtype.element_ty), mask=at < size)
 
 
 def _scale_into(out: Tensor, x: Tensor, factor: Tensor) -> None:

@@ -1,8 +1,9 @@
 """The weight's gradient, summed in float32 over chunks of tokens, in little memory.
 
-A sum in the weight's 16-bit dtype would be rounded after every chunk; a separate float32 sum takes
-twice the gradient's memory in addition. Here the gradient's own memory holds the float32 sum of its
-first half of the rows, and only the sum of the second half needs memory of its own.
+A gradient that will be added to a float32 main_grad stays the float32 sum. Of any other, a sum in
+the weight's 16-bit dtype would be rounded after every chunk; a separate float32 sum takes twice the
+gradient's memory in addition. There the gradient's own memory holds the float32 sum of its first
+half of the rows, and only the sum of the second half needs memory of its own.
 """
 
 import torch
@@ -14,12 +15,17 @@ from megacpp_mcore.kernels.linear_cross_entropy.cublaslt import TILE_128X160, pr
 class WeightGradient:
     """The sum over chunks of d_logits^T hidden.
 
-    add: one chunk's product. result: the sum in the weight's dtype, rounded once.
+    add: one chunk's product. result: the sum in the weight's dtype, rounded once, or with `wide` in
+    float32.
     """
 
-    def __init__(self, weight: Tensor, chunks: int) -> None:
-        self._result = weight.new_empty(weight.shape)
-        self._started = False
+    def __init__(self, weight: Tensor, chunks: int, wide: bool = False) -> None:
+        dtype = torch.float32 if wide else weight.dtype
+        self._result = weight.new_empty(weight.shape, dtype=dtype)
+        self._started = self._narrows = False
+        if wide:  # by halves, as it is below: cuBLAS then makes the same products
+            self._parts = list(self._result.tensor_split(2))
+            return
         if chunks == 1 or weight.dtype == torch.float32:
             self._parts = [self._result]  # one product rounds once; float32 needs no wider sum
             return
@@ -27,7 +33,7 @@ class WeightGradient:
         held = rows // 2
         inside = self._result.view(-1)[: held * columns * 2].view(torch.float32)
         outside = weight.new_empty(rows - held, columns, dtype=torch.float32)
-        self._parts = [inside.view(held, columns), outside]
+        self._parts, self._narrows = [inside.view(held, columns), outside], True
 
     def add(self, d_logits: Tensor, hidden_t: Tensor) -> None:
         """d_logits: (tokens, V). hidden_t: (h, tokens), faster if contiguous."""
@@ -42,7 +48,7 @@ class WeightGradient:
         """The gradient (V, h)."""
         if not self._started:
             return self._result.zero_()
-        if len(self._parts) == 2:
+        if self._narrows:
             inside, outside = self._parts
             _narrow(inside.view(-1), self._result.view(-1))
             self._result[inside.shape[0] :].copy_(outside)

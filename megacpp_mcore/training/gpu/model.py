@@ -16,6 +16,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 from torch import Tensor
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.layers.embedding import choose_embedding
 from megacpp_mcore.layers.hybrid_stack import MegacppStack, StackSpec
 from megacpp_mcore.layers.loss import LossError, head_losses, model_chooses_heads
 from megacpp_mcore.layers.param_gather import wait_for_param_gather
@@ -31,8 +32,9 @@ class StackSpecError(MegacppError):
 class MegacppHybridModel(HybridModel):
     """Megatron's HybridModel, whose losses are computed without full logits.
 
-    The backend of the heads is chosen when the model is built; with `megatron` the forward pass is
-    Megatron's own. Raises DispatchError and LossError as `head_losses`.
+    The backends of the embedding and of the heads are chosen when the model is built; with
+    `megatron` the heads' forward pass is Megatron's own. Raises DispatchError and LossError as
+    `choose_embedding` and `head_losses`.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -40,6 +42,7 @@ class MegacppHybridModel(HybridModel):
         with bridges.fused_accumulation_without_apex():
             super().__init__(**arguments)
         bridges.unfused_where_apex_is_needed(self)
+        choose_embedding(self)
         self.heads = head_losses(self) if self.post_process else None
 
     def forward(
