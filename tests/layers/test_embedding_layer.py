@@ -22,12 +22,11 @@ class TestDispatch:
     def reason(self, device="cuda", dtype="bfloat16", **sizes):
         return dispatch.verdicts("embedding", Workload.of(device, dtype, **sizes))["triton"]
 
-    def test_it_serves_where_it_is_named_alone(self):
-        workload = Workload.of("cuda", "bfloat16")
+    def test_a_gpu_has_the_kernels_and_a_cpu_megatrons_module(self):
         assert self.reason() is None and self.reason(dtype="float32") is None
-        assert dispatch.choose("embedding", workload).observed == "reference"
-        named = dispatch.choose("embedding", workload, {"embedding": "triton"})
-        assert named.observed == "triton"
+        for device, expected in (("cuda", "triton"), ("cpu", "reference")):
+            workload = Workload.of(device, "bfloat16")
+            assert dispatch.choose("embedding", workload).observed == expected
 
     @pytest.mark.parametrize(
         ("asked", "words"),
