@@ -105,8 +105,7 @@ class MegacppMoELayer(MoELayer):
         if self.delivered_whole:
             routing_map, dispatcher.routing_map = dispatcher.routing_map, None
             sent, dispatcher.on_gradient = getattr(dispatcher, "on_gradient", None), None
-            args = hidden_states, routing_map, probs, None, None, None, sent
-            return self.experts.routed(*args), None
+            return self.experts.routed(hidden_states, routing_map, probs, on_gradient=sent), None
         return super().routed_experts_compute(hidden_states, probs)
 
     def combine(self, output: Tensor) -> Tensor:
@@ -131,7 +130,8 @@ class MegacppMoELayer(MoELayer):
         routing = dispatcher.routing_map, dispatcher.probs
         # Nothing of this forward pass outlives its graph.
         dispatcher.routing_map = dispatcher.probs = self._readers = None
-        output = self.experts.routed(output, *routing, shared_expert_output, found.rows, found)
+        addends = shared_expert_output, None
+        output = self.experts.routed(output, *routing, *addends, found.rows, found)
         return output.view(dispatcher.hidden_shape)
 
 
