@@ -137,14 +137,15 @@ SURFACE = Surface(
             ruled_out=whatever_the_machine(_fused_kind),
             removes="where every expert is local: the permuted copies that are kept for the "
             "backward pass, the sums of the routed and the shared "
-            "expert's outputs and of the tokens' gradients, and on Hopper the pass that adds "
-            "weight gradients to main_grad",
+            "expert's outputs, of the residual and of the tokens' gradients, and on Hopper the "
+            "pass that adds weight gradients to main_grad",
             layout="tokens [t, h] and the router's map where every expert is local; else as "
             "grouped_mm's",
             dtypes="bf16, fp16, fp32; SwiGLU or squared ReLU in fp32; our own products bf16 on "
             "Hopper, torch's elsewhere", fallback=GROUPED_MM,
             tests=(*_TESTS, "tests/kernels/test_moe_routed.py", "tests/kernels/test_moe_hopper.py",
-                   "tests/layers/test_moe.py", "tests/gpu/test_moe_experts_gpu.py"),
+                   "tests/layers/test_moe.py", "tests/layers/test_moe_residual.py",
+                   "tests/gpu/test_moe_experts_gpu.py"),
             receipt=None,
             builds="megacpp_mcore.kernels.moe_experts.hopper_products:LIBRARY",
             no_receipt="what it saves is around the operator: a layer's receipt is wanted, "

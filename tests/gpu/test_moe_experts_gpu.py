@@ -9,7 +9,11 @@ from expert_checkpoints import load_from
 from megatron.core.activations import squared_relu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
+from megacpp_mcore.bench import load_for_bench
+from megacpp_mcore.bench.layer import layer_overrides
+from megacpp_mcore.bench.variants import Variant, build, in_half_precision
 from megacpp_mcore.kernels.moe_experts import hopper_products, torch_products
 from megacpp_mcore.kernels.moe_experts.activation import (
     ACTIVATIONS,
@@ -21,7 +25,7 @@ from megacpp_mcore.kernels.moe_experts.fused import Experts, experts_routed
 from megacpp_mcore.kernels.moe_experts.routing import Gathered, route, to_rows
 from megacpp_mcore.layers.experts import FusedExperts
 from megacpp_mcore.layers.parts import te_experts
-from megacpp_mcore.training.cpu.megatron_setup import single_process
+from megacpp_mcore.training.cpu.megatron_setup import quiet, single_process
 
 pytestmark = [
     pytest.mark.gpu,
@@ -247,3 +251,53 @@ def test_a_graph_routes_anew_at_every_replay(products):
             sums.append([*(v.clone() for v in values), w1.main_grad.clone(), w2.main_grad.clone()])
         for replayed, eager in zip(*sums, strict=True):
             assert torch.equal(replayed, eager)
+
+
+FULL_SIZE = [*layer_overrides("E"), "backends.moe_experts=fused_moe"]
+
+
+def test_the_residual_in_the_experts_sum_at_full_size():
+    """NAM56R's E layer: Megatron's output but for the experts' rounding, and its gradients."""
+    recipe = load_for_bench("nam56r", FULL_SIZE)
+    with quiet(), single_process(1, "cuda"):
+        model, args = build(Variant(recipe))
+        in_half_precision(model, args)
+        (layer,) = model.decoder.layers
+        residuals, routed = [], layer.mlp.experts.routed
+
+        def watched(tokens, routing_map, probs, addend, residual, *more):
+            residuals.append(residual is not None)
+            return routed(tokens, routing_map, probs, addend, residual, *more)
+
+        layer.mlp.experts.routed = watched
+        shape = args.seq_length, args.micro_batch_size, args.hidden_size
+        x, direction = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
+
+        def step(call):
+            leaf = x.clone().requires_grad_()
+            y = call(leaf)
+            y.backward(direction)
+            named = [("x", leaf), *layer.named_parameters()]
+            gradients = {name: value.grad for name, value in named}
+            for _, value in named:
+                value.grad = None
+            return y.detach(), gradients
+
+        y, found = step(layer._forward_mlp)
+        megatrons, expected = step(lambda leaf: MoETransformerLayer._forward_mlp(layer, leaf))
+        with torch.no_grad():
+            normed = layer.pre_mlp_layernorm(x)
+            experts, _ = layer.mlp(normed[0] if isinstance(normed, tuple) else normed)
+    assert residuals == [True, False, False]
+    assert (y != megatrons).any()  # they are not the same sum
+    # Half an epsilon each for the two roundings of Megatron's and the one of ours, and of the next
+    # order as much again as any of them is off.
+    half = torch.finfo(torch.bfloat16).eps / 2
+    bound = half * (1 + 4 * half) * sum(value.double().abs() for value in (experts, y, megatrons))
+    assert ((y.double() - megatrons.double()).abs() <= bound).all()
+    # The same kernels from the same inputs; where one adds with atomics, two roundings to bf16 of
+    # sums in different orders.
+    for name, gradient in expected.items():
+        distance = (found[name].double() - gradient.double()).norm()
+        assert distance <= torch.finfo(torch.bfloat16).eps * gradient.double().norm(), name
+        assert gradient.any(), name

@@ -360,7 +360,14 @@ NEEDS_A_GPU = {
 }
 
 
-@pytest.mark.parametrize("case", [*NEEDS_A_GPU, "inference-mode", "none"])
+# The same step, captured as a whole.
+INSIDE = {
+    "nothing": lambda layer: None,
+    "captured-step": _in_config("cuda_graph_impl", "full_iteration"),
+}
+
+
+@pytest.mark.parametrize("case", [*INSIDE, *NEEDS_A_GPU, "inference-mode"])
 def test_megatrons_forward_pass_gets_every_argument(machine, case):
     calls = []
 
@@ -371,12 +378,12 @@ def test_megatrons_forward_pass_gets_every_argument(machine, case):
     machine.setattr(MoETransformerLayer, "_forward_mlp", megatrons)
     with model(machine, *ONE_LAYER, WITHOUT_BIAS) as built:
         (layer,) = built.decoder.layers
-        NEEDS_A_GPU.get(case, lambda layer: None)(layer)
+        (INSIDE | NEEDS_A_GPU).get(case, lambda layer: None)(layer)
         if case == "inference-mode":
             machine.setattr(InferenceMode, "is_active", lambda: True)
         x, mask = torch.randn(5, 2, 40), torch.zeros(2, 5, dtype=torch.bool)
         y = layer._forward_mlp(x, None, mask, None)
-        assert calls == ([] if case == "none" else [(x, None, mask, None)])
+        assert calls == ([] if case in INSIDE else [(x, None, mask, None)])
         assert (y is x) == bool(calls)
 
 
