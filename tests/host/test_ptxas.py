@@ -104,10 +104,12 @@ print(len(compile_for_hopper.wrong_descriptors(kernel)))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["chosen", "Triton's own"])
-def test_products_of_tensor_cores_have_the_descriptors_that_their_ptx_has(program, tmp_path):
+def test_products_of_tensor_cores_have_the_descriptors_that_their_ptx_has(
+    program, tmp_path, variable
+):
     """The kernel that ended with an illegal address on an H200, as 12.8 and as ours assemble it."""
-    chosen = os.environ[ptxas.VARIABLE] if program == "chosen" else str(WRONG)
-    environment = os.environ | {ptxas.VARIABLE: chosen, "TRITON_CACHE_DIR": str(tmp_path)}
+    path = variable() if program == "chosen" else str(WRONG)
+    environment = os.environ | {ptxas.VARIABLE: path, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     kernels = Path(__file__).parents[1] / "kernels"
     done = subprocess.run(
