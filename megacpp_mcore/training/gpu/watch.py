@@ -21,7 +21,7 @@ from megacpp_mcore.layers.loss import keep_log_group
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.receipts.power import PowerMeter
 from megacpp_mcore.receipts.run import RunReceipt
-from megacpp_mcore.training.gpu import decisions, fused_update, memory
+from megacpp_mcore.training.gpu import decisions, fused_update, memory, zeroing
 from megacpp_mcore.training.gpu.compilations import anywhere, captured_bytes, compilations
 from megacpp_mcore.training.gpu.gather_check import GatherCheck
 from megacpp_mcore.training.gpu.loop import WatchError, wrapped
@@ -79,6 +79,8 @@ class Watch:
         check_what_was_loaded()
         if get_args().overlap_param_gather and not self.launch.yardstick:
             self._gathers = GatherCheck(built[0])
+        if not self.launch.yardstick:
+            zeroing.install(built[0], training.get_model_config(built[0][0]))
         self._memory = memory.MemoryWatch(built[0], built[1])
         backends = decisions.gather()  # and refuses ranks that differ
         if os.environ.get("RANK", "0") == "0":
