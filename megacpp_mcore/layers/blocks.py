@@ -29,7 +29,6 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import (
-    MoETransformerLayer,
     TransformerLayer,
     TransformerLayerSubmodules,
 )
@@ -47,6 +46,7 @@ from megacpp_mcore.layers.mamba3_layer import Mamba3Layer
 from megacpp_mcore.layers.mixer import MixerSubmodules
 from megacpp_mcore.layers.mla import AbsorbedMLASelfAttention, MLALayer, MLASelfAttention
 from megacpp_mcore.layers.moe import MegacppMoELayer
+from megacpp_mcore.layers.moe_block import MoEBlock
 from megacpp_mcore.layers.parts import Linears
 
 _RESIDUAL_NORM = partial(DispatchedNorm, has_residual=True)
@@ -206,4 +206,4 @@ def moe_layer(parts: StackParts) -> ModuleSpec:
         mlp=partial(MegacppMoELayer, submodules=moe),
         mlp_bda=get_bias_dropout_add,
     )
-    return ModuleSpec(module=MoETransformerLayer, submodules=submodules)
+    return ModuleSpec(module=MoEBlock, submodules=submodules)

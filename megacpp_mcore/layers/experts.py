@@ -182,18 +182,18 @@ class FusedExperts(GroupedMMExperts):
         return readers(hidden_states, size)
 
     def routed(
-        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor, addend: Tensor | None,
-        rows: Tensor | None = None, found: Readers | None = None,
-        on_gradient: Callable[[Tensor], None] | None = None,
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor,
+        addend: Tensor | None = None, residual: Tensor | None = None, rows: Tensor | None = None,
+        found: Readers | None = None, on_gradient: Callable[[Tensor], None] | None = None,
     ) -> Tensor:  # fmt: skip
-        """tokens [t, h], map and probs [t, experts] -> [t, h], the experts' sum plus addend.
+        """tokens [t, h], map and probs [t, experts] -> [t, h], the experts' sum plus addends.
 
-        found: the tokens' readers; rows: found.rows, an argument so that recomputation sees it.
-        on_gradient: as of experts_routed.
+        addend, residual, on_gradient: as of experts_routed. found: the tokens' readers; rows:
+        found.rows. Recomputation sees only tensors that are positional arguments of their own.
         """
         topk = self.config.moe_router_topk
         return experts_routed(
-            hidden_states, routing_map, probs, self._experts(), topk, addend, rows, found,
+            hidden_states, routing_map, probs, self._experts(), topk, addend, residual, rows, found,
             on_gradient,
         )  # fmt: skip
 

@@ -46,6 +46,7 @@ class MegacppMoELayer(MoELayer):
         self._readers: Readers | None = None
         self._tokens: Tensor | None = None
         self._shared: Tensor | None = None
+        self._residual: Tensor | None = None
         if self.routed_inside or self.delivered_whole:
             self.experts.take_tokens()
 
@@ -69,6 +70,30 @@ class MegacppMoELayer(MoELayer):
                 pg_collection=groups,
                 **ours,
             )
+
+    @property
+    def takes_residual(self) -> bool:
+        """Whether `forward` can add one: the sum is made here, and no second time."""
+        return self.routed_inside and not self.moe_layer_recompute
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        intermediate_tensors: tuple | None = None,
+        padding_mask: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As Megatron's. residual [s, b, h], where `takes_residual`: added in the experts' sum.
+
+        Raises MoELayerError for a residual that would not be.
+        """
+        if residual is not None and not (self.takes_residual and intermediate_tensors is None):
+            raise MoELayerError("this pass of the MoE layer adds no residual; add it to its output")
+        self._residual = residual
+        try:
+            return super().forward(hidden_states, intermediate_tensors, padding_mask)
+        finally:
+            self._residual = None
 
     def shared_experts_compute(self, hidden_states: Tensor) -> Tensor | None:
         """The first of the steps of a forward pass; where `combine` computes it, None."""
@@ -105,8 +130,7 @@ class MegacppMoELayer(MoELayer):
         if self.delivered_whole:
             routing_map, dispatcher.routing_map = dispatcher.routing_map, None
             sent, dispatcher.on_gradient = getattr(dispatcher, "on_gradient", None), None
-            args = hidden_states, routing_map, probs, None, None, None, sent
-            return self.experts.routed(*args), None
+            return self.experts.routed(hidden_states, routing_map, probs, on_gradient=sent), None
         return super().routed_experts_compute(hidden_states, probs)
 
     def combine(self, output: Tensor) -> Tensor:
@@ -120,18 +144,20 @@ class MegacppMoELayer(MoELayer):
         return self.token_dispatcher.end_combine(*begun)
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-        """The sum of the experts and the shared expert, [s, b, h]."""
+        """The sum of the experts, the shared expert and the residual, [s, b, h]."""
         if not self.routed_inside:
             if self.delivered_whole:
                 shared_expert_output, self._shared = self._shared, None
             return super().postprocess(output, shared_expert_output)
         dispatcher, found = self.token_dispatcher, self._readers
-        if shared_expert_output is not None:
-            shared_expert_output = shared_expert_output.view_as(output)
+        addends = (
+            None if x is None else x.reshape(output.shape)
+            for x in (shared_expert_output, self._residual)
+        )  # fmt: skip
         routing = dispatcher.routing_map, dispatcher.probs
         # Nothing of this forward pass outlives its graph.
         dispatcher.routing_map = dispatcher.probs = self._readers = None
-        output = self.experts.routed(output, *routing, shared_expert_output, found.rows, found)
+        output = self.experts.routed(output, *routing, *addends, found.rows, found)
         return output.view(dispatcher.hidden_shape)
 
 

@@ -161,7 +161,8 @@ def experts(activation: str) -> None:
     chosen = probs >= probs.topk(topk).values[:, -1:]
     weights = Experts(w1, w2, products=products, activation=activation)
     with as_on_a_gpu():
-        experts_routed(x, chosen, probs, weights, topk, torch.zeros_like(x)).sum().backward()
+        addends = torch.zeros_like(x), torch.zeros_like(x)
+        experts_routed(x, chosen, probs, weights, topk, *addends).sum().backward()
 
 
 def update(dtype: torch.dtype | None) -> None:

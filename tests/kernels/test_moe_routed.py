@@ -15,9 +15,9 @@ from megacpp_mcore.kernels.moe_experts.fused import (
     experts_sorted,
 )
 from megacpp_mcore.kernels.moe_experts.readers import readers
-from megacpp_mcore.kernels.moe_experts.routing import allocated, route
+from megacpp_mcore.kernels.moe_experts.routing import allocated, route, to_tokens
 
-NAMES = ("x", "probs", "w1", "w2", "addend")
+NAMES = ("x", "probs", "w1", "w2", "addend", "residual")
 
 
 def padded(align):
@@ -44,6 +44,7 @@ def draw(
         "x": torch.randn(tokens, h), "probs": torch.rand(tokens, experts) * chosen,
         "w1": torch.randn(experts, (2 if activation == SWIGLU else 1) * f, h) * h**-0.5,
         "w2": torch.randn(experts, h, f) * f**-0.5, "addend": torch.randn(tokens, h),
+        "residual": torch.randn(tokens, h),
     }  # fmt: skip
     leaves = {n: v if n == "probs" else v.to(dtype) for n, v in values.items()}
     direction = torch.randn(tokens, h).to(dtype)
@@ -53,7 +54,7 @@ def draw(
 def definition(leaves, chosen, direction, activation=SWIGLU):
     """Each expert on its tokens, and the sum, in float64: output and gradients."""
     wide = {n: v.detach().double().requires_grad_() for n, v in leaves.items()}
-    y = wide["addend"]
+    y = wide["addend"] + wide["residual"]
     for expert in range(chosen.shape[1]):
         t = chosen[:, expert].nonzero().flatten()
         h = wide["x"][t] @ wide["w1"][expert].t()
@@ -70,8 +71,8 @@ def definition(leaves, chosen, direction, activation=SWIGLU):
 
 def run(leaves, chosen, direction, topk, products=torch_products, activation=SWIGLU):
     experts = Experts(leaves["w1"], leaves["w2"], products=products, activation=activation)
-    x, probs, addend = (leaves[n] for n in ("x", "probs", "addend"))
-    y = experts_routed(x, chosen, probs, experts, topk, addend)
+    x, probs, addend, residual = (leaves[n] for n in ("x", "probs", "addend", "residual"))
+    y = experts_routed(x, chosen, probs, experts, topk, addend, residual)
     y.backward(direction)
     found = {"y": y.detach()} | {n: v.grad for n, v in leaves.items()}
     for value in leaves.values():
@@ -132,7 +133,7 @@ def test_in_bfloat16_with_float32_probabilities():
 def test_inputs_of_any_strides():
     leaves, chosen, direction = draw(33, 5, 2)
     expected = definition(leaves, chosen, direction)
-    for name in ("x", "probs", "addend"):
+    for name in ("x", "probs", "addend", "residual"):
         leaves[name] = strided(leaves[name].detach()).requires_grad_()
     wide = torch.ones(33, 10, dtype=torch.bool)
     wide[:, ::2] = chosen
@@ -172,8 +173,8 @@ def test_readers_get_the_sum_of_all_gradients():
         x = leaves["x"].detach().requires_grad_()
         found = readers_of(x)
         experts = Experts(leaves["w1"].detach(), leaves["w2"].detach())
-        more = (found.rows, found) if found else ()
-        y = experts_routed(x, chosen, leaves["probs"], experts, 2, None, *more)
+        more = {"rows": found.rows, "readers": found} if found else {}
+        y = experts_routed(x, chosen, leaves["probs"], experts, 2, **more)
         total = (y * direction).sum()
         total = total + ((found.router if found else x) * router).sum()
         total = total + ((found.shared if found else x) * shared).sum()
@@ -221,7 +222,42 @@ def test_frozen_weights_and_tokens_get_no_gradient():
     for name in ("x", "w1", "addend"):
         leaves[name].requires_grad_(False)
     found = run(leaves, chosen, direction, 2)
-    assert [name for name in NAMES if found[name] is not None] == ["probs", "w2"]
+    assert [name for name in NAMES if found[name] is not None] == ["probs", "w2", "residual"]
+
+
+@pytest.mark.parametrize("added", [(), ("addend",), ("residual",), ("addend", "residual")])
+def test_each_addend_is_added_once_and_its_gradient_is_the_outputs(added):
+    """The sum of what there is in float32, rounded once; gradients without a copy.
+
+    In float16: Triton's interpreter cuts a value off where it should round it to bfloat16.
+    """
+    leaves, chosen, direction = draw(21, 5, 2, dtype=torch.float16)
+    routing = route(chosen, leaves["probs"].detach(), 2)
+    rows = torch.randn(routing.size, 16).half()
+    places = {name: leaves[name].detach() for name in added}
+    terms = [rows[routing.rows[:, k].long()] for k in range(2)] + list(places.values())
+    once = sum(term.float() for term in terms).half()
+    found = to_tokens(rows, routing, places.get("addend"), places.get("residual"))
+    assert torch.equal(found, once)
+    if added:  # of several roundings the test would say so
+        assert not torch.equal(found, sum(terms[1:], terms[0]))
+
+    seen = {}
+    given = {name: leaves[name] * 1 for name in added}
+    for name, value in given.items():
+        value.register_hook(lambda gradient, name=name: seen.update({name: gradient.data_ptr()}))
+    weights = Experts(leaves["w1"], leaves["w2"])
+    y = experts_routed(leaves["x"], chosen, leaves["probs"], weights, 2, **given)
+    y.backward(direction)
+    assert seen == dict.fromkeys(added, direction.data_ptr())
+    assert all(torch.equal(leaves[name].grad, direction) for name in added)
+
+
+def test_a_third_addend_is_refused():
+    leaves, chosen, _ = draw(5, 3, 2)
+    routing = route(chosen, leaves["probs"].detach(), 2)
+    with pytest.raises(TypeError):
+        to_tokens(torch.zeros(routing.size, 16), routing, *[torch.zeros(5, 16)] * 3)
 
 
 def test_hoppers_products_say_why_they_do_not_serve(monkeypatch):

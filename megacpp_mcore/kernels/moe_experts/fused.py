@@ -46,14 +46,15 @@ class Experts(NamedTuple):
 @torch.compiler.disable
 def experts_routed(
     x: Tensor, routing_map: Tensor, probs: Tensor, weights: Experts, topk: int,
-    addend: Tensor | None = None, rows: Tensor | None = None, readers: Readers | None = None,
-    on_gradient: Callable[[Tensor], None] | None = None,
+    addend: Tensor | None = None, residual: Tensor | None = None, rows: Tensor | None = None,
+    readers: Readers | None = None, on_gradient: Callable[[Tensor], None] | None = None,
 ) -> Tensor:  # fmt: skip
     """The experts of every token, with the router's weights, and the sum: (tokens, h).
 
     x (tokens, h). routing_map (tokens, E), bool, at most topk a token. probs (tokens, E). addend
-    (tokens, h): added to the sum before it is rounded, such as the shared expert's output. readers:
-    of x, whose gradient goes there by way of rows, readers.rows; x itself then gets none.
+    and residual (tokens, h): added to the sum before it is rounded, such as the shared expert's
+    output and the layer's input; the gradient of each is the output's. readers: of x, whose
+    gradient goes there by way of rows, readers.rows; x itself then gets none.
     on_gradient: called in the backward pass with x's gradient before that of w1 is computed: an
     exchange between ranks can begin. Runs on CUDA, and on a CPU in Triton's interpreter. The host
     never waits for the device.
@@ -62,7 +63,7 @@ def experts_routed(
         x = x.detach()
     w1, w2 = weights.w1, weights.w2
     settings = routing_map, topk, weights, readers, on_gradient
-    return _Routed.apply(x, rows, probs, w1, w2, addend, *settings)
+    return _Routed.apply(x, rows, probs, w1, w2, addend, residual, *settings)
 
 
 @torch.compiler.disable
@@ -78,13 +79,14 @@ def experts_sorted(x: Tensor, counts: Tensor, probs: Tensor, weights: Experts) -
 class _Routed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x, rows, probs, w1, w2, addend, routing_map, topk, weights, readers, on_gradient
-    ):
+        ctx, x, rows, probs, w1, w2, addend, residual, routing_map, topk, weights, readers,
+        on_gradient,
+    ):  # fmt: skip
         products = weights.products
         routing = route(routing_map, probs, topk, products.ALIGN)
         h = products.forward(Gathered(x, routing), w1, routing.ends)
         a = activate(h, routing.row_probs, routing.ends, weights.activation)
-        out = to_tokens(products.forward(a, w2, routing.ends), routing, addend)
+        out = to_tokens(products.forward(a, w2, routing.ends), routing, addend, residual)
         ctx.save_for_backward(
             x, h, w1, w2, routing.routing_map, routing.rows, routing.token, routing.row_probs,
             routing.ends,
@@ -109,7 +111,7 @@ class _Routed(torch.autograd.Function):
             ctx.on_gradient(dx)
         dw1 = _weight_gradient(ctx, 3, dh, tokens, routing.ends)
         del tokens, needed_later
-        found = dx, d_rows, d_probs, dw1, dw2, d_out, None, None, None, None, None
+        found = dx, d_rows, d_probs, dw1, dw2, d_out, d_out, None, None, None, None, None
         wanted = zip(found, ctx.needs_input_grad, strict=True)
         return tuple(gradient if needed else None for gradient, needed in wanted)
 

@@ -127,11 +127,13 @@ def to_rows(x: Tensor, routing: Routing) -> Tensor:
     return out
 
 
-def to_tokens(y: Tensor, routing: Routing, *addends: Tensor | None) -> Tensor:
-    """(R, h) -> (tokens, h): the sum of each token's rows, plus up to two addends (tokens, h)."""
+def to_tokens(
+    y: Tensor, routing: Routing, one: Tensor | None = None, other: Tensor | None = None
+) -> Tensor:
+    """(R, h) -> (tokens, h): the sum of each token's rows, plus two addends (tokens, h)."""
     tokens, width = routing.rows.shape[0], y.shape[1]
     out = y.new_empty(tokens, width)
-    one, other = ([x.contiguous() for x in addends if x is not None] + [None, None])[:2]
+    one, other = (None if x is None else x.contiguous() for x in (one, other))
     if tokens:
         triton_kernels.combine[(tokens,)](
             y, routing.rows, out, one, other, width, TOPK=routing.topk, HAS_ONE=one is not None,
