@@ -120,6 +120,7 @@ SLOW_FILES = (
     "tests/kernels/test_rope_qk.py",
     "tests/layers/test_loss.py",
     "tests/layers/test_moe.py",
+    "tests/layers/test_moe_whole.py",
     "tests/layers/test_recompute.py",
     "tests/layers/test_stack.py",
     "tests/patching/test_patch_at_once.py",

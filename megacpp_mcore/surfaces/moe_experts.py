@@ -144,7 +144,8 @@ SURFACE = Surface(
             dtypes="bf16, fp16, fp32; SwiGLU or squared ReLU in fp32; our own products bf16 on "
             "Hopper, torch's elsewhere", fallback=GROUPED_MM,
             tests=(*_TESTS, "tests/kernels/test_moe_routed.py", "tests/kernels/test_moe_hopper.py",
-                   "tests/layers/test_moe.py", "tests/gpu/test_moe_experts_gpu.py"),
+                   "tests/layers/test_moe.py", "tests/layers/test_moe_whole.py",
+                   "tests/gpu/test_moe_experts_gpu.py"),
             receipt=None,
             builds="megacpp_mcore.kernels.moe_experts.hopper_products:LIBRARY",
             no_receipt="what it saves is around the operator: a layer's receipt is wanted, "
