@@ -642,15 +642,50 @@ def test_a_step_that_compiles_is_booked_as_compile(watched, tmp_path, monkeypatc
     assert seconds["step"] * 1000 < series[2] + 1
 
 
-def test_the_receipt_says_what_gradient_accumulation_fusion_is_of(watched):
-    from megatron.training import get_args
-
+def test_the_receipt_says_whose_weight_gradients_are_added_where_they_are_computed(
+    watched, request
+):
     watch, loop = watched
-    get_args().gradient_accumulation_fusion = True
+    request.addfinalizer(dispatch.forget)
     with watch.installed():
+        dispatch.record(dispatch.Decision("embedding", "auto", "triton", "a test's", "no:where"))
         loop.run()
     notes = watch.write("complete")["notes"]
-    assert len([note for note in notes if note.startswith("gradient_accumulation_fusion is")]) == 1
+    assert sum("gradients of the embedding are added to the main gradient" in n for n in notes) == 1
+
+
+ALL = "norm triton, linear te, moe_products hopper, linear_cross_entropy chunked, embedding triton"
+ADDED = {
+    # (gradient_accumulation_fusion, what served, the yardstick) -> who adds
+    "all": (True, ALL, False, "Transformer Engine's modules, of the experts, of the head and of "
+            "the embedding are"),
+    "key off": (False, ALL, False, "the head and of the embedding are"),
+    "torch's products": (True, "linear te, moe_products torch", False,
+                         "Transformer Engine's modules are"),
+    "one of a pipeline's ranks": (True, "linear te, embedding reference, embedding triton", False,
+                                  "Transformer Engine's modules and of the embedding are"),
+    "Megatron's head and linears": (True, "linear reference, linear_cross_entropy megatron, "
+                                    "embedding triton", False, "the embedding are"),
+    "yardstick": (True, "core_attention flash_4", True, "Transformer Engine's modules are"),
+    "none": (False, "linear te, linear_cross_entropy liger, embedding reference", False, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_who_adds_weight_gradients_is_of_the_backends_that_served(name):
+    from megacpp_mcore.surfaces.registry import REGISTRY
+    from megacpp_mcore.training.gpu.receipt import _ALWAYS, _WITH_THE_KEY, who_adds_weight_gradients
+
+    for surface, backend in (_WITH_THE_KEY | _ALWAYS).keys() - {("moe_products", "hopper")}:
+        assert backend in {known.name for known in REGISTRY[surface].backends}
+    fused, served, yardstick, expected = ADDED[name]
+    pairs = (pair.split() for pair in served.split(", "))
+    backends = [{"surface": surface, "observed": observed} for surface, observed in pairs]
+    note = who_adds_weight_gradients(fused, backends, yardstick)
+    if expected is None:
+        assert note is None
+    else:
+        assert note.startswith(f"weight gradients of {expected} added to the main gradient ")
 
 
 @pytest.mark.parametrize("column, value", [("loss", math.nan), ("norm", math.inf)])
