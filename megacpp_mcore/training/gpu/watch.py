@@ -239,10 +239,8 @@ class Watch:
         stats, (_, total) = torch.cuda.memory_stats(), torch.cuda.mem_get_info()
         if self._memory is None:
             return memory.unfinished_report(stats, total, get_args().rank)
-        report = memory.report(self._memory.measure(), stats, total, get_args().rank)
-        if get_args().cuda_graph_impl == "none":
-            return report
-        return f"{report}\n  {captured_bytes() / 2**30:.2f} GiB of it are pools of CUDA graphs"
+        captured = None if get_args().cuda_graph_impl == "none" else captured_bytes()
+        return memory.report(self._memory.measure(), stats, total, get_args().rank, captured)
 
     def write(self, status: str, reason: str | None = None) -> dict[str, Any] | None:
         """Write the receipt as it stands, on the rank that keeps it."""
