@@ -127,12 +127,15 @@ def test_mamba_ssms_module_in_the_layers_place(words, mamba3, tmp_path, monkeypa
         return forward(self, u, **options)
 
     monkeypatch.setattr(mamba3.Mamba3, "forward", counted)
+    own = []
+    monkeypatch.setattr(upstream, "own_candidates", own.append)
     against = ["upstream", OTHER if words != MIMO else "mamba3_scan=reference"]
     status, receipt = bench(tmp_path / "m.json", "M", *words, "--against", *against)
     assert status == 0 and receipt["baseline"] == "upstream"
     errors = {row["backend"]: (row["error"], row["tolerance"]) for row in receipt["rows"]}
     assert errors.keys() == {"recipe", *against} and errors["upstream"] == (None, None)
     assert all(0 < errors[name][0] <= errors[name][1] < 1e-4 for name in ("recipe", against[1]))
+    assert len(own) == len(calls)  # before each
     assert set(calls) == {(1, 64, 32) if words == PACKED else (2, 32, 32)}
     entry = of_upstream(receipt)
     assert entry["implementation"] == "mamba_ssm.modules.mamba3:Mamba3"
