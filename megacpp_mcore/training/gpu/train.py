@@ -71,6 +71,7 @@ def _train(launch: Launch) -> None:
         compile_all(launch.recipe)  # the launcher has, where there is one
     bridges.before_megatron()
     bridges.dataset_helper()
+    bridges.shift_documents_on_the_device()
     from megacpp_mcore.training.data.blend import check_data
 
     check_data(launch.recipe)
