@@ -41,3 +41,11 @@ def check_shared(rank: int, folder: str) -> None:
                 assert found.padded.tolist() == here.padded.tolist()
     over = packed._host_group(group)
     assert over is group  # gloo already
+
+
+def check_work(rank: int, folder: str) -> None:
+    """Each rank has other documents; both have the sum."""
+    packed.parallel_state.get_data_parallel_group = lambda: dist.group.WORLD
+    work = packed.Work()
+    work.add(documents_of(sample_of([[[LENGTH], [4, LENGTH - 4]][rank]])))
+    assert work.consumed(None, {}) == (2.0 * LENGTH, LENGTH**2 + 16.0 + (LENGTH - 4) ** 2)

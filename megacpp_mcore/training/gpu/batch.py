@@ -16,11 +16,10 @@ from megatron.core.utils import (
     get_model_config,
 )
 from megatron.training import get_args, get_timers
-from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
 from megacpp_mcore.training.cpu.step import loss_func
-from megacpp_mcore.training.gpu.packed import Documents, documents_of, shared
+from megacpp_mcore.training.gpu.packed import WORK, Documents, documents_of, shared
 
 Batch = dict[str, torch.Tensor | Documents | None]
 _ROWS = ("tokens", "labels", "loss_mask", "position_ids")
@@ -102,8 +101,7 @@ def packed_documents(batch: Batch) -> PackedSeqParams | None:
     documents = batch["documents"]
     if documents is None:
         return None
-    # Megatron counts attention's work by document
-    update_seqlen_stats_from_cu_seqlens(documents.offsets)
+    WORK.add(documents)  # Megatron counts attention's work by document
     return documents.params(tokens_per_sample=get_args().seq_length)
 
 

@@ -4,12 +4,13 @@ Megatron's functions of the same purpose read the offsets back from the GPU, whi
 the host in every micro batch. The results are the same.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
@@ -21,13 +22,15 @@ class Documents:
     """Documents in the rows of a micro batch, laid end to end.
 
     offsets: (documents + 1,) int32, from 0. padded: the same with the padding behind each, or None.
-    longest: tokens of the longest document. total: where the last one ends, with its padding.
+    longest: tokens of the longest document. total: where the last one ends, with its padding. work:
+    the sums of the documents' lengths and of their squares.
     """
 
     offsets: Tensor
     padded: Tensor | None
     longest: int
     total: int
+    work: tuple[float, float]
 
     def to(self, device: Any) -> "Documents":
         """Their offsets on a device. On a GPU neither host nor device waits for the copy."""
@@ -58,7 +61,12 @@ def documents_of(sample: Mapping[str, Tensor]) -> Documents:
     offsets = _end_to_end(offsets, length)
     padded = None if padded is None else _end_to_end(padded, length)
     last = (offsets if padded is None else padded)[-1]
-    return Documents(offsets, padded, int(sample["max_seqlen"].max()), int(last))
+    return Documents(offsets, padded, int(sample["max_seqlen"].max()), int(last), _work_of(offsets))
+
+
+def _work_of(offsets: Tensor) -> tuple[float, float]:
+    lengths = offsets.diff().double()
+    return lengths.sum().item(), lengths.square().sum().item()
 
 
 def _end_to_end(rows: Tensor, length: int) -> Tensor:
@@ -98,7 +106,8 @@ def shared(documents: Documents | None, group: dist.ProcessGroup) -> Documents:
         parts = [documents.offsets, *([documents.padded] if padded >= 0 else [])]
         torch.cat(parts, out=bounds)
     dist.broadcast(bounds, first, group=over)
-    return Documents(bounds[:count], bounds[count:] if padded >= 0 else None, longest, total)
+    offsets, behind = bounds[:count], bounds[count:] if padded >= 0 else None
+    return Documents(offsets, behind, longest, total, _work_of(offsets))
 
 
 def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -109,6 +118,33 @@ def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(group)
         _HOST_GROUPS[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return _HOST_GROUPS[group]
+
+
+class Work:
+    """What Megatron calls seqlen_stats: of the documents since it last asked, over all ranks."""
+
+    def __init__(self) -> None:
+        self._sums = torch.zeros(2, dtype=torch.float64)
+        self._counted = False
+
+    def add(self, documents: Documents) -> None:
+        self._sums += torch.tensor(documents.work, dtype=torch.float64)
+        self._counted = True
+
+    def consumed(self, call: Callable, given: dict[str, Any]) -> tuple[float | None, float | None]:
+        """Megatron's consume_seqlen_stats_in_iteration: the sums of every data-parallel rank, from
+        host to host; Nones without packed documents."""
+        if not self._counted:
+            return call()
+        found, self._sums, self._counted = self._sums, torch.zeros_like(self._sums), False
+        group = parallel_state.get_data_parallel_group()
+        if group.size() > 1:
+            dist.all_reduce(found, group=_host_group(group))
+        total, squares = found.tolist()
+        return total, squares
+
+
+WORK = Work()
 
 
 def _sent(tensor: Tensor, device: Any) -> Tensor:
