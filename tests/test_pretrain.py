@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+from late_gpu import LateGpu
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megacpp_mcore import dispatch, receipts
@@ -573,15 +574,134 @@ def test_the_receipt_is_gathered_inside_the_loop(watched, tmp_path):
     assert all(seconds[part] > 0 for part in ("compile", "step", "data", "checkpoint"))
 
 
-def test_the_clock_of_a_step_stops_when_the_device_is_done(watched, monkeypatch):
-    """Work on a GPU goes on after train_step has returned."""
+def watched_on(watch, monkeypatch) -> LateGpu:
+    device = LateGpu()
+    monkeypatch.setattr(watch, "_device", device)
+    return device
+
+
+def test_the_clock_of_a_step_is_the_devices(watched, monkeypatch):
+    """Work on a GPU goes on after train_step has returned: the host waits in the step's span."""
     watch, loop = watched
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(0.05))
+    watch.goodput = only_waits_take_time(watched_on(watch, monkeypatch))
     with watch.installed():
         loop.run()
     receipt = watch.write("complete")
-    assert min(receipt["series"]["ms"]) >= 50
-    assert receipt["goodput"]["seconds"]["step"] >= 0.1  # of the two warm ones
+    assert receipt["series"]["ms"] == [100.0] * 3  # of LateGpu
+    assert receipt["result"]["first_step_ms"] == 100
+    seconds = {name: spent for name, spent in receipt["goodput"]["seconds"].items() if spent}
+    assert seconds == {"compile": 2.0, "step": 4.0}  # a cold step and two warm ones
+
+
+def only_waits_take_time(device: LateGpu) -> Goodput:
+    """A ledger whose clock goes on by two seconds when the host waits for the device."""
+    now = [0]
+
+    def later() -> None:
+        now[0] += 2 * 10**9
+
+    device.on_wait = later
+    return Goodput(clock=lambda: now[0])
+
+
+def said_by(watch, loop, device, monkeypatch) -> list[str]:
+    """What happens, in order: steps, waits for the device, a save and evaluations."""
+    said = []
+    step, save = loop.train_step, loop.save_checkpoint_and_time
+    evaluate = loop.evaluate_and_print_results
+
+    def steps(iterator, model, optimizer, iteration=None):
+        said.append(f"step {iteration + 1}")
+        return step(iterator, model, optimizer, iteration=iteration)
+
+    def saves(iteration, model):
+        said.append(f"save {iteration}")
+        return save(iteration, model)
+
+    def evaluates(prefix, forward_step, iteration):
+        said.append("evaluation")
+        return evaluate(prefix, forward_step, iteration)
+
+    monkeypatch.setattr(loop.training, "train_step", steps)
+    monkeypatch.setattr(loop.training, "save_checkpoint_and_time", saves)
+    monkeypatch.setattr(loop.training, "evaluate_and_print_results", evaluates)
+    device.on_wait = lambda: said.append(f"wait {1 + sum(w.startswith('wait') for w in said)}")
+    return said
+
+
+def test_a_step_is_read_when_the_next_one_is_under_way(watched, monkeypatch):
+    """And all are before a save; the first one is at once, as it compiles."""
+    from megatron.training import get_args
+
+    watch, loop = watched
+    get_args().train_iters, loop.steps = 9, 4
+    said = said_by(watch, loop, watched_on(watch, monkeypatch), monkeypatch)
+    with watch.installed():
+        loop.run()
+    early = ["step 1", "wait 1", "step 2", "step 3", "wait 2", "step 4", "wait 3"]
+    assert said == [*early, "wait 4", "save 4", "evaluation", "evaluation"]
+    series = watch.write("complete")["series"]
+    assert series["step"] == [1, 2, 3, 4] and series["loss"] == [9.0, 8.0, 7.0, 6.0]
+
+
+def test_the_last_step_is_read_at_once(watched, monkeypatch):
+    from megatron.training import get_args
+
+    watch, loop = watched
+    get_args().train_iters = 2
+    said = said_by(watch, loop, watched_on(watch, monkeypatch), monkeypatch)
+    with watch.installed():
+        model, optimizer, _ = loop.training.setup_model_and_optimizer(None)
+        for iteration in range(2):
+            loop.training.train_step(None, model, optimizer, iteration=iteration)
+    assert said == ["step 1", "wait 1", "step 2", "wait 2"] and watch.iteration == 2
+
+
+def test_an_evaluation_waits_for_the_steps_before_it(watched, monkeypatch):
+    from megatron.training import get_args
+
+    watch, loop = watched
+    get_args().train_iters = 9
+    said = said_by(watch, loop, watched_on(watch, monkeypatch), monkeypatch)
+    with watch.installed():
+        model, optimizer, _ = loop.training.setup_model_and_optimizer(None)
+        for iteration in range(2):
+            loop.training.train_step(None, model, optimizer, iteration=iteration)
+        loop.training.evaluate_and_print_results("iteration 2", None, 2)
+    assert said == ["step 1", "wait 1", "step 2", "wait 2", "evaluation"]
+
+
+def test_a_wait_for_the_gpu_is_named_in_the_heartbeat(watched, monkeypatch):
+    watch, loop = watched
+    said = []
+    monkeypatch.setattr(watch, "_heartbeat", SimpleNamespace(beat=said.append, note=said.append))
+    watched_on(watch, monkeypatch)
+    with watch.installed():
+        model, optimizer, _ = loop.training.setup_model_and_optimizer(None)
+        loop.training.train_step(None, model, optimizer, iteration=0)
+    assert said == ["in step 1", "waiting for step 1 on the GPU", "in step 1"]
+
+
+def test_a_steps_power_is_of_the_time_since_the_step_before_was_read(watched, monkeypatch):
+    from megatron.training import get_args
+
+    from megacpp_mcore.receipts.power import Reading
+    from megacpp_mcore.training.gpu import watch as module
+
+    watch, loop = watched
+    get_args().train_iters, loop.steps = 9, 3
+    joules, now = itertools.count(0, 100), [0.0]
+    meter = SimpleNamespace(read=lambda: Reading(next(joules), None), limit_w=lambda: 700.0)
+    monkeypatch.setattr(module, "PowerMeter", lambda: meter)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now.append(now[-1] + 0.5) or now[-1])
+    watched_on(watch, monkeypatch)
+    with watch.installed():
+        loop.run()
+    receipt = watch.write("complete")
+    assert receipt["series"]["power_w"] == [200.0] * 3  # 100 J in half a second
+    assert receipt["result"]["power_limit_w"] == 700
+    # before steps 1 and 2, where nothing is unread, and at the end of each of the three
+    assert next(joules) == 500
 
 
 def test_the_wait_for_data_is_data_whoever_reads(watched, monkeypatch):
@@ -620,15 +740,28 @@ def test_the_wait_for_data_is_data_whoever_reads(watched, monkeypatch):
 
 
 def test_a_step_in_which_another_rank_compiled_is_booked_as_compile(watched, monkeypatch):
-    from megacpp_mcore.training.gpu import watch as module
+    """Known when the step's span has ended; the wait for it is charged so, too."""
+    from megatron.training import get_args
+
+    from megacpp_mcore.training.gpu import readback
 
     watch, loop = watched
+    get_args().train_iters = 9
     asked = []
-    monkeypatch.setattr(module, "anywhere", lambda here: asked.append(here) or len(asked) == 2)
+
+    def on_any_rank(flags):
+        asked.append(bool(flags[0]))
+        return flags if len(asked) != 2 else torch.tensor([1.0, 0.0, 0.0])
+
+    monkeypatch.setattr(readback, "on_any_rank", on_any_rank)
+    watch.goodput = only_waits_take_time(watched_on(watch, monkeypatch))
     with watch.installed():
         loop.run()
     assert asked == [True, False, False]
-    assert watch.write("complete")["series_info"]["cold_steps"] == [1, 2]
+    receipt = watch.write("complete")
+    assert receipt["series_info"]["cold_steps"] == [1, 2]
+    assert receipt["goodput"]["seconds"]["compile"] == 4.0
+    assert receipt["goodput"]["seconds"]["step"] == 2.0
 
 
 def test_a_step_that_compiles_is_booked_as_compile(watched, tmp_path, monkeypatch):
@@ -693,13 +826,22 @@ def test_who_adds_weight_gradients_is_of_the_backends_that_served(name):
 
 
 @pytest.mark.parametrize("column, value", [("loss", math.nan), ("norm", math.inf)])
-def test_a_step_that_is_not_finite_ends_the_run_before_a_checkpoint(watched, column, value):
+@pytest.mark.parametrize("saved_after", [2, 3, 5])
+def test_a_step_that_is_not_finite_ends_the_run_before_a_checkpoint(
+    watched, monkeypatch, column, value, saved_after
+):
+    """Step 2, with a save right after it, after the next one, or later."""
+    from megatron.training import get_args
+
     from megacpp_mcore.training.gpu.watch import NotFiniteError
 
     watch, loop = watched
-    step, saved = loop.train_step, []
+    get_args().train_iters, loop.steps = 9, saved_after
+    watched_on(watch, monkeypatch)
+    step, started, saved = loop.train_step, [], []
 
     def broken(forward_step, model, optimizer, iteration=None):
+        started.append(iteration + 1)
         done = list(step(forward_step, model, optimizer, iteration=iteration))
         if iteration == 1 and column == "loss":
             done[0] = {"lm loss": torch.tensor(value)}
@@ -711,7 +853,21 @@ def test_a_step_that_is_not_finite_ends_the_run_before_a_checkpoint(watched, col
     loop.training.save_checkpoint_and_time = lambda iteration, model: saved.append(iteration)
     with pytest.raises(NotFiniteError, match=f"^step 2: .* is {value}"), watch.installed():
         loop.run()
-    assert not saved
+    assert not saved and watch.iteration == 2
+    assert started == [1, 2, 3][: saved_after if saved_after < 3 else 3]
+    watch.drain()  # the step after it is forgotten
+    assert watch.write("failed", "not finite")["series"]["step"] == [1]
+
+
+def test_a_signalled_run_of_one_rank_ends_after_its_step(watched, monkeypatch):
+    from megatron.training import global_vars, training
+
+    watch, _ = watched
+    handler = global_vars.get_signal_handler()
+    with watch.installed():
+        assert training.get_signal_handler().signals_received() == [False]
+        monkeypatch.setattr(handler, "_signal_received", True)
+        assert training.get_signal_handler().signals_received() == [True]
 
 
 def test_a_step_that_megatron_ends_to_run_it_again_elsewhere_is_no_step(watched, monkeypatch):
@@ -734,12 +890,15 @@ def test_a_step_that_megatron_ends_to_run_it_again_elsewhere_is_no_step(watched,
     assert watch.write("failed", "16")["series"]["step"] == [1, 2]
 
 
-def test_a_loop_that_breaks_leaves_a_receipt_that_says_so(watched, tmp_path):
+def test_a_loop_that_breaks_leaves_a_receipt_that_says_so(watched, tmp_path, monkeypatch):
     from megacpp_mcore.training.gpu.train import _record_end
 
     watch, loop = watched
+    device = watched_on(watch, monkeypatch)
     with pytest.raises(RuntimeError) as caught, watch.installed():
         loop.run(stop_at=2)
+    device.finish()  # the second step; no reading may wait for a GPU that has failed
+    device.on_wait = pytest.fail
     _record_end(watch, caught.value)
     result = receipts.read(tmp_path / "out" / "receipt.json")["result"]
     assert result["status"] == "failed" and result["steps"] == 2
