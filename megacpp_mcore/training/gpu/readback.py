@@ -94,8 +94,9 @@ class Sent:
         self, device: OnGpu | OnHost, started: Any, losses: Mapping[str, Tensor],
         norm: Tensor | float | None, *, compiled: bool, signalled: bool,
     ) -> None:  # fmt: skip
-        """A collective of all ranks, enqueued and not waited for. started: a mark, such as
-        `ended` of the step before. losses: reduced over the ranks that have them; the step's work ends with this call."""
+        """A collective of all ranks, enqueued and not waited for. started: a mark, such as `ended` of
+        the step before. losses: reduced over the ranks that have them. The step's work ends here.
+        """
         self._device, self._started, self.ended = device, started, device.mark()
         self._names, self._has_norm = list(losses), norm is not None
         values = _values([*losses.values(), *([] if norm is None else [norm])], device.device)
