@@ -94,8 +94,8 @@ class Sent:
         self, device: OnGpu | OnHost, started: Any, losses: Mapping[str, Tensor],
         norm: Tensor | float | None, *, compiled: bool, signalled: bool,
     ) -> None:  # fmt: skip
-        """A collective of all ranks, enqueued and not waited for. started: a mark, such as `ended` of
-        the step before. losses: reduced over the ranks that have them. The step's work ends here.
+        """A collective of all ranks, enqueued and not waited for. started: a mark, such as that of
+        the step before's end. losses: reduced over the ranks that have them. The step ends here.
         """
         self._device, self._started, self.ended = device, started, device.mark()
         self._names, self._has_norm = list(losses), norm is not None
