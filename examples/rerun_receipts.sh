@@ -5,7 +5,8 @@
 # most first, until MINUTES (default 25) have passed: a measurement that would end later is left out and
 # named. Each replaces its file in examples/receipts/h200 when it has ended well, so an earlier one stays
 # where a bench is wrong or a run ends early. NAME: these receipts alone. DATA_PREFIX: byte tokens of
-# `megacpp data build`. With DRY=1 the commands are printed. At the end the table in
+# `megacpp data build`. With DRY=1 the commands are printed. Two runs whose losses are compared are
+# compared when both are there (runs/rerun/A.B.txt). At the end the table in
 # examples/receipts/README.md is written anew.
 set -euo pipefail
 gpus=$1 data=$2 minutes=${3:-25} only=" ${*:4} "
@@ -16,9 +17,9 @@ mkdir -p "$work"
 [ "${DRY:-}" ] || python -c '
 import sys; from megacpp_mcore.receipts.lane import code, is_traceable
 sys.exit(not is_traceable(code()) and "this code has neither a commit without changes nor a tree")'
-failed=() left_out=()
+failed=() left_out=() too_large=() measured=" "
 
-# measure SECONDS NAME COMMAND...: COMMAND writes $work/NAME.json
+# measure SECONDS NAME COMMAND...: COMMAND writes $work/NAME.json. may_not_fit=1: it may run out of memory
 measure() {
   local seconds=$1 name=$2
   shift 2
@@ -32,6 +33,9 @@ measure() {
     SECONDS=$((SECONDS + seconds))
   elif timeout $((3 * seconds)) "$@" >"$work/$name.log" 2>&1; then
     mv "$work/$name.json" "$out/$name.json"
+    measured+="$name "
+  elif [ "${may_not_fit:-}" ] && grep -q OutOfMemoryError "$work/$name.log"; then
+    too_large+=("$name")
   else
     failed+=("$name (see $work/$name.log)")
   fi
@@ -41,28 +45,44 @@ bench() { # SECONDS NAME WORDS...
   shift 2
   measure "$seconds" "$name" megacpp bench "$@" --set "schedule.micro_batch_size=${rows:-4}" --receipt "$work/$name.json"
 }
-train() { # SECONDS NAME RECIPE STEPS WORDS...: a run and its receipt
+train() { # SECONDS NAME RECIPE STEPS WORDS...: a run and its receipt. forced=SURFACE=BACKEND,...
   local seconds=$1 name=$2 recipe=$3 steps=$4
   shift 4
   # shellcheck disable=SC2016
   measure "$seconds" "$name" bash -c 'receipt=$1; shift; "$@" && cp "$receipt/receipt.json" "$receipt.json"' _ \
-    "$work/$name" megacpp train "$recipe" --gpus "$gpus" --out "$work/$name" --overwrite "$@" \
+    "$work/$name" ${forced:+env "MEGACPP_BACKENDS=$forced"} \
+    megacpp train "$recipe" --gpus "$gpus" --out "$work/$name" --overwrite \
     --set "data.data_path=[\"$data\"]" --set data.split=98,1,1 --set data.null_tokenizer_eod_id=256 \
     --set "schedule.train_iters=$steps" --set schedule.lr_warmup_iters=5 --set schedule.eval_iters=1 \
-    --set checkpoint.save=null --set checkpoint.load=null --set checkpoint.save_interval=null
+    --set checkpoint.save=null --set checkpoint.load=null --set checkpoint.save_interval=null "$@"
+}
+compared() { # A B: two runs, if one is of this call: the rule's verdict, and both curves
+  if [[ $measured == *" $1 "* || $measured == *" $2 "* ]] && [[ -f $out/$1.json && -f $out/$2.json ]]; then
+    {
+      megacpp report compare --allow-unlike "$out/$1.json" "$out/$2.json"
+      python -c 'import sys; from pathlib import Path; from megacpp_mcore.pages.measurements import curves
+print(curves("\n".join(f"{name} | {name}" for name in sys.argv[2:]), Path(sys.argv[1])))' "$out" "$1" "$2"
+    } >"$work/$1.$2.txt"
+    cat "$work/$1.$2.txt"
+  fi
 }
 packed=(--set data.dataloader_inter_document_masking=true)
 gqa=(--set attention.kind=gqa)
+mamba3=(--against upstream mamba3_core=reference) # upstream's autotuning takes two minutes
 
 if [ "$gpus" = 1 ]; then
+  quarter=run-nam56r-quarter four=(--set schedule.global_batch_size=16) # four micro batches a step
   train 100 run-nam56r-1xh200-graph "$here/nam56r-1gpu.toml" 17
   bench 45 layer-mla layer A --against core_attention=sdpa_cudnn mla_rope=megatron
   bench 40 layer-mla-up layer A --against mla_up=reference
   bench 50 layer-moe layer E --against moe_experts=grouped_mm
-  bench 50 layer-mamba3 layer M --against mamba3_core=reference
-  bench 60 layer-mamba3-wide layer M --against mamba3_core=reference --set mamba3.mamba_num_heads=112 \
+  bench 190 layer-mamba3 layer M "${mamba3[@]}"
+  bench 220 layer-mamba3-wide layer M "${mamba3[@]}" --set mamba3.mamba_num_heads=112 \
     --set mamba3.mamba_state_dim=128
   bench 50 layer-m2rnn-core layer R --against m2rnn_core=reference
+  train 80 $quarter-graph nam56r-quarter 14 "${four[@]}"
+  # M and R operation by operation, around mamba-ssm's scan and our recurrence
+  forced=mamba3_core=reference,m2rnn_core=reference train 80 $quarter-graph-plain-mr nam56r-quarter 14 "${four[@]}"
   bench 45 linear_cross_entropy linear_cross_entropy
   bench 45 linear_cross_entropy-mean linear_cross_entropy --variant mean
   bench 40 moe_experts moe_experts
@@ -78,12 +98,45 @@ if [ "$gpus" = 1 ]; then
   bench 90 mamba3_scan-mimo mamba3_scan --set mamba3.variant=mimo --set mamba3.mimo_rank=4
   bench 30 router_gating router_gating
   bench 30 embedding embedding
+  # Curves. All that ships, against the same run eager with gradients added up and reduced in fp32
+  train 230 $quarter-200-graph nam56r-quarter 200 "${four[@]}"
+  train 260 $quarter-200-eager nam56r-quarter 200 "${four[@]}" --set launch.cuda_graph_impl=none \
+    --set precision.gradient_accumulation_fusion=false --set optimizer.fused_update=false
+  # 500 steps of two micro batches at twice the learning rate, with both decays
+  for decay in softplus rational; do
+    train 280 $quarter-lr2-$decay nam56r-quarter 500 --set "mamba3.decay=$decay" --set schedule.lr_warmup_iters=50 \
+      --set schedule.global_batch_size=8 --set optimizer.lr=6e-4 --set optimizer.min_lr=6e-5
+  done
+  # Experts at every size; a cell that does not fit into memory is left out
+  for tokens in 4 16 64; do
+    for experts in 16 64 128; do
+      for ffn in 512 896 2048; do
+        may_not_fit=1 rows=$((tokens / 4)) bench $((40 + tokens / 2)) "layer-moe-${tokens}k-$experts-$ffn" layer E \
+          --against moe_experts=grouped_mm moe_experts=te --set "moe.num_experts=$experts" \
+          --set "moe.moe_ffn_hidden_size=$ffn" --set schedule.global_batch_size=128 # of the recipe's 8 GPUs
+      done
+    done
+  done
+  compared $quarter-graph-plain-mr $quarter-graph
+  compared $quarter-200-eager $quarter-200-graph
+  compared $quarter-lr2-softplus $quarter-lr2-rational
 else
-  batch=(--set "schedule.global_batch_size=$((16 * gpus))") # four micro batches a GPU
-  train 240 "run-nam56r-${gpus}xh200-dp${gpus}-graph" nam56r 60 "${batch[@]}"
-  train 380 "run-nam56r-${gpus}xh200-yardstick" nam56r 60 "${batch[@]}" --yardstick
+  whole=run-nam56r-${gpus}xh200 batch=(--set "schedule.global_batch_size=$((16 * gpus))") # four micro batches a GPU
+  for turn in "" -again; do # in turns: a machine that becomes slower does so for both
+    train 240 "$whole-dp$gpus-graph$turn" nam56r 60 "${batch[@]}"
+    train 380 "$whole-yardstick$turn" nam56r 60 "${batch[@]}" --yardstick
+  done
+  quarter=run-nam56r-quarter-${gpus}xh200-reduce
+  for dtype in fp32 bf16; do
+    train 260 "$quarter-$dtype" nam56r-quarter 200 "${batch[@]}" \
+      --set "precision.grad_reduce_in_bf16=$([ $dtype = bf16 ] && echo true || echo false)"
+  done
+  compared "$whole-yardstick" "$whole-dp$gpus-graph"
+  compared "$whole-yardstick-again" "$whole-dp$gpus-graph-again"
+  compared "$quarter-fp32" "$quarter-bf16"
 fi
 [ "${DRY:-}" ] || python -m megacpp_mcore.pages "$here/.."
 for name in "${failed[@]+"${failed[@]}"}"; do echo "failed: $name" >&2; done
 for name in "${left_out[@]+"${left_out[@]}"}"; do echo "left out, no time: $name" >&2; done
+for name in "${too_large[@]+"${too_large[@]}"}"; do echo "left out, no memory: $name" >&2; done
 ((${#failed[@]} == 0))

@@ -121,6 +121,7 @@ SLOW_FILES = (
     "tests/layers/test_loss.py",
     "tests/layers/test_moe.py",
     "tests/layers/test_moe_residual.py",
+    "tests/layers/test_moe_whole.py",
     "tests/layers/test_recompute.py",
     "tests/layers/test_stack.py",
     "tests/patching/test_patch_at_once.py",

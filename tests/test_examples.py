@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import receipt_samples as samples
 import warm
 from left_behind import wait_until
 
 from megacpp_mcore import receipts
 from megacpp_mcore.bench import load_for_bench
 from megacpp_mcore.bench.layer import layer_overrides
+from megacpp_mcore.dispatch import forced_backends
 from megacpp_mcore.hybrid.flops import count
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.lowering import lower
@@ -284,7 +286,10 @@ def test_rerun_receipts_measures_what_is_committed_with_recipes_that_load(gpus, 
     )  # fmt: skip
     for line in done.stdout.splitlines():
         words = shlex.split(line.partition(" s ")[2])
-        at = words.index("megacpp", words[0] == "bash" and 3)
+        at = words.index("megacpp", 3 if words[0] == "bash" else 0)
+        forced_backends(
+            " ".join(w for w in words if w.startswith("MEGACPP_BACKENDS=")).partition("=")[2]
+        )
         overrides = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
         if words[at + 1] == "train":
             load_recipe(words[at + 2], [*overrides, f"launch.nproc_per_node={gpus}"])
@@ -293,6 +298,85 @@ def test_rerun_receipts_measures_what_is_committed_with_recipes_that_load(gpus, 
                 s for s, _, _ in (w.partition("=") for w in words if "=" in w and "." not in w)
             }
             assert words[at + 2] in (*REGISTRY, "layer", "model") and names <= {*REGISTRY}
+            assert "upstream" not in words or words[at + 2 : at + 4] == ["layer", "M"]
             recipe = words[words.index("--recipe") + 1] if "--recipe" in words else "nam56r"
             own = layer_overrides(words[at + 3]) if words[at + 2] == "layer" else []
             load_for_bench(recipe, [*own, *overrides])
+
+
+FAKE_RUN = """#!/usr/bin/env {python}
+import os, shutil, sys
+from megacpp_mcore import cli
+words = sys.argv[1:]
+if words[0] == "report":
+    sys.exit(cli.main(words))
+is_run = words[0] == "train"
+to = words[words.index("--out" if is_run else "--receipt") + 1] + "/receipt.json" * is_run
+if "layer-moe-64k-128" in to:
+    sys.exit("torch.OutOfMemoryError: CUDA out of memory")
+if "mla" in to:
+    sys.exit("torch.OutOfMemoryError: where nobody expects it")
+os.makedirs(os.path.dirname(to), exist_ok=True)
+shutil.copy({sample!r}, to)
+"""
+FAKE_PYTHON = r"""#!/bin/sh
+case "$*" in *is_traceable*|*megacpp_mcore.pages\ *) exit 0; esac
+exec {python} "$@"
+"""
+
+
+@pytest.mark.slow
+def test_rerun_receipts_compares_curves_and_leaves_out_what_has_no_memory(tmp_path):
+    """With receipts of another run in the place of each measurement."""
+    tools, here = tmp_path / "bin", tmp_path / "examples"
+    for folder in (tools, here / "receipts/h200"):
+        folder.mkdir(parents=True)
+    shutil.copy(EXAMPLES / "rerun_receipts.sh", here)
+    samples.train(tmp_path / "sample.json", 30)
+    words = {"python": sys.executable, "sample": str(tmp_path / "sample.json")}
+    texts = {"megacpp": FAKE_RUN.format(**words), "python": FAKE_PYTHON.format(**words)}
+    for name, text in texts.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    names = ["layer-moe-64k-128-512", "layer-moe-4k-16-512", "layer-mla",
+             "run-nam56r-quarter-200-graph", "run-nam56r-quarter-200-eager",
+             "run-nam56r-quarter-lr2-softplus"]  # fmt: skip
+    done = subprocess.run(
+        ["bash", str(here / "rerun_receipts.sh"), "1", "prefix", "999", *names], cwd=tmp_path,
+        capture_output=True, text=True,
+        env=os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "DRY": "",
+                          "PYTHONPATH": str(EXAMPLES.parent)},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "left out, no memory: layer-moe-64k-128-512" in done.stderr
+    assert re.search(r"failed: layer-mla \(", done.stderr)
+    found = {path.stem for path in (here / "receipts/h200").iterdir()}
+    assert found == {*names} - {"layer-moe-64k-128-512", "layer-mla"}
+    kept = [*(tmp_path / "runs/rerun").glob("*.txt")]
+    first, second = "run-nam56r-quarter-200-eager", "run-nam56r-quarter-200-graph"
+    assert [path.name for path in kept] == [f"{first}.{second}.txt"]
+    said = kept[0].read_text()
+    assert "verdict" in said and said in done.stdout
+    assert said.index(f"[{first}](") < said.index(f"[{second}](")
+
+
+def test_rerun_receipts_forces_backends_for_one_run_alone(tmp_path):
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "rerun_receipts.sh"), "1", "prefix", "999"], cwd=tmp_path,
+        capture_output=True, text=True, env=os.environ | {"DRY": "1"}, check=True,
+    )  # fmt: skip
+    forced = [line for line in done.stdout.splitlines() if "MEGACPP_BACKENDS" in line]
+    assert len(forced) == 1 and "graph-plain-mr" in forced[0]
+    cells = [line for line in done.stdout.splitlines() if "layer-moe-" in line]
+    assert len({line.partition("--receipt")[2] for line in cells}) == len(cells) == 27
+
+
+def test_rerun_receipts_runs_alternate_with_the_yardstick(tmp_path):
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "rerun_receipts.sh"), "2", "prefix", "999"], cwd=tmp_path,
+        capture_output=True, text=True, env=os.environ | {"DRY": "1"}, check=True,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert ["--yardstick" in line for line in lines] == [False, True, False, True, False, False]
+    reduced = [re.search(r"grad_reduce_in_bf16=(\w+)", line)[1] for line in lines[4:]]
+    assert reduced == ["false", "true"]

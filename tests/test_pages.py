@@ -140,6 +140,23 @@ def test_the_last_lines_of_a_run_are_those_of_its_receipt(tmp_path):
     assert loss.startswith(f"training loss {receipt['result']['final_loss']:.4f} nats per token")
 
 
+@pytest.mark.parametrize(("losses", "end", "rise"), [
+    ([3.0] * 20 + [2.0, 3.5, 2.5] + [1.0] * 20, "1.0000", "0.500 at step 22"),
+    ([3.0 - step / 100 for step in range(50)], "2.6050", "none"),
+    ([3.0] * 19 + [9.0], "3.3000", "none"),
+    ([3.0] * 20 + [None, 2.0], "not finite at step 21", ""),
+])  # fmt: skip
+def test_the_end_of_a_curve_and_its_greatest_rise(losses, end, rise, tmp_path, monkeypatch):
+    steps = [*range(1, len(losses) + 1)]
+    series = {"step": steps, "tokens": [64 * n for n in steps], "loss": losses,
+              "lr": [0.0, 6e-4] + [1e-4] * (len(losses) - 2)}  # fmt: skip
+    run = {"series": series, "code": {"sha256": "0"}}
+    monkeypatch.setattr(measurements, "read", lambda path: {tmp_path / "run-a.json": run}[path])
+    row = measurements.curves("run-a | with A", tmp_path).splitlines()[-1]
+    link = "[with A](examples/receipts/h200/run-a.json)"
+    assert row == f"| {link} | {len(losses)} | 64 | 0.0006 | {end} | {rise} |"
+
+
 def test_the_logs_of_gpu_tests_are_a_table(tmp_path):
     head = "2026-11-23T01:00:00Z, commit 0123456789abcdef, tree fedcba9876543210, sha256 0"
     (tmp_path / "gpu-tests").mkdir()

@@ -5,17 +5,26 @@ is its decoder without the final norm.
 """
 
 import re
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacpp_mcore.bench import BenchError
+from megacpp_mcore.bench import BenchError, BenchFailure, upstream
 from megacpp_mcore.bench.clock import Clock
 from megacpp_mcore.bench.likeness import Likeness
-from megacpp_mcore.bench.runner import Contender
-from megacpp_mcore.bench.variants import Variant, VariantTarget, build, in_half_precision
+from megacpp_mcore.bench.upstream import Upstream
+from megacpp_mcore.bench.variants import (
+    Built,
+    Variant,
+    VariantTarget,
+    build,
+    copy_weights,
+    in_half_precision,
+)
+from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels import regions
 from megacpp_mcore.kernels.core_attention.case import CoreAttentionCase
 from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds, packed_seq_params
@@ -56,11 +65,22 @@ class LayerTarget(VariantTarget):
     def __init__(self, recipe: Recipe, against: Sequence[str] = ()) -> None:
         super().__init__("layer", _OWN_NAME, recipe, against, _SECONDS_A_PHASE)
 
+    def variant(self, text: str) -> Variant:
+        """Raises BenchError for `upstream` where it cannot be had."""
+        if text != upstream.NAME:
+            return super().variant(text)
+        self.upstream = upstream.of(self.recipe)
+        return Variant(self.recipe)
+
     def make(self, name: str, variant: Variant) -> "_Layer":
+        if name == upstream.NAME:
+            return _UpstreamLayer(name, variant, self.clock.device, self.upstream)
         return _Layer(name, variant, self.clock.device)
 
     def build(self, clock: Clock, say: Callable[[str], None]) -> None:
         super().build(clock, say)
+        if upstream.NAME in self.built:
+            self.backends.append(self.upstream.entry())
         self.dtype = self.first.direction.dtype
         say(f"all against {self.baseline}, with its weights")
         if self.compared:
@@ -95,7 +115,7 @@ class LayerTarget(VariantTarget):
         return [_ERROR_NOTE]
 
 
-class _Layer(Contender):
+class _Layer(Built):
     """A layer and what it is called with. sets: inputs in turn, [s, b, h], of packed documents
     [s * b, 1, h]. direction: the gradient sent back. others: the other arguments."""
 
@@ -103,7 +123,7 @@ class _Layer(Contender):
         super().__init__(name, {"forward": self.forward, "forward_backward": self.forward_backward})
         recipe, (model, args) = variant.recipe, build(variant)
         in_half_precision(model, args)
-        self.trained = model.decoder
+        self.model, self.trained = model, model.decoder
         self.trained.post_layer_norm = False
         self.trained.final_norm = None
         seq, batch = args.seq_length, args.micro_batch_size
@@ -145,10 +165,46 @@ class _Layer(Contender):
         y = self.trained(x, attention_mask=None, **self.others)
         y.backward(self.direction)
         values = {"y": y.detach(), "dx": x.grad}
-        named = self.trained.named_parameters()
-        values |= {f"d {n}": p.grad for n, p in named if p.grad is not None}
+        values |= {f"d {name}": gradient for name, gradient in self.gradients().items()}
         self.forget()
         return values
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Of the last backward pass, by the names of `weights`."""
+        named = self.trained.named_parameters()
+        return {name: p.grad for name, p in named if p.grad is not None}
+
+
+class _UpstreamLayer(_Layer):
+    """The layer with what it comes from in it: `bench.upstream`."""
+
+    def __init__(self, name: str, variant: Variant, device: str, found: Upstream) -> None:
+        """Also makes a first call, whose gradients are dropped: mamba-ssm's autotuning adds up
+        those of its trials.
+
+        Raises BenchFailure where their code raises, and InferenceError for a setting that it does
+        not have.
+        """
+        super().__init__(name, variant, device)
+        try:
+            self.block = upstream.put(found, variant.recipe, self.model)
+            self.forward_backward(0)
+        except MegacppError:
+            raise
+        except Exception as error:  # whatever a package raises
+            traceback.print_exc()
+            raise BenchFailure(f"{found.distribution}: {type(error).__name__}: {error}") from error
+
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.block.own)
+
+    def take(self, weights: Mapping[str, Tensor]) -> bool:
+        taken = copy_weights(self.block.own, weights)
+        self.block.take()
+        return taken
+
+    def gradients(self) -> dict[str, Tensor]:
+        return self.block.gradients()
 
 
 def _tolerance(y: Tensor) -> float:

@@ -19,7 +19,7 @@ from megacpp_mcore.bench import training
 from megacpp_mcore.bench.clock import Clock
 from megacpp_mcore.bench.likeness import Likeness
 from megacpp_mcore.bench.runner import Contender
-from megacpp_mcore.bench.variants import Variant, VariantTarget, build, in_half_precision
+from megacpp_mcore.bench.variants import Built, Variant, VariantTarget, build, in_half_precision
 from megacpp_mcore.hybrid.flops import count
 from megacpp_mcore.kernels import regions
 from megacpp_mcore.recipe import Recipe
@@ -154,7 +154,7 @@ class ModelTarget(VariantTarget):
         return [*rates, *_NOTES, *self._told, *self.wrong]
 
 
-class _Model(Contender):
+class _Model(Built):
     """A model with its batches. trained: not wrapped. kept_bytes: on the device between calls."""
 
     def __init__(self, name: str, variant: Variant, clock: Clock) -> None:

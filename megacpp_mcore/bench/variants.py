@@ -30,18 +30,13 @@ class Variant:
     backends: str = ""
 
 
-def variants(recipe: Recipe, own_name: str, against: Sequence[str]) -> dict[str, Variant]:
-    """The recipe unchanged, under `own_name`, and each of `against` under its own text:
-    `surface=backend,...`, where `precision.KEY=VALUE` and `recompute.KEY=VALUE` are keys of the
-    recipe.
+def variant_of(recipe: Recipe, text: str) -> Variant:
+    """The recipe as `text` says: `surface=backend,...`, where `precision.KEY=VALUE` and
+    `recompute.KEY=VALUE` are keys of the recipe.
 
     Raises DispatchError for a surface or a backend that does not exist, BenchError for a key of
     another section, RecipeError for one that the recipe does not have or cannot have so.
     """
-    return {own_name: Variant(recipe)} | {text: _variant(recipe, text) for text in against}
-
-
-def _variant(recipe: Recipe, text: str) -> Variant:
     parts = text.split(",")
     keys = [part.strip() for part in parts if "." in part.partition("=")[0]]
     for key in keys:
@@ -80,19 +75,38 @@ def build(variant: Variant) -> tuple[torch.nn.Module, Namespace]:
         return setup.build_model(args, variant.recipe), args
 
 
+class Built(Contender):
+    """A variant that is built. trained: the module whose weights all of them share."""
+
+    trained: torch.nn.Module
+
+    def take(self, weights: Mapping[str, torch.Tensor]) -> bool:
+        """Take the values of `weights`; False, and nothing done, where its own parameters are not
+        of the same names and shapes."""
+        return take_weights(self.trained, weights)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Its parameters, as `take` has them."""
+        return dict(self.trained.named_parameters())
+
+
 class VariantTarget(Target):
-    """A recipe unchanged, under `own_name`, and as each of `against` says: what `variants` takes,
-    of which the first is the baseline. Raises as `variants`."""
+    """A recipe unchanged, under `own_name`, and as each of `against` says: what `variant_of` takes,
+    of which the first is the baseline. Raises as `variant_of`."""
 
     def __init__(
         self, surface: str, own_name: str, recipe: Recipe, against: Sequence[str], seconds: float
     ) -> None:
-        self.variants = variants(recipe, own_name, against)
         super().__init__(recipe, surface, seconds, baseline=next(iter(against), own_name))
+        self.variants = {own_name: Variant(recipe)} | {text: self.variant(text) for text in against}
+
+    def variant(self, text: str) -> Variant:
+        """What one of `against` says."""
+        return variant_of(self.recipe, text)
 
     @abstractmethod
-    def make(self, name: str, variant: Variant) -> Contender:
-        """Build one: a contender with `trained`, the module whose weights it shares."""
+    def make(self, name: str, variant: Variant) -> Built:
+        """Build one."""
 
     def build(self, clock: Clock, say: Callable[[str], None]) -> None:
         """Build each variant, and give it the baseline's weights.
@@ -108,10 +122,10 @@ class VariantTarget(Target):
             decisions |= dict.fromkeys(dispatch.decisions())
         self.backends = [asdict(decision) for decision in decisions]
         self.first = self.built[self.baseline]
-        weights = dict(self.first.trained.named_parameters())
+        weights = self.first.weights()
         others = [made for made in self.built.values() if made is not self.first]
         # one of other parameters than the baseline's is not compared with it
-        self.compared = [made for made in others if take_weights(made.trained, weights)]
+        self.compared = [made for made in others if made.take(weights)]
 
     def judge(self, contender: Contender, what: str, far: Distance) -> None:
         """Keep how far `contender` is from the baseline, and say so where it is too far."""
@@ -128,13 +142,17 @@ class VariantTarget(Target):
 
 
 def take_weights(own: torch.nn.Module, others: Mapping[str, torch.Tensor]) -> bool:
-    """Give `own` the values of `others`; False, and nothing done, where its parameters are not of
-    the same names and shapes."""
-    parameters = dict(own.named_parameters())
-    if {n: p.shape for n, p in parameters.items()} != {n: p.shape for n, p in others.items()}:
+    """`copy_weights` into the parameters of a module."""
+    return copy_weights(dict(own.named_parameters()), others)
+
+
+def copy_weights(own: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
+    """Give `own` the values of `others`; False, and nothing done, where they are not of the same
+    names and shapes."""
+    if {n: p.shape for n, p in own.items()} != {n: p.shape for n, p in others.items()}:
         return False
     with torch.no_grad():
-        for name, parameter in parameters.items():
+        for name, parameter in own.items():
             parameter.copy_(others[name])
     return True
 

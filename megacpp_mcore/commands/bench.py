@@ -14,6 +14,7 @@ examples:
   megacpp bench moe_experts --against te            the chosen backend against te
   megacpp bench model --recipe nam56r --layers 13   forward, forward + backward, step
   megacpp bench layer A --against mla_rope=megatron one layer, another backend inside it
+  megacpp bench layer M --against upstream          mamba-ssm's own Mamba3 in the layer's place
   megacpp bench model --against linear_cross_entropy=megatron
                                                     two models compared, in turns
   megacpp bench model --set precision.fp8=hybrid --set precision.fp8_recipe=tensorwise \\
@@ -45,7 +46,8 @@ def register(subparsers: Any) -> None:
     add("--against", metavar="BACKEND", nargs="+", default=[],
         help="time only these and the chosen one; the first is the baseline. For `layer` and "
         "`model`: SURFACE=BACKEND,... each, or keys of the recipe's precision and recompute, "
-        "such as precision.fp8=null")  # fmt: skip
+        "such as precision.fp8=null. For `layer` M and R also `upstream`: what they come from, of "
+        "its own package")  # fmt: skip
     add("--variant", metavar="NAME",
         help="of linear_cross_entropy: weighted (a training step's sum of losses, the default), "
         "per_token (losses that take any gradient) or mean (equal weights, to compare with Liger's "

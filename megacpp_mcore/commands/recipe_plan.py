@@ -36,6 +36,7 @@ _TOLD = {
     "tensor_parallel": "collectives between tensor-parallel ranks take",
     "pipeline": "the pipeline's bubble and sends take",
     "host": "waiting for the host's launches takes",
+    "gaps": "waiting between the kernels of the captured step takes",
     "data_parallel": "the reduction of gradients and the gather of weights delay the step by",
     "optimizer": "the optimizer takes",
 }

@@ -16,7 +16,13 @@ from megacpp_mcore.inference.recipe import MODEL_SECTIONS, InferenceError
 from megacpp_mcore.inference.safetensors import read_safetensors, write_safetensors
 from megacpp_mcore.inference.text import check_tokenizer
 from megacpp_mcore.inference.trained import Trained
-from megacpp_mcore.inference.upstream import PACKAGES, from_upstream, read_weights, to_upstream
+from megacpp_mcore.inference.upstream import (
+    PACKAGES,
+    block_sizes,
+    from_upstream,
+    read_weights,
+    to_upstream,
+)
 
 FORMAT = "megacpp-nam56r-1"
 CONFIG, WEIGHTS, LOADER, TOKENIZER, BLOCKS = (
@@ -198,7 +204,7 @@ def _not_of_the_loader(recipe: Mapping[str, Any]) -> list[str]:
 def _config(source: Trained, found: Loaded, dtype: str) -> dict[str, Any]:
     """What the loader reads, and under "recipe" what the way back needs."""
     recipe, model = found.recipe, found.model
-    config = model.config
+    config, blocks = model.config, block_sizes(recipe, model.config)
     attention = "attention" if recipe.attention.kind == "mla" else "gqa"
     return {
         "format": FORMAT, "name": source.name, "iteration": source.iteration, "dtype": dtype,
@@ -211,17 +217,7 @@ def _config(source: Trained, found: Loaded, dtype: str) -> dict[str, Any]:
         "ffn_hidden_size": config.ffn_hidden_size,
         "tied": not recipe.model.untie_embeddings_and_output_weights,
         "attention": _attention(recipe, model), "moe": _moe(recipe),
-        "mamba3": {
-            "mimo": recipe.mamba3.variant == "mimo", "rank": recipe.mamba3.rank,
-            "heads": config.mamba_num_heads, "head_dim": config.mamba_head_dim,
-            "state_dim": config.mamba_state_dim, "groups": config.mamba_num_groups,
-            "angles": recipe.mamba3.angles(config.mamba_state_dim),
-            "decay": recipe.mamba3.decay, "decay_floor": recipe.mamba3.decay_floor,
-        },
-        "m2rnn": {
-            "heads": recipe.m2rnn.heads(recipe.model.hidden_size), "k_dim": recipe.m2rnn.k_head_dim,
-            "v_dim": recipe.m2rnn.v_head_dim, "kernel": recipe.m2rnn.conv_kernel,
-        },
+        "mamba3": blocks["mamba3"], "m2rnn": blocks["m2rnn"],
         "recipe": {name: dict(source.recipe[name]) for name in MODEL_SECTIONS},
     }  # fmt: skip
 

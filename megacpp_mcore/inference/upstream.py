@@ -21,6 +21,25 @@ PACKAGES = {"mamba3": "mamba-ssm", "m2rnn": "xma"}
 _CONV = {"conv.weight": "conv1d_weight", "conv.bias": "conv1d_bias", "norm.weight": "norm_weight"}
 
 
+def block_sizes(recipe: Any, config: Any) -> dict[str, Any]:
+    """Of the M and R blocks of a recipe's model, as an export's config has them. config: Megatron's
+    of the model."""
+    return {
+        "hidden_size": recipe.model.hidden_size,
+        "mamba3": {
+            "mimo": recipe.mamba3.variant == "mimo", "rank": recipe.mamba3.rank,
+            "heads": config.mamba_num_heads, "head_dim": config.mamba_head_dim,
+            "state_dim": config.mamba_state_dim, "groups": config.mamba_num_groups,
+            "angles": recipe.mamba3.angles(config.mamba_state_dim),
+            "decay": recipe.mamba3.decay, "decay_floor": recipe.mamba3.decay_floor,
+        },
+        "m2rnn": {
+            "heads": recipe.m2rnn.heads(recipe.model.hidden_size), "k_dim": recipe.m2rnn.k_head_dim,
+            "v_dim": recipe.m2rnn.v_head_dim, "kernel": recipe.m2rnn.conv_kernel,
+        },
+    }  # fmt: skip
+
+
 def to_upstream(config: Mapping[str, Any], kind: str, block: Mapping[str, Tensor]) -> dict:
     """block: an exported layer's tensors behind `layers.N.KIND.`. config: of the export.
 

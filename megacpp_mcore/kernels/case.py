@@ -53,9 +53,10 @@ class Case(ABC):
     inputs: tensors with a gradient. fp32_tensors: inputs and outputs that are float32 in a bf16
     model too. backward_flops: operations of a backward pass in units of a forward pass's; 0 for one
     that hands on the gradient as it is, and moves no bytes either. backward_reads_inputs: it needs
-    the inputs again; not where the outputs are linear in them. variants: other forms of the same
-    call, for `as_variant`, the first of them the one that `of` gives. yardsticks: what a bench
-    times with the backends, and nothing else can ask for.
+    the inputs again; not where the outputs are linear in them. links: names of `summands` ->
+    gradient that holds the terms: a backend's sum must be that of its own terms. variants: other
+    forms of the same call, for `as_variant`, the first of them the one that `of` gives. yardsticks:
+    what a bench times with the backends, and nothing else can ask for.
     """
 
     surface: ClassVar[str]
@@ -63,6 +64,7 @@ class Case(ABC):
     fp32_tensors: ClassVar[tuple[str, ...]] = ()
     backward_flops: ClassVar[int] = 2
     backward_reads_inputs: ClassVar[bool] = True
+    links: ClassVar[Mapping[str, str]] = {}
     variants: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -134,6 +136,19 @@ class Case(ABC):
         however small the truth is there: of a rounding that does not get smaller with it.
 
         One for all values, or a tensor that broadcasts to them. truth: outputs and gradients.
+        """
+        return {}
+
+    def summands(
+        self, values: Tensors, directions: Tensors, **tensors: Tensor
+    ) -> dict[str, Tensor]:
+        """By the name of a gradient each of whose few values is a sum over tokens of terms that may
+        cancel: the terms, (..., values). Those of `links` from the gradients in `values`.
+
+        Roundings of the terms are independent, so that they move the sum by as many times the root
+        of the sum of the squared terms as they move a term, however little is left of the sum: it
+        is judged in units of that. (The sum of absolute terms is larger by the root of their
+        number, and allows as much more.)
         """
         return {}
 

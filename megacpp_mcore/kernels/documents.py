@@ -35,6 +35,16 @@ def positions(tokens: int, cu_seqlens: Tensor) -> Tensor:
     return _index(tokens, cu_seqlens) - document_starts(tokens, cu_seqlens)
 
 
+def shifted_left(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """x, (..., tokens), with each document moved left by one token and a zero at its end; tokens
+    after the last document stay. The host does not wait for the device."""
+    tokens = x.shape[-1]
+    ends = torch.zeros(tokens + 1, dtype=torch.bool, device=x.device)
+    ends.index_fill_(0, cu_seqlens[1:].long(), True)
+    moved = x.roll(-1, -1).masked_fill(ends[1:], 0)
+    return torch.where(_index(tokens, cu_seqlens) < cu_seqlens[-1], moved, x)
+
+
 def _index(tokens: int, like: Tensor) -> Tensor:
     return torch.arange(tokens, dtype=like.dtype, device=like.device)
 

@@ -47,6 +47,34 @@ def _is_first_use(weight: Tensor) -> bool:
     return True
 
 
+# A step's first gradient of a weight may be written where the others are added: then nobody has to
+# fill its main_grad with zeros, nor to read them. Who zeroes the buffers (`training.gpu.zeroing`)
+# asks which weights those are, and says before each step that their first gradient is due.
+_OVERWRITTEN, _DUE = "megacpp_main_grad_is_overwritten", "megacpp_first_gradient_is_due"
+
+
+def overwrites(weight: Tensor) -> None:
+    """Mark a weight of which every gradient is stored by a function that asks `is_due`."""
+    setattr(weight, _OVERWRITTEN, True)
+
+
+def is_overwritten(weight: Tensor) -> bool:
+    """Whether the weight has that mark."""
+    return getattr(weight, _OVERWRITTEN, False)
+
+
+def expect_first(weight: Tensor) -> None:
+    """Say that main_grad holds nothing: the next gradient is to be written."""
+    setattr(weight, _DUE, True)
+
+
+def is_due(weight: Tensor) -> bool:
+    """Whether this gradient is the step's first, to be written; the next one then is not."""
+    due = getattr(weight, _DUE, False)
+    setattr(weight, _DUE, False)
+    return due
+
+
 def fp32_product(a: Tensor, b: Tensor) -> Tensor:
     """The product of two matrices of one dtype, 16-bit or float32, summed and written in float32.
 

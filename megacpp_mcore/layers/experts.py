@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.kernels import main_grad
 from megacpp_mcore.kernels.moe_experts import (
     experts_grouped_mm,
     hopper_products,
@@ -150,11 +151,17 @@ class FusedExperts(GroupedMMExperts):
 
     Where every expert is local, a MoE layer calls `routed` with tokens as they are; `forward` takes
     what a dispatcher delivers. Weight gradients are added to main_grad with or after each product
-    where the config has gradient_accumulation_fusion.
+    where the config has gradient_accumulation_fusion; the first of a step may be written there.
     """
 
     backend, served = FUSED, _SERVED | {"activation_func_fp8_input_store": False}
     products = torch_products
+
+    def __init__(self, num_local_experts: int, config, *args, **kwargs) -> None:
+        super().__init__(num_local_experts, config, *args, **kwargs)
+        if config.gradient_accumulation_fusion:
+            for linear in self.children():
+                main_grad.overwrites(linear.weight)
 
     def take_tokens(self) -> None:
         """Told by a MoE layer that it will call `routed`: choose and record the products."""

@@ -14,6 +14,7 @@ GENERATORS: dict[str, Generator] = {
     "pair": measurements.pair,
     "benches": measurements.benches,
     "layouts": measurements.layouts,
+    "curves": measurements.curves,
     "training": measurements.training,
     "dispatch": measurements.dispatch,
     "gpu-tests": measurements.gpu_tests,

@@ -19,6 +19,7 @@ from megacpp_mcore.training.cpu.progress import held_out_line, step_line
 
 _GIB = 2**30
 _LAST = 8  # steps at a run's end, of which the slowest is compared with their median
+_SMOOTH = 20  # losses that a curve's end is the mean of, and that a step's is compared with
 _FOLDER = "examples/receipts/h200"
 
 
@@ -151,6 +152,35 @@ def _common(a: Receipt, b: Receipt) -> Iterator[tuple[float, float]]:
     for step, loss in zip(a["series"]["step"], a["series"]["loss"], strict=True):
         if step in known:
             yield loss, known[step]
+
+
+def curves(words: str, folder: Path) -> str:
+    """The losses of runs. words: lines `RECEIPT | what it is`. A rise is a step's loss above the
+    median of the 20 before it."""
+    head = ["run", "steps", "tokens a step", "highest learning rate",
+            f"mean loss of the last {_SMOOTH}", "greatest rise"]  # fmt: skip
+    rows = []
+    for line in _lines(words):
+        name, label = _words(line, 2)
+        run = read(folder / f"{name}.json")
+        series = run["series"]
+        rows.append([
+            f"[{label}]({_FOLDER}/{name}.json){_history(run)}", f"{len(series['step']):,}",
+            f"{series['tokens'][0]:,}", f"{max(series['lr']):.2g}", *_losses(series),
+        ])  # fmt: skip
+    return _table(head, rows)
+
+
+def _losses(series: Any) -> tuple[str, str]:
+    """The mean of the last, and the greatest rise with its step; or the first that is no number."""
+    steps, losses = series["step"], series["loss"]
+    if None in losses:
+        return f"not finite at step {steps[losses.index(None)]:,}", ""
+    rises = [(losses[at] - statistics.median(losses[at - _SMOOTH : at]), steps[at])
+             for at in range(_SMOOTH, len(losses))]  # fmt: skip
+    rise, step = max(rises, default=(0.0, 0))
+    mean = f"{statistics.fmean(losses[-_SMOOTH:]):.4f}"
+    return mean, f"{rise:.3f} at step {step:,}" if rise > 0 else "none"
 
 
 def training(words: str, folder: Path) -> str:

@@ -32,6 +32,7 @@ from megacpp_mcore.surfaces.registry import REGISTRY
 
 _BOTH = "forward_backward"
 _YOUNGER = ("mamba3_core", "m2rnn_core", "router_gating")  # than some of the receipts
+_LAUNCHES = {"host": "run-small-packed.json", "captured": "layouts-2xh200/one.json"}
 _RUN, _MODEL = "run-nam56r-2xh200.json", "model-nam56r-quarter-m2rnn.json"
 
 
@@ -160,12 +161,13 @@ class Calibration:
                  "median, over the bytes that its E layers keep")  # fmt: skip
 
     def runs(self) -> None:
-        packed = "run-small-packed.json"
-        receipt = self.receipt(packed)
-        recipe = recipe_of(receipt)
-        launched = micro_batches(recipe) * len(layers_of(recipe, 0))
-        self.put("host", warm_median(receipt, "ms") / 1e3 / launched, "s a layer and micro batch",
-                 packed, "its median step, in which the GPU has next to nothing to do")  # fmt: skip
+        for rate, name in _LAUNCHES.items():
+            receipt = self.receipt(name)
+            recipe = recipe_of(receipt)
+            launched = micro_batches(recipe) * len(layers_of(recipe, 0))
+            each = warm_median(receipt, "ms") / 1e3 / launched
+            self.put(rate, each, "s a layer and micro batch", name,
+                     "its median step, in which the GPU has next to nothing to do")  # fmt: skip
         receipt = self.receipt(_RUN)
         recipe = recipe_of(receipt)
         self.put("skew", 0.0, "share", _RUN, "")

@@ -1,9 +1,9 @@
 """Predicted time of a step, from a recipe's operations and bytes and from measured rates.
 
 A micro batch on a pipeline stage is the sum of its products, its attention and recurrences, the
-bytes that everything else moves and the collectives inside layers; the host's launches count where
-they take longer. A step is its micro batches with the pipeline's bubble, the part of the
-data-parallel collectives that is not hidden, and the optimizer.
+bytes that everything else moves and the collectives inside layers; the launches of its layers, the
+host's or a captured graph's, count where they take longer. A step is its micro batches with the
+pipeline's bubble, the part of the data-parallel collectives that is not hidden, and the optimizer.
 """
 
 from dataclasses import dataclass, fields
@@ -38,7 +38,10 @@ Flops = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step, in the parts that add up to `total`. stage: the slowest one."""
+    """Seconds of a step, in the parts that add up to `total`. stage: the slowest one.
+
+    host, gaps: what launches take beyond all the rest, of the host or inside a captured graph.
+    """
 
     products: float = 0.0
     attention: float = 0.0
@@ -49,6 +52,7 @@ class Step:
     tensor_parallel: float = 0.0
     pipeline: float = 0.0
     host: float = 0.0
+    gaps: float = 0.0
     data_parallel: float = 0.0
     optimizer: float = 0.0
     stage: int = 0
@@ -102,16 +106,16 @@ def _of_stage(recipe: Recipe, rates: Rates, sizes: Sizes, stage: int) -> Step:
     batches, plan = micro_batches(recipe), recipe.plan
     one = micro_batch(recipe, rates, sizes, stage)
     device = sum(one.values())
-    launched = recipe.launch.cuda_graph_impl != "full_iteration"
-    host = launched * rates["host"] * len(layers_of(recipe, stage))
-    waits = max(0.0, host - device)
+    captured = recipe.launch.cuda_graph_impl == "full_iteration"
+    launches = rates["captured" if captured else "host"] * len(layers_of(recipe, stage))
+    waits = max(0.0, launches - device)
     bubble = (plan.pp - 1) / plan.vpp * (device + waits)
     own = {name: batches * seconds for name, seconds in one.items()}
     own["pipeline"] += bubble
     dense, experts = parameters(recipe, sizes, stage)
     return Step(
         **own,
-        host=batches * waits,
+        **{"gaps" if captured else "host": batches * waits},
         data_parallel=_data_parallel(recipe, rates, sizes, dense, experts, device),
         optimizer=_optimizer(recipe, rates, sizes, dense, experts),
         stage=stage,

@@ -47,8 +47,10 @@ class Span:
 class Goodput:
     """The ledger of one process; the wall time starts when it is made.
 
-    It measures the thread that made it. Work on a GPU is asynchronous: a span covers it only if
-    the caller synchronises before the span ends, as Megatron's timers do.
+    It measures the thread that made it, which is the host's: work on a GPU is asynchronous, and a
+    span covers what the host does and waits for. A run on GPUs waits for a step in a span of that
+    step, and before a save, an evaluation and the end for all steps, so that none is charged to
+    them. A host that waits for data while the GPU still works is charged to `data`.
 
     clock: nanoseconds, never going back. started: the start as `utc_now` writes it.
     """
@@ -101,7 +103,8 @@ class Goodput:
         self._ns[self._open[-1].category if self._open else "idle"] += elapsed
 
     def book_as(self, span: Span, category: str) -> None:
-        """Charge an open span's time, past and to come, to `category`: a step that compiled.
+        """Charge a span's time to `category`, and while it is open what is to come: a step that
+        compiled, which may be known only after its end.
 
         Raises GoodputError for an unknown category.
         """

@@ -1,8 +1,10 @@
 """What one GPU consumes, read through NVML, which comes with NVIDIA's driver.
 
 NAM56R's step runs at an H200's power limit, where its clock falls by a quarter: two step times are
-alike only where the power was. The counters are cumulative, so that a reading before and one after
-a step say what the step took, with no thread that samples.
+alike only where the power was. The counters are cumulative, so that two readings say what the time
+between them took, with no thread that samples. A run reads them when it reads a step's results: the
+window is about as long as a step, and ends when the step does or, where the host is late, a little
+later, in the next one.
 """
 
 import ctypes

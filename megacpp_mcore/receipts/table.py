@@ -30,7 +30,7 @@ def table(folder: Path, others: dict[str, list[str]]) -> str:
     for path in sorted(folder.rglob("*.json")):
         receipt, place = read(path), path.relative_to(folder).as_posix()
         claims = [name for name, text in pages.items() if _is_linked(place, text)]
-        claims += others.get(path.name, [])
+        claims += others.get(place.partition("/")[2], [])
         cells = [
             f"[{place.removesuffix('.json')}]({place})", _subject(receipt),
             ", ".join(claims) or "nothing", receipt["created"][:10], _code(receipt),

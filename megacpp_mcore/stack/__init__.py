@@ -50,6 +50,7 @@ PINS = (
     _optional_cuda("flash-attn-4", "4.0.0b36", why="the fastest attention on an H200"),
     _optional_cuda("quack-kernels", "0.6.4", why="FlashAttention-4's kernels are written in it"),
     _optional_cuda("nvidia-cutlass-dsl", "4.6.2", why="FlashAttention-4's compiler"),
+    _optional_cuda("nvidia-cuda-nvcc", "13.4.92", why="its ptxas assembles Triton's kernels right"),
     _optional_cuda("liger-kernel", "0.8.5", why="a bench compares our loss with its loss"),
 )  # fmt: skip
 
@@ -120,7 +121,8 @@ class Facts:
     process cannot import it. gpu: None without NVIDIA's driver. cudnn:
     the libcudnn files in Transformer Engine's search order. cudnn_of_torch: the folder of torch's
     own cuDNN. modules: the importable ones among those that checks ask about. programs: name ->
-    path of those found. deep_ep_nvshmem: whether DeepEP was built with NVSHMEM; None if absent.
+    path of those found. ptxas: release of the one that assembles Triton's kernels.
+    deep_ep_nvshmem: whether DeepEP was built with NVSHMEM; None if absent.
     lane: status rows of the patch lane; lane_error: why they could not be read.
     """
 
@@ -133,6 +135,7 @@ class Facts:
     modules: frozenset[str] = frozenset()
     programs: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    ptxas: tuple[int, int] | None = None
     deep_ep_nvshmem: bool | None = None
     lane: tuple[dict[str, Any], ...] = ()
     lane_error: str = ""

@@ -1,8 +1,9 @@
 """Bridges: small run-time changes to Megatron-Core 0.19.2 where it does not work as installed.
 
-`dataset_helper`, `import_ops_only`, `hide_packages` and `uncompiled_swiglu_for_few_rows` are for
-every machine. The others are for machines without a GPU, and do nothing when CUDA is available.
-Each bridge states its reason, and is skipped if a patch of the patch lane already fixes the cause.
+`dataset_helper`, `import_ops_only`, `hide_packages`, `uncompiled_swiglu_for_few_rows` and
+`shift_documents_on_the_device` are for every machine. The others are for machines without a GPU,
+and do nothing when CUDA is available. Each bridge states its reason, and is skipped if a patch of
+the patch lane already fixes the cause.
 Bridges for the distributed optimizer's checkpoints: `megacpp_mcore.stack.optimizer_bridges`.
 """
 
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from megacpp_mcore.kernels.documents import shifted_left
 from megacpp_mcore.patching import applied
 
 
@@ -118,6 +120,33 @@ class _EagerForFewRows:
             return self.compiled(rows, *others)
         with torch.compiler.set_stance("force_eager"):
             return self.compiled(rows, *others)
+
+
+def shift_documents_on_the_device() -> None:
+    """Let MTP move packed documents by one token without the host's knowing where they lie.
+
+    Megatron cuts the row into its documents with offsets that are on the GPU: the host reads each
+    of them back, twice, and waits for the GPU, for labels, mask, tokens and positions of every MTP
+    depth. Under context parallelism the parts go over ranks, and Megatron's function stays.
+    """
+    from megatron.core.transformer import multi_token_prediction as mtp
+
+    if not isinstance(mtp._roll_tensor_packed_seq, _ShiftDocuments):
+        mtp._roll_tensor_packed_seq = _ShiftDocuments(mtp._roll_tensor_packed_seq)
+
+
+@dataclass(frozen=True)
+class _ShiftDocuments:
+    upstream: Callable
+
+    def __call__(
+        self, tensor: torch.Tensor, shifts: int, dims: int, documents: Any, cp_group: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        over_ranks = cp_group is not None and cp_group.size() > 1
+        if over_ranks or shifts != -1 or dims not in (-1, tensor.dim() - 1):
+            return self.upstream(tensor, shifts, dims, documents, cp_group)
+        moved = shifted_left(tensor, documents.cu_seqlens_q)
+        return moved, moved.sum()
 
 
 def has_apex() -> bool:

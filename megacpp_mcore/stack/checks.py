@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.host import ptxas
 from megacpp_mcore.stack import (
     CUDA_GET,
     FAIL,
@@ -190,6 +191,30 @@ def numpy_triton(facts: Facts) -> Check:
     )  # fmt: skip
 
 
+def triton_ptxas(facts: Facts) -> Check:
+    """Triton 3.6's own ptxas assembles some products of Hopper's tensor cores wrong."""
+    name = "triton-ptxas"
+    if facts.version("triton") is None:
+        return Check(name, NOT_APPLICABLE, "triton is not installed")
+    if facts.gpu is None:
+        return Check(name, NOT_APPLICABLE, _NO_GPU)
+    remedy = f"{CUDA_GET}, or set {ptxas.VARIABLE} to a newer one"
+    if facts.ptxas is None:
+        return Check(name, FAIL, "Triton has no ptxas that runs", remedy)
+    found = ".".join(map(str, facts.ptxas))
+    if facts.ptxas < ptxas.RIGHT:
+        return Check(name, FAIL, f"ptxas {found} assembles wrong products for Hopper", remedy)
+    if facts.ptxas < ptxas.MENDED:
+        mended = ".".join(map(str, ptxas.MENDED))
+        return Check(
+            name,
+            WARN,
+            f"ptxas {found}; wrong code for Hopper is known of it",
+            f"{remedy}; {mended} has the corrections",
+        )
+    return Check(name, OK, f"ptxas {found}")
+
+
 def mamba_extension(facts: Facts) -> Check:
     """`import mamba_ssm` imports its CUDA extension, which only Mamba-1 needs."""
     name = "mamba-ssm-extension"
@@ -296,7 +321,7 @@ def patches_of_recipe(facts: Facts, needs: Mapping[str, str] | None) -> Check:
 
 TRAPS: tuple[Callable[[Facts], Check], ...] = (
     gpu, te_without_driver, te_parts, te_cublas, te_attention_cudnn, cudnn_order, nccl,
-    numpy_triton, mamba_extension, deep_ep, compiler, nvcc, forced_backends,
+    numpy_triton, triton_ptxas, mamba_extension, deep_ep, compiler, nvcc, forced_backends,
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.host import ptxas
 from megacpp_mcore.stack import PINS, Facts, Library, imports
 
 _CUDNN = "nvidia-cudnn-cu13"
@@ -36,6 +37,7 @@ def gather() -> Facts:
     own = site / "nvidia" / "cudnn"
     lane, lane_error = _lane()
     imported, gpu = imports.probe()
+    ptxas.choose()  # as a run does
     return Facts(
         python=tuple(sys.version_info[:3]),
         versions=_versions([*(pin.name for pin in PINS), *_ALSO]),
@@ -46,6 +48,7 @@ def gather() -> Facts:
         modules=frozenset(name for name in _MODULES if _spec(name)),
         programs=_programs(),
         environment={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+        ptxas=ptxas.version(),
         deep_ep_nvshmem=_deep_ep_nvshmem(),
         lane=lane,
         lane_error=lane_error,

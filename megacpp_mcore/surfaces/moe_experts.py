@@ -4,6 +4,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, reference
+from megacpp_mcore.surfaces.figures import Figure
 from megacpp_mcore.surfaces.support import (
     KERNEL_TESTS,
     STACK_TESTS,
@@ -126,6 +127,8 @@ def _without_nvcc(workload: Workload) -> str | None:
 
 _TESTS = ("tests/kernels/test_moe_experts.py", *KERNEL_TESTS)
 _LAYOUT = "tokens [t, h] sorted by expert, counts [experts] on the host"
+# What fused_moe saves is around the operator, where a bench of the layer sees it.
+_LAYER = "layer-moe.json"
 _backend = partial(Backend, tests=_TESTS, receipt="moe_experts.json")
 
 SURFACE = Surface(
@@ -145,11 +148,13 @@ SURFACE = Surface(
             "Hopper, torch's elsewhere", fallback=GROUPED_MM,
             tests=(*_TESTS, "tests/kernels/test_moe_routed.py", "tests/kernels/test_moe_hopper.py",
                    "tests/layers/test_moe.py", "tests/layers/test_moe_residual.py",
-                   "tests/gpu/test_moe_experts_gpu.py"),
-            receipt=None,
+                   "tests/layers/test_moe_whole.py", "tests/gpu/test_moe_experts_gpu.py"),
+            receipt=_LAYER,
+            figures=(
+                Figure(_LAYER, "recipe", "an E layer"),
+                Figure(_LAYER, "moe_experts=grouped_mm", "with grouped_mm"),
+            ),
             builds="megacpp_mcore.kernels.moe_experts.hopper_products:LIBRARY",
-            no_receipt="what it saves is around the operator: a layer's receipt is wanted, "
-            "`megacpp bench layer E --against moe_experts=grouped_mm moe_experts=fused_moe`",
             exit_when="a whole run is no faster with it than with grouped_mm",
         ),
         _backend(

@@ -75,10 +75,10 @@ def test_an_operators_backends_are_right_and_wrong_values_refused(operator):
                 kind.startswith("scale") and name in truth.floors
             ):
                 continue
-            (error,) = parity.errors(case, {name: wrong}, alone, dtype)
+            (error,) = parity.errors(case, values | {name: wrong}, alone, dtype)
             nearest = min(nearest, error.share)
             if not error.share > 1:
-                (own,) = parity.errors(case, {name: value}, alone, dtype)
+                (own,) = parity.errors(case, values, alone, dtype)
                 missed.append(f"{kind}: {error.share:.2f} of the bound, {error}; as it was, {own}")
     print(f"{chosen.name} made wrong: {nearest:.1f} of the bound or more")
     assert not missed, "\n".join(missed)

@@ -174,9 +174,15 @@ def test_weight_gradients_stored_and_added(problem):
         near(hopper_products.weight_gradient(dy, x, routing.ends), expected)
         total = normal(len(spans), n, k).float()
         before = total.double()
-        hopper_products.add_weight_gradient(total, dy, x, routing.ends)
+        hopper_products.add_weight_gradient(total, dy, x, routing.ends, False)
         # added to values of the order of 1: relative to the sum
         near(total, before + expected, torch.float32)
+        total.fill_(float("nan"))  # also where an expert has no rows
+        hopper_products.add_weight_gradient(total, dy, x, routing.ends, True)
+        near(total, expected, torch.float32)
+        again = torch.zeros_like(total)
+        hopper_products.add_weight_gradient(again, dy, x, routing.ends, False)
+        assert torch.equal(total, again)
 
 
 @pytest.mark.parametrize("gated", [True, False])

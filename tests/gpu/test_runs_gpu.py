@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from small_runs import result, series, small, small_run
 
 from megacpp_mcore import receipts
+from megacpp_mcore.training.gpu.compilations import captured_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -108,5 +110,16 @@ def test_out_of_memory_ends_the_run_and_names_the_largest_consumers(corpus, tmp_
         assert subprocess.run(words, stderr=stream, timeout=300).returncode == 1
     said = err.read_text()
     assert "GPU memory of rank 0" in said and "a micro batch keeps" in said
+    assert said.count("CUDA graphs hold 0.00 GiB") == 1  # in the first step, before the capture
     assert said.count("megacpp: rank 0 of 1") == 1
     assert result(out)["status"] == "failed" and "OutOfMemoryError" in result(out)["reason"]
+
+
+def test_what_cuda_graphs_hold_is_what_is_allocated_in_a_capture():
+    before, size = captured_bytes(), 64 * 2**20
+    graph, other = torch.cuda.CUDAGraph(), torch.empty(size, dtype=torch.uint8, device="cuda")
+    with torch.cuda.graph(graph):
+        kept = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    held = captured_bytes() - before
+    assert size <= held < 2 * size, held  # a segment and what cuBLAS or rounding adds
+    assert kept.numel() == other.numel()

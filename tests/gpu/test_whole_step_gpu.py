@@ -3,6 +3,7 @@
 Every letter, an MTP depth and several micro batches a step, through `megacpp train --gpus`.
 """
 
+import json
 import shutil
 import subprocess
 import sys
@@ -88,27 +89,39 @@ def test_a_captured_run_goes_on_from_its_checkpoint(corpus, tmp_path):
     assert resumed["loss"] == whole["loss"]
 
 
-def launch_rank(name: str, folder: Path, arguments: list[str], *before: str) -> None:
-    """One process of tests/gpu/NAME, with the words of `megacpp recipe args` and a folder out."""
+def launch_rank(
+    name: str, folder: Path, arguments: list[str], *before: str, ranks: int = 1
+) -> None:
+    """Processes of tests/gpu/NAME, with the words of `megacpp recipe args` and a folder out."""
     listed = subprocess.run(
         [*CLI, "recipe", "args", *arguments, "--with-recipe", "--format", "lines"],
         check=True, capture_output=True, text=True,
     ).stdout.splitlines()  # fmt: skip
     rank = Path(__file__).with_name(name)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += [f"--nproc-per-node={ranks}"]
     out = ["--megacpp-out", str(folder / "out")]
     subprocess.run([*launcher, str(rank), *before, *listed, *out], check=True)
 
 
-@pytest.mark.parametrize("sets", [EAGER, GRAPH], ids=["eager", "graph"])
-def test_no_step_waits_for_the_host(corpus, tmp_path, sets):
-    arguments = words(tmp_path, corpus, *sets, "schedule.train_iters=8")
-    launch_rank("no_sync_rank.py", tmp_path, arguments)
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+PACKED = [*EAGER, "data.dataloader_inter_document_masking=true"]
+
+
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=TWO_GPUS)])
+@pytest.mark.parametrize("sets", [EAGER, GRAPH, PACKED], ids=["eager", "graph", "packed"])
+def test_no_step_waits_for_the_host(corpus, tmp_path, sets, gpus):
+    own = ["schedule.train_iters=8", "schedule.log_interval=100", f"launch.nproc_per_node={gpus}"]
+    launch_rank("no_sync_rank.py", tmp_path, words(tmp_path, corpus, *sets, *own), ranks=gpus)
     receipt = receipts.read(tmp_path / "out" / "receipt.json")
-    assert receipt["result"]["steps"] == 8
-    # Garbage collection is off: what a step does not free by itself adds up.
-    peaks = receipt["series"]["peak_memory_bytes"]
-    assert peaks[-1] == peaks[4]
+    assert receipt["result"]["steps"] == 8 and receipt["topology"]["dp"] == gpus
+    for rank in range(gpus):
+        waits = json.loads((tmp_path / "out" / f"waits-{rank}.json").read_text())
+        assert waits["step"] == {} and waits["read"], waits
+    if sets is not PACKED:  # whose kernels take more or less with the documents
+        # Garbage collection is off: what a step does not free by itself adds up.
+        peaks = receipt["series"]["peak_memory_bytes"]
+        assert peaks[-1] == peaks[4]
 
 
 @pytest.mark.parametrize("text", [RECIPE, QUARTER], ids=["small", "sizes-of-nam56r"])

@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction
 
 import megacpp_mcore
 from megacpp_mcore.kernels import adam, parity
-from megacpp_mcore.kernels.case import case_class
+from megacpp_mcore.kernels.case import Case, case_class
 from megacpp_mcore.kernels.embedding.triton import embedding
 from megacpp_mcore.kernels.linear_cross_entropy.chunked import CHUNKED
 from megacpp_mcore.kernels.m2rnn import cuda
@@ -89,7 +89,11 @@ def as_on_a_gpu() -> Iterator[None]:
 
 def operator(name: str, backend: str, *overrides: str) -> None:
     """A surface's backend with the sizes of the recipe, forward and backward."""
-    case = case_class(name).of(load_recipe("nam56r", [*ROW, *overrides]))
+    operator_of(case_class(name).of(load_recipe("nam56r", [*ROW, *overrides])), backend)
+
+
+def operator_of(case: Case, backend: str) -> None:
+    name = case.surface
     found = {b.name: b for b in REGISTRY[name].backends}[backend]
     bound = case.bind(load(found.implementation), "cpu", torch.bfloat16)
     tensors = parity.drawn(case, torch.bfloat16, "cpu", seed=0)
@@ -168,12 +172,39 @@ def update(dtype: torch.dtype | None) -> None:
     adam.adam_(adam.table_of([adam.Shard(*parts, weight)]), torch.ones(()), **hyper)
 
 
-def resources(kernel: Any) -> str:
+def printed(kernel: Any, program: str, *options: str) -> str:
+    """What a program of CUDA's prints of the kernel's machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        command = [program, *options, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def wrong_descriptors(kernel: Any) -> list[str]:
+    """Instructions that add something else than a carry to the upper word of an operand's
+    descriptor, as Triton's own ptxas makes them (`megacpp_mcore.host.ptxas`).
+
+    That word is a constant, with the kind of swizzle in its two upper bits; a register that it is
+    added to must hold zero.
+    """
+    wrong, last = [], {}
+    for line in printed(kernel, knobs.nvidia.nvdisasm.path, "-c").splitlines():
+        found = re.search(r"\*/\s+(?:@!?U?P\w+\s+)?(U\S+)\s+(\S+), (.*?) ?;", line)
+        if not found:
+            continue
+        name, target, operands = found.groups()
+        numbers = re.findall(r"-?0x[0-9a-f]+", operands)
+        added = re.match(r"UR\d+", operands)
+        to_upper_word = name == "UIADD3.X" and added and numbers and (int(numbers[0], 16) >> 30) & 3
+        if to_upper_word and last.get(added[0]) != ("UMOV", "URZ"):
+            wrong.append(line.strip())
+        last[target] = name, operands
+    return wrong
+
+
+def resources(kernel: Any) -> str:
+    said = printed(kernel, knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said).groups()
     found = kernel.metadata
     return f"{found.num_warps:3} {registers:>4} {stack:>5} {found.shared:>7}"
@@ -221,6 +252,9 @@ def main(*overrides: str) -> None:
     for name, versions in sorted(COMPILED.items()):
         for kernel in versions:
             print(resources(kernel), name)
+    for name, versions in COMPILED.items():
+        for line in (wrong for kernel in versions for wrong in wrong_descriptors(kernel)):
+            sys.exit(f"{name} has a wrong descriptor: {line}")
     if missed := sorted(launched() - COMPILED.keys()):
         sys.exit(f"not compiled: {', '.join(missed)}")
 

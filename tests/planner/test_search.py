@@ -13,6 +13,7 @@ from megacpp_mcore.cli import main
 from megacpp_mcore.planner import PlanError
 from megacpp_mcore.planner.activations import Sizes, bytes_per_token, routed_rows
 from megacpp_mcore.planner.memory import memory
+from megacpp_mcore.planner.pipeline import micro_batches
 from megacpp_mcore.planner.rates import h200
 from megacpp_mcore.planner.search import RECOMPUTE, plan, words_of
 from megacpp_mcore.planner.step import Link, adding_gradients, micro_batch, step
@@ -173,8 +174,41 @@ def test_a_captured_step_does_not_wait_for_the_host():
         for impl in ("none", "auto")
     )
     assert eager.host > 0
-    assert captured.host == 0
+    assert captured.host == 0 and captured.gaps == 0
     assert captured.total == pytest.approx(eager.total - eager.host)
+
+
+def test_a_captured_layer_takes_its_kernels_however_small_they_are():
+    """A model with next to nothing to compute: its captured step is as long as its layers are
+    many, and much shorter than the eager one."""
+    small = [
+        "model.hidden_size=256", "model.num_attention_heads=4", "model.seq_length=256",
+        "moe.moe_ffn_hidden_size=64", "moe.moe_shared_expert_intermediate_size=64",
+        "mamba3.mamba_num_heads=8",
+    ]  # fmt: skip
+    words = layout(1, schedule__micro_batch_size=1)
+    steps = {}
+    for depth in (12, 24):
+        sizes = [*words, *small, f"model.depth={depth}", "mtp.mtp_num_layers=0", "mtp.pattern="]
+        recipe = load_recipe("nam56r", sizes)
+        steps[depth] = step(recipe, RATES)
+        least = micro_batches(recipe) * depth * RATES["captured"]
+        assert steps[depth].total == pytest.approx(least + steps[depth].optimizer)
+        assert steps[depth].host == 0 < steps[depth].gaps < least
+    eager = step(load_recipe("nam56r", [*sizes, "launch.cuda_graph_impl=none"]), RATES)
+    assert eager.gaps == 0 and eager.total > 10 * steps[24].total
+
+
+def test_eight_rows_are_not_worth_their_memory_to_nam56r():
+    """docs/layouts.md, "`nam56r` has 4 rows"."""
+    words = ["launch.nproc_per_node=8", "precision.grad_reduce_in_bf16=false"]
+    recipes = [load_recipe("nam56r", [*words, f"schedule.micro_batch_size={n}"]) for n in (4, 8)]
+    assert load_recipe("nam56r").schedule.micro_batch_size == 4
+    four, eight = (step(recipe, RATES).total for recipe in recipes)
+    assert 0.995 * four < eight < four
+    sizes = [memory(recipe, 0.0).total for recipe in recipes]
+    assert round((sizes[1] - sizes[0]) / 2**30) == 43
+    assert 1 - sizes[1] / RATES.usable_memory < 0.1
 
 
 def test_what_is_not_fused_is_still_added():

@@ -3,6 +3,7 @@
 import itertools
 import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -194,25 +195,47 @@ def test_a_receipt_is_of_code_with_a_digest_or_of_history(path):
     assert "history" in code or code["commit"] or "tree" in code
 
 
-def _passed_over(surface):
-    """(preferred, faster) of each pair that a bench of the surface has in another order."""
-    found = set()
-    for path in sorted(FOLDER.glob(f"{surface.name}*.json")):
+def _rows_of(surface, receipt):
+    """Backend -> its row, forward and backward, of a bench of the surface or of a layer with it.
+
+    A layer's row "recipe" is of the backend that served the recipe, noted first; "SURFACE=NAME" of
+    the other. A row that differs in more than this surface says nothing of it.
+    """
+    rows = {r["backend"]: r for r in receipt["rows"] if r["phase"] == "forward_backward"}
+    if receipt["problem"]["surface"] == surface.name:
+        return {
+            backend.name: rows[backend.name] for backend in surface.backends if backend.name in rows
+        }
+    if receipt["problem"]["surface"] != "layer":
+        return {}
+    named = {b.name: f"{surface.name}={b.name}" for b in surface.backends}
+    found = {backend: rows[row] for backend, row in named.items() if row in rows}
+    served = [b["observed"] for b in receipt["backends"] if b["surface"] == surface.name]
+    return {served[0]: rows["recipe"]} | found if found else {}
+
+
+def _compared(surface):
+    """(preferred, later) -> each judgement of the later by a current bench that has both."""
+    found = {}
+    for path in sorted(FOLDER.glob("*.json")):
         receipt = receipts.read(path)
-        if receipt["kind"] != "bench" or receipt["problem"]["surface"] != surface.name:
+        if receipt["kind"] != "bench" or not is_current(path.name):
             continue
-        if not is_current(path.name):
-            continue
-        rows, _ = _rows(path.stem)
-        served = [b.name for b in surface.backends if (b.name, "forward_backward") in rows]
+        rows = _rows_of(surface, receipt)
+        served = [b.name for b in surface.backends if b.name in rows]
         for first, later in itertools.combinations(served, 2):
-            judged = judge_rows(
-                rows[first, "forward_backward"], rows[later, "forward_backward"], MARGIN,
-                in_turns=True,
-            )  # fmt: skip
-            if judged.time.high is not None and judged.time.high < 1 - MARGIN:
-                found.add((first, later))
+            judged = judge_rows(rows[first], rows[later], MARGIN, in_turns=True)
+            found.setdefault((first, later), []).append(judged)
     return found
+
+
+def _passed_over(surface):
+    """(preferred, faster) of each pair that a bench has in another order."""
+    return {
+        pair
+        for pair, judged in _compared(surface).items()
+        if any(j.time.high is not None and j.time.high < 1 - MARGIN for j in judged)
+    }
 
 
 @pytest.mark.parametrize("surface", REGISTRY.values(), ids=REGISTRY)
@@ -224,3 +247,32 @@ def test_auto_takes_the_faster_first_or_the_catalog_says_why_not(surface):
     assert found <= explained, "the order and the reasons in the surface's file"
     if all(is_current(b.receipt) for b in surface.backends if b.receipt):
         assert found == explained, "a reason for what no receipt says"
+
+
+@measured("layer-moe")
+def test_the_order_of_a_surface_that_only_a_layers_receipt_has_is_held_to_it():
+    """The fused experts save outside the operator: their order would be held by nothing."""
+    surface = REGISTRY["moe_experts"]
+    chosen, other = ("fused_moe", "grouped_mm")
+    assert (chosen, other) in _compared(surface)
+    backends = {backend.name: backend for backend in surface.backends}
+    assert backends[chosen].receipt == "layer-moe.json"
+    turned = (backends[other], backends[chosen])
+    assert _passed_over(replace(surface, backends=turned)) == {(other, chosen)}
+
+
+def test_a_layers_rows_are_of_the_surface_that_differs_alone():
+    surface = REGISTRY["moe_experts"]
+    times = {"recipe": 1, "moe_experts=te": 2, "moe_experts=grouped_mm,norm=te": 3}
+    layer = {
+        "problem": {"surface": "layer"},
+        "backends": [
+            {"surface": "norm", "observed": "triton"},
+            {"surface": "moe_experts", "observed": "fused_moe"},
+            {"surface": "moe_experts", "observed": "te"},
+        ],
+        "rows": [{"backend": b, "phase": "forward_backward", "ms": ms} for b, ms in times.items()],
+    }  # fmt: skip
+    found = {backend: row["ms"] for backend, row in _rows_of(surface, layer).items()}
+    assert found == {"fused_moe": 1, "te": 2}
+    assert _rows_of(REGISTRY["norm"], layer) == {}

@@ -44,6 +44,7 @@ EXTRA = {
     "flash-attn-4": "4.0.0b36",
     "quack-kernels": "0.6.4",
     "nvidia-cutlass-dsl": "4.6.2",
+    "nvidia-cuda-nvcc": "13.4.92",
     "liger-kernel": "0.8.5",
     "nvidia-cublas": "13.1.0.3",
     "nvidia-cudnn-cu13": "9.19.0.56",
@@ -77,6 +78,7 @@ H200 = replace(
     cudnn_of_torch="/site/nvidia/cudnn",
     modules=frozenset({"selective_scan_cuda"}),
     programs=CPU.programs | {"nvcc": "/usr/local/cuda/bin/nvcc"},
+    ptxas=(13, 4),
 )
 
 
@@ -283,6 +285,14 @@ class TestOtherTraps:
     def test_numpy_against_the_interpreter(self, numpy, interpret, status):
         facts = replace(having(CPU, numpy=numpy), environment={"TRITON_INTERPRET": interpret})
         assert check(facts, "numpy-triton-interpreter").status == status
+
+    @pytest.mark.parametrize(
+        ("release", "status"),
+        [(None, FAIL), ((12, 8), FAIL), ((12, 9), WARN), ((13, 0), WARN), ((13, 3), OK)],
+    )
+    def test_ptxas_of_triton(self, release, status):
+        assert check(replace(H200, ptxas=release), "triton-ptxas").status == status
+        assert check(replace(CPU, ptxas=release), "triton-ptxas").status == NOT_APPLICABLE
 
     def test_mamba_ssm_without_its_extension(self):
         facts = replace(H200, modules=frozenset())

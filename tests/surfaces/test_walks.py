@@ -43,6 +43,7 @@ OTHER_WORDS = {
     "triton": {
         "stack/__init__.py": "the package",
         "stack/checks.py": "the package",
+        "host/ptxas.py": "the package",
         "surfaces/support.py": "the package",
         "surfaces/linear_cross_entropy.py": "the package",
         "training/gpu/rank_setup.py": "the folder of its cache",

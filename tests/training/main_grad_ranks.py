@@ -153,7 +153,8 @@ def _train(chunk: torch.nn.Module, args) -> None:
          "position_ids": torch.arange(SEQ).expand(BATCH, -1)} for t in tokens
     ]  # fmt: skip
     chunk.config.grad_scale_func = lambda total: total * 3.0
-    chunk.config.finalize_model_grads_func = finalize_model_grads
+    finalize = chunk.config.finalize_model_grads_func or finalize_model_grads
+    chunk.config.finalize_model_grads_func = finalize
     chunk.config.no_sync_func = chunk.no_sync if args.overlap_grad_reduce else None
     torch.manual_seed(9)  # of the dropout
     get_forward_backward_func()(

@@ -92,6 +92,18 @@ def test_the_report_names_the_largest_first():
     assert "Mixer 2 x 3.00 GiB" in lines[5]
 
 
+def test_the_report_names_graphs_where_there_are_any():
+    stats = {"allocated_bytes.all.current": GIB}
+    none, *some = (
+        report(memory.Memory(), stats, total=GIB, rank=0, captured=captured).splitlines()
+        for captured in (None, 0, 3 * GIB)
+    )
+    for lines, size in zip(some, ("0.00 GiB", "3.00 GiB"), strict=True):
+        assert [line for line in lines if line not in none] == [lines[-2]]
+        assert lines[-2].startswith(f"  CUDA graphs hold {size}")
+        assert "launch.cuda_graph_impl=none" in lines[-2] and lines[-1] == none[-1]
+
+
 def test_a_quantised_parameter_is_what_it_wraps():
     model = Model([0])
     model.layers[0].mixer.weight._data = torch.zeros(100, dtype=torch.uint8)

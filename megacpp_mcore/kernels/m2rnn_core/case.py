@@ -2,11 +2,12 @@
 
 import functools
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megacpp_mcore.hybrid.row_padding import row_padding
 from megacpp_mcore.kernels.case import OperatorCase, Tensors
@@ -37,6 +38,7 @@ class M2RNNCoreCase(OperatorCase):
         "projected", "conv_weight", "conv_bias", "A_log", "dt_bias", "W", "D", "norm_weight",
     )  # fmt: skip
     fp32_tensors = ("A_log", "dt_bias", "W", "D")
+    links = MappingProxyType({"ddt_bias": "dprojected", "dA_log": "dprojected"})
 
     @classmethod
     def of(cls, recipe: Recipe) -> Self | None:
@@ -97,6 +99,18 @@ class M2RNNCoreCase(OperatorCase):
                 tanh=self.tanh,
             )
         }  # fmt: skip
+
+    def summands(
+        self, values: Tensors, directions: Tensors, *, projected: Tensor, dt_bias: Tensor,
+        **tensors: Tensor,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Of the decay's two parameters, a value a head: f = exp(-exp(A_log) softplus(x)) at the
+        logit x = decay + dt_bias, so that a token's term of dt_bias is the gradient of its logit,
+        and of A_log that times softplus(x) / sigmoid(x)."""
+        decay = slice(sum(self.parts[:-1]), sum(self.parts))
+        terms = values["dprojected"][..., decay]
+        x = projected[..., decay].to(terms) + dt_bias
+        return {"ddt_bias": terms, "dA_log": terms * functional.softplus(x) / x.sigmoid()}
 
     def roundings(self, name: str) -> float:
         """As of the recurrence's case: three products' operands and the result, a gradient as many

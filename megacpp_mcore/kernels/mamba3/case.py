@@ -20,7 +20,7 @@ from megacpp_mcore.surfaces.workload import Workload
 
 # How far a random walk may end beyond its usual distance; its steps are half as large as the
 # gradient's values.
-_WALKS = 2.0
+WALKS = 2.0
 _SEQUENTIAL = 512  # tokens: step by step keeps every state alive; chunked is the same, as tested
 
 
@@ -154,6 +154,16 @@ class Mamba3ScanCase(Case):
             if name in truth
         }
 
+    def summands(
+        self, values: Tensors, directions: Tensors, *, v: Tensor, z: Tensor, **tensors: Tensor
+    ) -> dict[str, Tensor]:
+        """Of D, a value a head: dy silu(z) v of every token, rank and value; y is linear in D."""
+        dy, v, z = (x.unsqueeze(-2) for x in (directions["y"].to(v), v, z))
+        if self.rank:
+            v, z = v * tensors["mimo_v"], z * tensors["mimo_z"]
+            dy = dy * tensors["mimo_out"]
+        return {"dD": (dy * functional.silu(z) * v).movedim(2, -1)}
+
     def terms(self, name: str) -> int:
         """Three sums over the tokens, and over a row of the state or of the heads' dim."""
         rank = self.rank or 1
@@ -176,4 +186,4 @@ def random_walk_bound(gradient: Tensor, seq: int, dtype: torch.dtype) -> float:
     if not gradient.numel():
         return 0.0
     usual = float(gradient.double().square().mean().sqrt())
-    return _WALKS * seq**0.5 * torch.finfo(dtype).eps / 2 * usual
+    return WALKS * seq**0.5 * torch.finfo(dtype).eps / 2 * usual

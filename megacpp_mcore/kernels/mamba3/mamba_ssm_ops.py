@@ -154,6 +154,12 @@ def _pin(state_dim: int, head_dim: int, chunk_size: int) -> None:
         tuner.configs = configs
 
 
+def unpin() -> None:
+    """Give the kernels upstream's own candidates again, until the next call of ours."""
+    for tuner, candidates in _tuners().values():
+        tuner.configs = candidates
+
+
 @functools.cache
 def _configured(sizes: tuple[tuple[int, int], int, int, int]) -> tuple[tuple[Any, Any], ...]:
     """Upstream's autotuners, and what each chooses among."""

@@ -4,16 +4,17 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megacpp_mcore.hybrid.block_settings import Mamba3Settings
 from megacpp_mcore.hybrid.row_padding import row_padding
 from megacpp_mcore.kernels.case import OperatorCase, Tensors
-from megacpp_mcore.kernels.mamba3.case import random_walk_bound
+from megacpp_mcore.kernels.mamba3.case import WALKS, random_walk_bound
 from megacpp_mcore.kernels.mamba3_core.reference import mamba3_core
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces import mamba3_core as surface
@@ -43,6 +44,7 @@ class Mamba3CoreCase(OperatorCase):
     definition = staticmethod(mamba3_core)
     inputs = ("projected", "dt_bias", "B_weight", "C_weight", "B_bias", "C_bias", "D")
     fp32_tensors = inputs[1:]
+    links = MappingProxyType({"ddt_bias": "dprojected"})
 
     @classmethod
     def of(cls, recipe: Recipe) -> Self | None:
@@ -104,22 +106,44 @@ class Mamba3CoreCase(OperatorCase):
         """As of the scan's case: three products' operands and the result, a gradient as many
         again, and the gradient of one token's angle or step, a sum over all later tokens of terms
         that cancel and of one rounding each, which do not. Here all are in one tensor, and q and k
-        are rounded before the scan."""
+        are rounded before the scan.
+
+        D's are the scan's case's."""
+        if name == "dD":
+            return 4
         walk = math.sqrt(self.seq) if name in ("dprojected", "ddt_bias") else 0.0
         return (5 if name == "y" else 10) + 2 * math.pi * (1 if name == "y" else 2) + walk
+
+    def summands(
+        self, values: Tensors, directions: Tensors, *, projected: Tensor, **tensors: Tensor
+    ) -> dict[str, Tensor]:
+        """Of dt's bias, a value a head: the gradients of its tokens' logits. Of D: as in the scan's
+        case, dy silu(z) x."""
+        ends = [0, *itertools.accumulate(self.parts)]
+        z, x = (projected[..., ends[i] : ends[i + 1]] for i in (0, 1))
+        terms = (directions["y"].to(x) * functional.silu(z) * x).unflatten(-1, (self.heads, -1))
+        return {
+            "ddt_bias": values["dprojected"][..., ends[4] : ends[5]],
+            "dD": terms.movedim(-2, -1),
+        }
 
     def floors(
         self, truth: Tensors, directions: Tensors, dtype: torch.dtype, **tensors: Tensor
     ) -> dict[str, float | Tensor]:
-        """Of dt and of the angles, as in the scan's case, and of dt's bias."""
+        """Of dt and of the angles, as in the scan's case, and of dt's bias: the rounding of a
+        token's turn is in the gradients of all earlier steps, times those steps' angles, of either
+        sign: t of these come to the root of t. All tokens' roundings, half an epsilon of terms as
+        large as a step's gradient, so come to the root of the sum of t, S / sqrt(2): sqrt(S / 2)
+        times what as many steps' gradients spread."""
         gradient = truth["dprojected"]
+        walk = WALKS * (self.seq / 2) ** 0.5 * torch.finfo(dtype).eps / 2
         floor, ends = gradient.new_zeros(gradient.shape[-1]), [*itertools.accumulate(self.parts)]
         for part in (4, 7):
             columns = slice(ends[part - 1], ends[part])
             floor[columns] = random_walk_bound(gradient[..., columns], self.seq, dtype)
         return {
             "dprojected": floor,
-            "ddt_bias": random_walk_bound(truth["ddt_bias"], self.seq, dtype),
+            "ddt_bias": walk * gradient[..., ends[3] : ends[4]].square().sum((0, 1)).sqrt(),
         }
 
     def terms(self, name: str) -> int:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megacpp_mcore.kernels import main_grad
 from megacpp_mcore.kernels.main_grad import handed_on, takes_gradients
 from megacpp_mcore.kernels.moe_experts import torch_products
 from megacpp_mcore.kernels.moe_experts.activation import SWIGLU, activate, activate_backward
@@ -170,5 +171,6 @@ def _weight_gradient(
     weight = experts.w1 if place == 3 else experts.w2
     if not experts.into_main_grad or not takes_gradients(weight):
         return experts.products.weight_gradient(dy, x, ends)
-    experts.products.add_weight_gradient(weight.main_grad, dy, x, ends)
+    overwrite = main_grad.is_due(weight)
+    experts.products.add_weight_gradient(weight.main_grad, dy, x, ends, overwrite)
     return handed_on(weight)

@@ -1,7 +1,8 @@
 """The experts' products in CUDA C++ for Hopper (csrc/), with torch_products' interface.
 
 bf16, sums in float32, in a fixed order. Every expert's rows start at a multiple of ALIGN, and those
-that pad an expert's are zero. A weight gradient is added to a float32 tensor as it is stored.
+that pad an expert's are zero. A weight gradient is written or added to a float32 tensor as it is
+stored.
 
 fc1 and fc2's input gradient gather tokens as they load them. Weight gradients take copies of the
 rows, as gathering took a quarter longer on an H200: fc2's input gradient leaves one of what it has
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels import nvcc
+from megacpp_mcore.kernels.moe_experts import torch_products
 from megacpp_mcore.kernels.moe_experts.routing import Gathered, rows_of
 
 NAME = "hopper"
@@ -26,7 +28,9 @@ LIBRARY = nvcc.Library(
     Path(__file__).parent / "csrc" / "grouped.cu", instead="moe_experts=grouped_mm", feature="a"
 )
 # As in grouped.cuh.
-_FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _ADDED_WEIGHT_GRADIENT = range(4)
+_FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _WIDE_WEIGHT_GRADIENT, _ADDED_WEIGHT_GRADIENT = range(
+    5
+)
 _TILES = (256, 224)  # columns
 
 
@@ -91,14 +95,15 @@ def weight_gradient(dy: Tensor | Gathered, x: Tensor | Gathered, ends: Tensor) -
 
 
 def add_weight_gradient(
-    total: Tensor, dy: Tensor | Gathered, x: Tensor | Gathered, ends: Tensor
+    total: Tensor, dy: Tensor | Gathered, x: Tensor | Gathered, ends: Tensor, overwrite: bool
 ) -> None:
     """As of torch_products; in one pass where total is float32, contiguous and aligned."""
     if total.dtype != torch.float32 or not total.is_contiguous() or total.data_ptr() % 16:
-        total.add_(weight_gradient(dy, x, ends))
+        torch_products.store(total, weight_gradient(dy, x, ends), overwrite)
         return
     dy, x = rows_of(dy), rows_of(x)
-    _launch(_ADDED_WEIGHT_GRADIENT, dy, x, total, ends, rows=len(x), m=dy.shape[1], n=x.shape[1])
+    kind = _WIDE_WEIGHT_GRADIENT if overwrite else _ADDED_WEIGHT_GRADIENT
+    _launch(kind, dy, x, total, ends, rows=len(x), m=dy.shape[1], n=x.shape[1])
 
 
 def _tile(columns: int) -> int:

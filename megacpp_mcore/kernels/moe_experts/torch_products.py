@@ -31,7 +31,15 @@ def weight_gradient(dy: Tensor | Gathered, x: Tensor | Gathered, ends: Tensor) -
 
 
 def add_weight_gradient(
-    total: Tensor, dy: Tensor | Gathered, x: Tensor | Gathered, ends: Tensor
+    total: Tensor, dy: Tensor | Gathered, x: Tensor | Gathered, ends: Tensor, overwrite: bool
 ) -> None:
-    """total (E, n, k) += dy^T x, in total's dtype."""
-    total.add_(weight_gradient(dy, x, ends))
+    """total (E, n, k) += dy^T x, in total's dtype; overwrite: whatever total holds is replaced."""
+    store(total, weight_gradient(dy, x, ends), overwrite)
+
+
+def store(total: Tensor, gradient: Tensor, overwrite: bool) -> None:
+    """total += gradient, or with overwrite total = gradient."""
+    if overwrite:
+        total.copy_(gradient)
+    else:
+        total.add_(gradient)

@@ -52,7 +52,8 @@ _CAPTURED = {  # key -> its value in a captured step, and why
     ),
     "data.dataloader_inter_document_masking": (
         False,
-        "the bounds of packed documents differ from batch to batch, and the host reads them",
+        "the number of packed documents differs from batch to batch, and the host sizes "
+        "launches by it",
     ),
     "moe.moe_expert_capacity_factor": (None, _COUNTED),
     "precision.fp8": (None, "Transformer Engine's FP8 experts read their counts on the host"),

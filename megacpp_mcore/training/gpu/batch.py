@@ -10,23 +10,20 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import (
-    flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
     get_model_config,
 )
 from megatron.training import get_args, get_timers
-from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
 from megacpp_mcore.training.cpu.step import loss_func
+from megacpp_mcore.training.gpu.packed import WORK, Documents, documents_of, shared
 
-Batch = dict[str, torch.Tensor | None]
-_KEYS = (
-    "tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu_seqlens",
-    "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group",
-)  # fmt: skip
+Batch = dict[str, torch.Tensor | Documents | None]
+_ROWS = ("tokens", "labels", "loss_mask", "position_ids")
+_KEYS = (*_ROWS, "attention_mask")
 
 
 def get_batch(
@@ -36,7 +33,7 @@ def get_batch(
 
     The first tensor-parallel rank reads the batch and broadcasts it; under context parallelism each
     rank has a part of the sequence. tokens, labels, position_ids [b, s] int64, loss_mask [b, s]
-    float32; with packed documents b is 1 and cu_seqlens has their offsets.
+    float32; with packed documents b is 1, and `documents` has them.
     """
     args = get_args()
     packed = args.dataloader_inter_document_masking
@@ -45,35 +42,51 @@ def get_batch(
         ignore_virtual=False, vp_stage=vp_stage,
     )  # fmt: skip
     has_tokens = is_first_or_last_pipeline_stage(vp_stage) or with_mtp
+    nothing = dict.fromkeys((*_KEYS, "documents"))
     if not (has_tokens or packed):
-        return dict.fromkeys(_KEYS)
-    tp_rank = mpu.get_tensor_model_parallel_rank()
-    batch: Batch = _to_device(next(data_iterator)) if tp_rank == 0 else {}
-    batch = get_batch_on_this_tp_rank(
-        batch,
-        has_cu_seqlens=packed,
+        return nothing
+    reads = mpu.get_tensor_model_parallel_rank() == 0
+    sample = next(data_iterator) if reads else {}
+    found = _documents(sample if reads else None) if packed else None
+    if not has_tokens:  # a middle pipeline stage needs only the offsets
+        return nothing | {"documents": found}
+    rows = _rows(sample, with_mtp)
+    if packed:
+        rows |= {key: rows[key].reshape(1, -1) for key in _ROWS if rows[key] is not None}
+    rows = get_batch_on_this_cp_rank(
+        rows,
+        is_hybrid_cp=False,
+        cp_group=mpu.get_context_parallel_group(),
+        use_per_sequence_balancing=packed,
+    )
+    return rows | {"documents": found}
+
+
+def _documents(sample: dict[str, Any] | None) -> Documents:
+    """The packed documents, with their offsets on the device. sample: None on a rank that the first
+    tensor-parallel one tells them."""
+    read = None if sample is None else documents_of(sample)
+    return shared(read, mpu.get_tensor_model_parallel_group()).to(torch.cuda.current_device())
+
+
+def _rows(sample: dict[str, Any], with_mtp: bool) -> Batch:
+    """The rows of every tensor-parallel rank. sample: empty where another rank reads it."""
+    args = get_args()
+    return get_batch_on_this_tp_rank(
+        _to_device(sample),
+        has_cu_seqlens=False,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
         cp_size=args.context_parallel_size,
-        tp_rank=tp_rank,
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
         mtp_on_this_rank=with_mtp,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
-    )
-    batch = flatten_batch_for_packed_sequences(batch)
-    if not has_tokens:  # a middle pipeline stage needs only the offsets
-        kept = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
-        return dict.fromkeys(_KEYS) | {key: batch[key] for key in kept}
-    return get_batch_on_this_cp_rank(
-        batch,
-        is_hybrid_cp=False,
-        cp_group=mpu.get_context_parallel_group(),
-        use_per_sequence_balancing=packed,
     )
 
 
@@ -85,22 +98,11 @@ def _to_device(sample: dict[str, Any]) -> Batch:
 
 def packed_documents(batch: Batch) -> PackedSeqParams | None:
     """The batch's packed documents as the layers take them; None for whole rows."""
-    if batch["cu_seqlens"] is None:
+    documents = batch["documents"]
+    if documents is None:
         return None
-    offsets = batch["cu_seqlens"].squeeze(0)
-    padded = batch["cu_seqlens_padded"]
-    update_seqlen_stats_from_cu_seqlens(offsets)  # Megatron counts attention's work by document
-    if padded is not None:
-        offsets = padded = padded.squeeze(0)
-    longest = int(batch["max_seqlen"].item())
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=offsets, cu_seqlens_kv=offsets,
-        cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded,
-        max_seqlen_q=longest, max_seqlen_kv=longest,
-        total_tokens=int(offsets[-1].item()),
-        tokens_per_sample=get_args().seq_length,
-    )  # fmt: skip
+    WORK.add(documents)  # Megatron counts attention's work by document
+    return documents.params(tokens_per_sample=get_args().seq_length)
 
 
 def checked_loss(loss_mask: torch.Tensor, total: torch.Tensor) -> tuple:

@@ -40,23 +40,6 @@ def compilations() -> int:
     )
 
 
-def anywhere(here: bool) -> bool:
-    """Whether it is so on any rank: all wait for one that compiles. A collective of all ranks.
-
-    One integer a step, after the step's own collectives: torch.compile compiles again when a rank's
-    experts get no token, and the other ranks' steps took seconds more without a compilation.
-    """
-    import torch
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return here
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    found = torch.tensor(int(here), device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return bool(found.item())
-
-
 def _steps() -> list:
     """Megatron's graphs of a step: of training and of validation, None before their capture."""
     module = sys.modules.get("megatron.core.full_cuda_graph")

@@ -89,10 +89,13 @@ class MemoryWatch:
         return found
 
 
-def report(memory: Memory, stats: Mapping[str, int], total: int, rank: int) -> str:
+def report(
+    memory: Memory, stats: Mapping[str, int], total: int, rank: int, captured: int | None = None
+) -> str:
     """The largest consumers, one line each, the largest first.
 
-    stats: `torch.cuda.memory_stats()`. total: bytes of the device.
+    stats: `torch.cuda.memory_stats()`. total: bytes of the device. captured: bytes of the pools of
+    CUDA graphs, None without graphs.
     """
     used = stats.get("allocated_bytes.all.current", 0)
     kept = sum(memory.kept.values())
@@ -112,6 +115,11 @@ def report(memory: Memory, stats: Mapping[str, int], total: int, rank: int) -> s
             for kind, size in memory.kept.most_common(_SHOWN)
         )
         lines.append(f"  a micro batch keeps {_gib(kept)} for its backward pass: {each}")
+    if captured is not None:
+        lines.append(
+            f"  CUDA graphs hold {_gib(captured)} of what torch has reserved, for nothing else; "
+            "launch.cuda_graph_impl=none takes none"
+        )
     lines.append(
         "  to use less: a smaller schedule.micro_batch_size, [recompute], more ranks with "
         "parallel.use_distributed_optimizer or expert_model_parallel_size"

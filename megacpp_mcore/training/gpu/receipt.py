@@ -54,12 +54,9 @@ def new_receipt(
         receipt.resume(receipts.read(path), args.iteration, tokens)
     if args.dataloader_inter_document_masking:
         receipt.note("FLOPs leave out the core of attention: its pairs depend on the documents")
-    if args.gradient_accumulation_fusion:
-        receipt.note(
-            "gradient_accumulation_fusion is of Transformer Engine's modules, and of the "
-            "experts where moe_products is hopper; all other weight gradients are added to the "
-            "main gradient after their products"
-        )
+    fused = args.gradient_accumulation_fusion
+    if note := who_adds_weight_gradients(fused, backends, launch.yardstick):
+        receipt.note(note)
     if args.world_size > 1:
         receipt.note(f"peak memory, parameters and times are those of rank {args.rank}")
     if launch.yardstick:
@@ -69,6 +66,39 @@ def new_receipt(
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     return receipt
+
+
+# (surface, observed) -> what adds its weights' gradients to the main gradient: where the recipe has
+# gradient_accumulation_fusion, and of itself.
+_WITH_THE_KEY = {
+    ("linear", "te"): "Transformer Engine's modules",
+    ("moe_products", "hopper"): "the experts",
+}
+_ALWAYS = {
+    ("linear_cross_entropy", "chunked"): "the head",
+    ("embedding", "triton"): "the embedding",
+}
+
+
+def who_adds_weight_gradients(
+    fused: bool, backends: list[dict[str, Any]], yardstick: bool
+) -> str | None:
+    """A note on the gradients that no further pass adds to the main gradient; None without any.
+
+    fused: precision.gradient_accumulation_fusion. The yardstick's linears are chosen by nobody.
+    """
+    served = {(entry["surface"], entry["observed"]) for entry in backends}
+    if yardstick:
+        served.add(("linear", "te"))
+    adding = (_WITH_THE_KEY if fused else {}) | _ALWAYS
+    names = [name for backend, name in adding.items() if backend in served]
+    if not names:
+        return None
+    listed = " and of ".join(filter(None, (", of ".join(names[:-1]), names[-1])))
+    return (
+        f"weight gradients of {listed} are added to the main gradient where they are computed; all "
+        "others after their products"
+    )
 
 
 def _work(flops_per_token: float, device: str) -> Work:

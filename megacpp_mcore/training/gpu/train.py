@@ -71,6 +71,7 @@ def _train(launch: Launch) -> None:
         compile_all(launch.recipe)  # the launcher has, where there is one
     bridges.before_megatron()
     bridges.dataset_helper()
+    bridges.shift_documents_on_the_device()
     from megacpp_mcore.training.data.blend import check_data
 
     check_data(launch.recipe)
@@ -102,7 +103,8 @@ def megatron_args(launch: Launch) -> Any:
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    # SIGTERM, as a scheduler sends it, ends the run after the step, and saves
+    # SIGTERM, as a scheduler sends it, ends the run after the step or the
+    # second one after it, and saves
     sys.argv = [sys.argv[0], *launch.argv, "--exit-signal-handler"]
     # Megatron imports the libraries of all tokenizers: transformers alone takes 3 s.
     tokenizer = [pair for pair in pairwise(launch.argv) if pair[0].startswith("--tokenizer")]
@@ -180,12 +182,17 @@ def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
     with captured_steps_released(), heartbeat:
         try:
             with watch.installed():
-                pretrain(
-                    config_container(launch, args),
-                    datasets_provider,
-                    ModelType.encoder_or_decoder,
-                    step,
-                )
+                try:
+                    pretrain(
+                        config_container(launch, args),
+                        datasets_provider,
+                        ModelType.encoder_or_decoder,
+                        step,
+                    )
+                except SystemExit:  # a signal, a time limit: its last step is a step as any other
+                    watch.drain()
+                    raise
+                watch.drain()
         except BaseException as error:
             _record_end(watch, error)
             raise
@@ -229,6 +236,7 @@ def _record_end(watch: Any, error: BaseException) -> None:
     if memory.is_out_of_memory(error):
         with contextlib.suppress(RuntimeError):  # CUDA itself may no longer answer
             print(watch.memory_report(), file=sys.stderr, flush=True)
+    watch.read_what_is_there()
     reason = f"after step {watch.iteration}: {type(error).__name__}: {error}"
     requested = isinstance(error, KeyboardInterrupt) or (
         isinstance(error, SystemExit) and not error.code  # exit_duration_in_mins, a signal

@@ -2,14 +2,19 @@
 
 One rank keeps the receipt: the first of those that have the loss, which is rank 0 without pipeline
 parallelism.
+
+A step's results are read when the next one has been started (`readback`), so that the GPU never
+waits for the host's reading. Nothing is unread when a checkpoint is saved, when the model is
+evaluated, and at the end. A step that went wrong ends the run there, on every rank.
 """
 
-import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,15 +23,23 @@ from megatron.training import get_args, training
 from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.layers.loss import keep_log_group
-from megacpp_mcore.receipts.goodput import Goodput
-from megacpp_mcore.receipts.power import PowerMeter
+from megacpp_mcore.receipts.goodput import Goodput, Span
+from megacpp_mcore.receipts.power import PowerMeter, Reading
 from megacpp_mcore.receipts.run import RunReceipt
-from megacpp_mcore.training.gpu import decisions, fused_update, memory
-from megacpp_mcore.training.gpu.compilations import anywhere, captured_bytes, compilations
+from megacpp_mcore.training.gpu import (
+    decisions,
+    fused_update,
+    memory,
+    packed,
+    step_end,
+    zeroing,
+)
+from megacpp_mcore.training.gpu.compilations import captured_bytes, compilations
 from megacpp_mcore.training.gpu.gather_check import GatherCheck
 from megacpp_mcore.training.gpu.loop import WatchError, wrapped
 from megacpp_mcore.training.gpu.process_start import start_times
 from megacpp_mcore.training.gpu.rank_setup import Launch
+from megacpp_mcore.training.gpu.readback import Results, Sent, this_device
 from megacpp_mcore.training.gpu.receipt import keeps_the_receipt, new_receipt
 from megacpp_mcore.training.gpu.saves import Saves, check_what_was_loaded
 from megacpp_mcore.training.heartbeat import Heartbeat
@@ -40,9 +53,21 @@ class NotFiniteError(MegacppError):
     exit_status = 1
 
 
+@dataclass(frozen=True)
+class _Unread:
+    """A step whose results are on their way. span: what the host did for it. first: of this
+    process. row: what the receipt has of it that the host knows."""
+
+    step: int
+    sent: Sent
+    span: Span
+    first: bool
+    row: dict[str, Any]
+
+
 class Watch:
     """Goodput and the receipt of a run. receipt: None before the model is built, and on every rank
-    but the one that keeps it."""
+    but the one that keeps it. iteration: the last step whose results have been read."""
 
     def __init__(self, launch: Launch, goodput: Goodput, heartbeat: Heartbeat) -> None:
         self.launch, self.goodput, self._heartbeat = launch, goodput, heartbeat
@@ -57,6 +82,10 @@ class Watch:
         self._results: dict[str, float | int] = {}
         self._memory: memory.MemoryWatch | None = None
         self._power: PowerMeter | None = None
+        self._power_from: tuple[Reading, float] | None = None  # and when that was read
+        self._device = this_device()
+        self._signals = step_end.Signals()
+        self._unread: deque[_Unread] = deque()
 
     def installed(self) -> AbstractContextManager[None]:
         """Observe Megatron's functions inside the block. Raises WatchError when one is missing."""
@@ -70,6 +99,17 @@ class Watch:
                 "maybe_finalize_async_save": (self._finalize, ("blocking",)),
                 "evaluate_and_print_results": (self._evaluation, ("prefix", "iteration")),
                 "evaluate": (self._losses, ()),
+                "get_signal_handler": (self._signals.handler, ()),
+                "logical_and_across_model_parallel_group": (
+                    step_end.update_was_done,
+                    ("input", "group"),
+                ),
+                "reduce_max_stat_across_model_parallel_group": (
+                    step_end.largest,
+                    ("stat", "group"),
+                ),
+                "training_log": (step_end.logged, ()),
+                "consume_seqlen_stats_in_iteration": (packed.WORK.consumed, ()),
             }
         )
 
@@ -79,6 +119,8 @@ class Watch:
         check_what_was_loaded()
         if get_args().overlap_param_gather and not self.launch.yardstick:
             self._gathers = GatherCheck(built[0])
+        if not self.launch.yardstick:
+            zeroing.install(built[0], training.get_model_config(built[0][0]))
         self._memory = memory.MemoryWatch(built[0], built[1])
         backends = decisions.gather()  # and refuses ranks that differ
         if os.environ.get("RANK", "0") == "0":
@@ -93,6 +135,7 @@ class Watch:
 
     def _optimizer(self, call: Callable, given: dict[str, Any]) -> Any:
         built = call()
+        step_end.keep_loss_scale_on_the_host(built)
         if not self.launch.yardstick:
             fused_update.install(built, self.launch.recipe.optimizer.fused_update)
         return built
@@ -122,76 +165,120 @@ class Watch:
             yield batch
 
     def _step(self, call: Callable, given: dict[str, Any]) -> Any:
-        self._beat(f"in step {given['iteration'] + 1}")
-        args = get_args()
+        step, args = given["iteration"] + 1, get_args()
+        self._beat(f"in step {step}")
         lr = training.get_canonical_lr_for_logging(given["optimizer"].param_groups)
         first, self._warm = not self._warm, True
         compiled = compilations()
-        before = self._power.read() if self._power else None
-        started = time.perf_counter()
+        if not self._unread:
+            self._begin_power_window()
+        # From the end of the step before: what the GPU waits for between two steps belongs to one.
+        started = self._unread[-1].sent.ended if self._unread else self._device.mark()
         with self.goodput.span("step") as span:
             done = call()
-            torch.cuda.synchronize()
-            cold = anywhere(first or compilations() > compiled)
-            if cold:
-                self.goodput.book_as(span, "compile")
-        captures = args.cuda_graph_impl == "full_iteration"
-        if captures:
+        losses, should_exit, norm = done[0], done[3], done[5]
+        if should_exit:  # a result was rejected: the step is to be run again, by another process
+            self.drain()
+            return done
+        sent = Sent(
+            self._device, started, losses, norm,
+            compiled=first or compilations() > compiled, signalled=self._signals.here(),
+        )  # fmt: skip
+        self._after_the_first_pass(first)
+        if self.receipt is not None and _LOSS not in losses:
+            raise WatchError(f"train_step reported {sorted(losses)} and no {_LOSS!r}")
+        row = {
+            "tokens": args.global_batch_size * args.seq_length,
+            "peak_memory_bytes": torch.cuda.max_memory_allocated(),
+            "lr": lr,
+        }
+        self._unread.append(_Unread(step, sent, span, first, row))
+        self._read_until(1)
+        # The same on every rank: a rank that read earlier than others would end earlier.
+        if first or step >= args.train_iters:
+            self.drain()
+        return done
+
+    def _after_the_first_pass(self, first: bool) -> None:
+        """What a step changes in Python only, which needs no results."""
+        if get_args().cuda_graph_impl == "full_iteration":
             keep_log_group()
         if self._gathers is not None:
             self._gathers.finish()
             self._gathers = None
-        milliseconds = (time.perf_counter() - started) * 1000
-        power = before.until(self._power.read(), milliseconds / 1000) if before else {}
         if first and self._memory:
             self._memory.stop()
-        losses, should_exit, norm = done[0], done[3], done[5]
-        if should_exit:  # a result was rejected: the step is to be run again, by another process
-            return done
-        self.iteration = given["iteration"] + 1
-        self._check_finite(losses, norm)
-        if self.receipt is None:
-            return done
-        if _LOSS not in losses:
-            raise WatchError(f"train_step reported {sorted(losses)} and no {_LOSS!r}")
+
+    def drain(self) -> None:
+        """Read the results of every step, waiting for those that are not done. Raises
+        NotFiniteError for the first step that went wrong."""
+        self._read_until(0)
+
+    def _read_until(self, left: int) -> None:
+        while len(self._unread) > left:
+            self._read_oldest()
+
+    def read_what_is_there(self) -> None:
+        """Of a run that has failed: no waiting for a GPU that may not answer, and no new error."""
+        with suppress(MegacppError, RuntimeError):
+            while self._unread and self._unread[0].sent.is_there():
+                self._read_oldest()
+
+    def _read_oldest(self) -> None:
+        unread = self._unread.popleft()
+        if waits := not unread.sent.is_there():
+            self._heartbeat.note(f"waiting for step {unread.step} on the GPU")
+        with self.goodput.span("step") as waited:
+            results = unread.sent.read()
+        if waits:
+            self._heartbeat.note(self._doing)
+        if results.compiled:
+            for span in (unread.span, waited):
+                self.goodput.book_as(span, "compile")
+        power = self._end_power_window()
+        self.iteration = unread.step
+        self._signals.agreed |= results.signalled
+        if results.wrong:
+            self._unread.clear()  # of steps with weights that this one has spoilt
+            raise NotFiniteError(_what_is_wrong(unread.step, results))
+        if self.receipt is not None:
+            self._write_row(unread, results, power)
+
+    def _write_row(self, unread: _Unread, results: Results, power: dict[str, float | None]) -> None:
         self.receipt.step(
-            self.iteration,
-            tokens=args.global_batch_size * args.seq_length,
-            ms=milliseconds,
-            loss=losses[_LOSS].item(),
-            peak_memory_bytes=torch.cuda.max_memory_allocated(),
-            grad_norm=None if norm is None else float(norm),
-            lr=lr,
-            cold=cold,
+            unread.step,
+            ms=results.milliseconds,
+            loss=results.losses[_LOSS],
+            grad_norm=results.norm,
+            cold=results.compiled,
+            **unread.row,
             **power,
         )
-        if cold and captures:
+        if results.compiled and get_args().cuda_graph_impl == "full_iteration":
             self._results["cuda_graph_bytes"] = captured_bytes()
-        if first:
-            self._results["first_step_ms"] = round(milliseconds, 3)
+        if unread.first:
+            self._results["first_step_ms"] = round(results.milliseconds, 3)
             self._results |= start_times() | self._memory_results()
             if self._power and (limit := self._power.limit_w()) is not None:
                 self._results["power_limit_w"] = limit
             self.write("running")
-        return done
 
-    def _check_finite(self, losses: dict[str, torch.Tensor], norm: float | None) -> None:
-        """End the run after a step whose losses or gradients are not finite.
+    def _begin_power_window(self) -> None:
+        if self._power is not None:
+            self._power_from = self._power.read(), time.perf_counter()
 
-        The GPU is idle at this point, so reading them costs nothing. Every rank reads the same
-        values: losses are reduced over the data-parallel ranks, the norm over all ranks.
-        """
-        found = {name: float(value) for name, value in losses.items()}
-        if norm is not None:
-            found["gradient norm"] = float(norm)
-        wrong = [f"{name} is {value}" for name, value in found.items() if not math.isfinite(value)]
-        if wrong:
-            raise NotFiniteError(
-                f"step {self.iteration}: {', '.join(wrong)}. The weights already have this step's "
-                "update: resume from the last checkpoint, which is of an earlier step"
-            )
+    def _end_power_window(self) -> dict[str, float | None]:
+        """The power since the step before was read, or since this one was started; the next window
+        begins. A step is read when it is done or, where the host is late, when the host is."""
+        if self._power_from is None:
+            return {}
+        before, since = self._power_from
+        self._begin_power_window()
+        now, at = self._power_from
+        return before.until(now, at - since)
 
     def _save(self, call: Callable, given: dict[str, Any]) -> Any:
+        self.drain()  # before anything is saved: the weights may be those of a step gone wrong
         self._beat(f"saving after step {given['iteration']}")
         self.write("running")  # before the checkpoint, so that the receipt has every step up to it
         with self.goodput.span("checkpoint"):
@@ -204,6 +291,7 @@ class Watch:
 
     def _evaluation(self, call: Callable, given: dict[str, Any]) -> Any:
         self._evaluated = None
+        self.drain()
         self._beat(f"evaluating after step {given['iteration']}")
         with self.goodput.span("evaluation"):
             done = call()
@@ -237,13 +325,19 @@ class Watch:
         stats, (_, total) = torch.cuda.memory_stats(), torch.cuda.mem_get_info()
         if self._memory is None:
             return memory.unfinished_report(stats, total, get_args().rank)
-        report = memory.report(self._memory.measure(), stats, total, get_args().rank)
-        if get_args().cuda_graph_impl == "none":
-            return report
-        return f"{report}\n  {captured_bytes() / 2**30:.2f} GiB of it are pools of CUDA graphs"
+        captured = None if get_args().cuda_graph_impl == "none" else captured_bytes()
+        return memory.report(self._memory.measure(), stats, total, get_args().rank, captured)
 
     def write(self, status: str, reason: str | None = None) -> dict[str, Any] | None:
         """Write the receipt as it stands, on the rank that keeps it."""
         if self.receipt is None:
             return None
         return self.receipt.write(status, reason, **self._results)
+
+
+def _what_is_wrong(step: int, results: Results) -> str:
+    found = results.not_finite() or ["the loss or the gradient norm of another rank is not finite"]
+    return (
+        f"step {step}: {', '.join(found)}. The weights already have this step's update: resume "
+        "from the last checkpoint, which is of an earlier step"
+    )

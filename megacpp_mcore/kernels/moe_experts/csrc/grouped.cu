@@ -46,14 +46,14 @@ cudaError_t run(const void* a, const void* b, void* c, void* kept, const Problem
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
-  constexpr uint32_t kColumns = kAdded<kKind> || kTileN % 64 ? 32 : 64;
+  constexpr uint32_t kColumns = kWide<kKind> || kTileN % 64 ? 32 : 64;
   const uint64_t r = p.rows, e = p.experts, m = p.m, n = p.n, k = p.k;
   CUtensorMap of_a{}, of_b, of_c, of_rows{};
   bool ok = encode() != nullptr;
   if constexpr (kOfWeights<kKind>) {
     ok = ok && describe(&of_a, a, false, 2, {m, r, 1}, {64, 64, 1}) &&
          describe(&of_b, b, false, 2, {n, r, 1}, {64, 64, 1}) &&
-         describe(&of_c, c, kAdded<kKind>, 3, {n, m, e}, {kColumns, 64, 1});
+         describe(&of_c, c, kWide<kKind>, 3, {n, m, e}, {kColumns, 64, 1});
   } else {
     if constexpr (!kGathered<kMore>) {
       ok = ok && describe(&of_a, a, false, 2, {k, r, 1}, {64, kTileM, 1});
@@ -89,6 +89,8 @@ cudaError_t run_kind(int kind, const void* a, const void* b, void* c, void* kept
                            : run<kInputGradient, kTileN>(a, b, c, nullptr, p, stream);
     case kWeightGradient:
       return run<kWeightGradient, kTileN>(a, b, c, nullptr, p, stream);
+    case kWideWeightGradient:
+      return run<kWideWeightGradient, kTileN>(a, b, c, nullptr, p, stream);
     case kAddedWeightGradient:
       return run<kAddedWeightGradient, kTileN>(a, b, c, nullptr, p, stream);
   }

@@ -26,6 +26,7 @@ enum Kind {
   kForward,        // C[r] = A[r] B[e]^T    A (R, K), B (E, N, K), C (R, N), row r of expert e
   kInputGradient,  // C[r] = A[r] B[e]      A (R, K), B (E, K, N), C (R, N)
   kWeightGradient,  // C[e] = A[rows of e]^T B[rows of e]    A (R, M), B (R, N), C (E, M, N)
+  kWideWeightGradient,   // the same, float32
   kAddedWeightGradient,  // the same, float32, added to what C holds
 };
 
@@ -74,7 +75,10 @@ template <int kKind>
 constexpr bool kOfWeights = kKind >= kWeightGradient;
 
 template <int kKind>
-constexpr bool kAdded = kKind >= kAddedWeightGradient;
+constexpr bool kWide = kKind >= kWideWeightGradient;  // C is float32
+
+template <int kKind>
+constexpr bool kAdded = kKind == kAddedWeightGradient;
 
 // Bytes of B that a block loads in a step.
 template <int kKind, int kTileN>
@@ -233,8 +237,8 @@ template <int kKind, int kTileN>
 __device__ __forceinline__ void store(const float (&sums)[kTileN / 2], uint32_t staged, int group,
                                       const CUtensorMap* map_c, const Tile& tile, int row,
                                       bool stored) {
-  constexpr int kColumns = kAdded<kKind> || kTileN % 64 ? 32 : 64;  // of a box of the copy engine
-  constexpr int kRowBytes = kColumns * (kAdded<kKind> ? 4 : 2);
+  constexpr int kColumns = kWide<kKind> || kTileN % 64 ? 32 : 64;  // of a box of the copy engine
+  constexpr int kRowBytes = kColumns * (kWide<kKind> ? 4 : 2);
   constexpr int kBoxes = kTileN / kColumns, kAtOnce = kStaged / (64 * kRowBytes);
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
 #pragma unroll
@@ -244,7 +248,7 @@ __device__ __forceinline__ void store(const float (&sums)[kTileN / 2], uint32_t 
 #pragma unroll
     for (int box = first; box < first + kAtOnce && box < kBoxes; ++box) {
       const uint32_t at = staged + (box - first) * 64 * kRowBytes;
-      if constexpr (kAdded<kKind>) {
+      if constexpr (kWide<kKind>) {
 #pragma unroll
         for (int j = 4 * box; j < 4 * box + 4; ++j) {
 #pragma unroll

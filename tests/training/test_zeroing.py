@@ -1,0 +1,55 @@
+"""Gradient buffers that are zeroed only where a step's first gradient is added, on the CPU: in a
+HybridModel and Megatron's data-parallel wrapper."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import zeroing_rank
+
+from megacpp_mcore.training.gpu import zeroing
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    path = tmp_path_factory.mktemp("zeroing")
+    zeroing_rank.run(path)
+    return {kind: zeroing_rank.found(path, kind) for kind in zeroing_rank.KINDS}
+
+
+@pytest.mark.parametrize("kind", ["ours", "ours-overlap"])
+def test_gradients_of_every_step_are_megatrons_to_the_bit(outcomes, kind):
+    """The buffers held NaN before each step. Two micro batches: the first written, then added."""
+    for found, expected in zip(
+        outcomes[kind]["main_grad"], outcomes["megatron"]["main_grad"], strict=True
+    ):
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert gradient.any(), name
+            assert torch.equal(found[name], gradient), name
+
+
+def test_the_experts_weights_alone_are_not_zeroed(outcomes):
+    found = outcomes["ours"]
+    assert found["experts"] and found["spared"] == found["bytes"]
+    assert found["left"] == [found["experts"]] * zeroing_rank.STEPS
+    assert outcomes["megatron"]["left"] == [set()] * zeroing_rank.STEPS
+
+
+def test_weights_that_no_pass_has_reached_end_as_zeros(outcomes):
+    found = outcomes["idle"]
+    idle = {name for name in found["experts"] if name.startswith(zeroing_rank.IDLE)}
+    assert idle and idle < found["experts"] and found["due"] == []
+    for step in found["main_grad"]:
+        for name, gradient in step.items():
+            assert bool(gradient.any()) == (not name.startswith(zeroing_rank.IDLE)), name
+            assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("captured", ["local", "transformer_engine"])
+def test_nothing_changes_where_parts_of_layers_are_captured(captured):
+    config = SimpleNamespace(cuda_graph_impl=captured, finalize_model_grads_func=None)
+    assert zeroing.install([object()], config) == 0
+    assert config.finalize_model_grads_func is None
