@@ -15,6 +15,7 @@ from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
 
+TRITON = "triton"
 _DTYPES = ("bfloat16", "float32")
 
 
@@ -66,7 +67,7 @@ SURFACE = Surface(
     "embedding",
     (
         Backend(
-            "triton", f"{_KERNELS}.triton:embedding", _triton,
+            TRITON, f"{_KERNELS}.triton:embedding", _triton,
             ruled_out=whatever_the_machine(_whole_weight),
             role="chosen",
             removes="the transposed copies of the rows and of their gradient, and the dense "

@@ -52,6 +52,7 @@ def _ligers_mean(workload: Workload) -> str | None:
     return reason or import_reason("liger_kernel.ops.fused_linear_cross_entropy")
 
 
+CHUNKED = "chunked"
 _KERNELS = "megacpp_mcore.kernels.linear_cross_entropy"
 _RECEIPT = "linear_cross_entropy-mean.json"
 _LAYOUT = "hidden [s, b, h], weight [V, h], labels [s, b] -> losses [s, b]"
@@ -82,7 +83,7 @@ SURFACE = Surface(
     "linear_cross_entropy",
     (
         Backend(
-            "chunked", f"{_KERNELS}.chunked:CHUNKED", _chunked,
+            CHUNKED, f"{_KERNELS}.chunked:CHUNKED", _chunked,
             role="chosen",
             removes="the logits, but for a buffer of 256 MiB; with weights known beforehand they "
             "are computed once, 6 T h V operations. Its weight's gradient is added to main_grad in "

@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, ADDED_WEIGHT_GRADIENT };
+enum { FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, WIDE_WEIGHT_GRADIENT, ADDED_WEIGHT_GRADIENT };
 
 static float wide(uint16_t x) {
   uint32_t bits = (uint32_t)x << 16;
@@ -71,6 +71,8 @@ int grouped_product(int kind, int tile, const void* a, const int* source, const 
         const int64_t at = ((int64_t)e * m + i) * n + j;
         if (kind == ADDED_WEIGHT_GRADIENT)
           ((float*)c)[at] += sum;
+        else if (kind == WIDE_WEIGHT_GRADIENT)
+          ((float*)c)[at] = sum;
         else
           ((uint16_t*)c)[at] = narrow(sum);
       }

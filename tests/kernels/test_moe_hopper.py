@@ -11,7 +11,7 @@ import pytest
 import test_moe_routed as routed
 import torch
 
-from megacpp_mcore.kernels import nvcc
+from megacpp_mcore.kernels import main_grad, nvcc
 from megacpp_mcore.kernels.moe_experts import hopper_products, torch_products
 from megacpp_mcore.kernels.moe_experts.activation import (
     ACTIVATIONS,
@@ -70,6 +70,23 @@ def test_weight_gradients_are_added_in_float32(wide):
     for name, start in before.items():
         total = {name: leaves[name].main_grad}
         routed.assert_near(total, {name: start + expected[name]}, torch.bfloat16, 300)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_a_first_weight_gradient_is_written_and_the_next_one_added(wide):
+    leaves, chosen, direction = routed.draw(37, 5, 2, dtype=torch.bfloat16)
+    expected = routed.definition(leaves, chosen, direction)
+    weights = {name: leaves[name] for name in ("w1", "w2")}
+    for weight in weights.values():
+        dtype = torch.float32 if wide else torch.bfloat16
+        weight.main_grad = torch.full(weight.shape, float("nan"), dtype=dtype)
+        main_grad.expect_first(weight)
+    experts = Experts(*weights.values(), True, hopper_products)
+    for times in (1, 2):
+        experts_routed(leaves["x"], chosen, leaves["probs"], experts, 2).backward(direction)
+        for name, weight in weights.items():
+            found, sums = {name: weight.main_grad}, {name: times * expected[name]}
+            routed.assert_near(found, sums, torch.bfloat16, 300)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

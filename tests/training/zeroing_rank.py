@@ -25,7 +25,7 @@ STEPS = 3
 MODEL = ("model.pattern=AE", "model.depth=4", "mtp.pattern=E", "mtp.mtp_num_layers=1",
          "moe.num_experts=5", "moe.moe_router_topk=2", "moe.moe_ffn_hidden_size=8",
          "moe.moe_shared_expert_intermediate_size=8", "backends.moe_experts=fused_moe")  # fmt: skip
-KINDS = ("megatron", "ours", "ours-overlap", "idle")
+KINDS = ("megatron", "ours", "ours-overlap", "idle", "local")
 IDLE = "decoder.layers.1."  # of "idle": its experts do not run
 
 
@@ -62,7 +62,9 @@ def _outcome(kind: str) -> dict:
     own = chunk.module
     names = {p: n for n, p in own.named_parameters()}
     fused = [m for m in own.modules() if isinstance(m, FusedExperts)]
-    spared = 0 if kind == "megatron" else zeroing.install([chunk], chunk.config)
+    if kind == "local":
+        chunk.config.cuda_graph_impl = kind
+    spared = 0 if kind == "megatron" else zeroing.install([chunk])
     if kind == "idle":
         _do_not_run(own, names)
     left, sums = [], []

@@ -11,6 +11,8 @@ from megacpp_mcore.hybrid import flops
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.receipts.lane import lane
 from megacpp_mcore.receipts.run import RunReceipt, Work
+from megacpp_mcore.surfaces import embedding, linear, linear_cross_entropy
+from megacpp_mcore.surfaces.support import TE
 from megacpp_mcore.training.gpu.rank_setup import Launch
 
 
@@ -71,12 +73,12 @@ def new_receipt(
 # (surface, observed) -> what adds its weights' gradients to the main gradient: where the recipe has
 # gradient_accumulation_fusion, and of itself.
 _WITH_THE_KEY = {
-    ("linear", "te"): "Transformer Engine's modules",
+    (linear.SURFACE.name, TE): "Transformer Engine's modules",
     ("moe_products", "hopper"): "the experts",
 }
 _ALWAYS = {
-    ("linear_cross_entropy", "chunked"): "the head",
-    ("embedding", "triton"): "the embedding",
+    (linear_cross_entropy.SURFACE.name, linear_cross_entropy.CHUNKED): "the head",
+    (embedding.SURFACE.name, embedding.TRITON): "the embedding",
 }
 
 
@@ -89,7 +91,7 @@ def who_adds_weight_gradients(
     """
     served = {(entry["surface"], entry["observed"]) for entry in backends}
     if yardstick:
-        served.add(("linear", "te"))
+        served.add((linear.SURFACE.name, TE))
     adding = (_WITH_THE_KEY if fused else {}) | _ALWAYS
     names = [name for backend, name in adding.items() if backend in served]
     if not names:

@@ -120,7 +120,7 @@ class Watch:
         if get_args().overlap_param_gather and not self.launch.yardstick:
             self._gathers = GatherCheck(built[0])
         if not self.launch.yardstick:
-            zeroing.install(built[0], training.get_model_config(built[0][0]))
+            zeroing.install(built[0])
         self._memory = memory.MemoryWatch(built[0], built[1])
         backends = decisions.gather()  # and refuses ranks that differ
         if os.environ.get("RANK", "0") == "0":

@@ -18,23 +18,23 @@ from torch import Tensor
 from megacpp_mcore.kernels import main_grad
 
 
-def install(chunks: Sequence[Any], config: Any) -> int:
+def install(chunks: Sequence[Any]) -> int:
     """Let the gradient buffers of a model's chunks be zeroed so. Returns the bytes that need none.
 
-    chunks: the model's, each in Megatron's DistributedDataParallel. config: the model's, whose
-    finalize_model_grads_func Megatron calls after the last micro batch, in a captured step, too.
-    Where parts of layers are captured (cuda_graph_impl "local", "transformer_engine") a replayed
-    part does not know the first micro batch, and everything is zeroed.
+    chunks: the model's, each in Megatron's DistributedDataParallel. Megatron calls the first one's
+    config.finalize_model_grads_func after the last micro batch, in a captured step, too. Where
+    parts of layers are captured (cuda_graph_impl "local", "transformer_engine") a replayed part
+    does not know the first micro batch, and everything is zeroed.
     """
-    if config.cuda_graph_impl not in ("none", "full_iteration"):
-        return 0
     buffers = [_Buffer(buffer) for chunk in chunks for buffer in _buffers(chunk)]
     weights = [weight for buffer in buffers for weight in buffer.overwritten]
-    if weights:
-        for buffer in buffers:
-            buffer.install()
-        finalize = config.finalize_model_grads_func or finalize_model_grads
-        config.finalize_model_grads_func = _after_zeroing(weights, finalize)
+    if not weights or chunks[0].config.cuda_graph_impl not in ("none", "full_iteration"):
+        return 0
+    for buffer in buffers:
+        buffer.install()
+    config = chunks[0].config
+    finalize = config.finalize_model_grads_func or finalize_model_grads
+    config.finalize_model_grads_func = _after_zeroing(weights, finalize)
     return sum(w.main_grad.numel() * w.main_grad.element_size() for w in weights)
 
 
