@@ -16,7 +16,7 @@ work=${WORK:-runs/rerun}
 mkdir -p "$work"
 [ "${DRY:-}" ] || python -c '
 import sys; from megacpp_mcore.receipts.lane import code, is_traceable
-sys.exit(not is_traceable(code()) and "this code has neither a commit without changes nor a tree")'
+sys.exit(not is_traceable(code()) and "megacpp_mcore/ has changes that no commit has")'
 failed=() left_out=() too_large=() measured=" "
 
 # measure SECONDS NAME COMMAND...: COMMAND writes $work/NAME.json. may_not_fit=1: it may run out of memory

@@ -150,15 +150,15 @@ def check_zero_size(subject: Subject) -> None:
 
 def check_non_contiguous(subject: Subject) -> None:
     """Inputs and gradients in any strides, among NaN that nobody may read."""
-    _compare(subject, "plain", arrange=strided)
-    _compare(subject, "plain", arrange=transposed)
+    _compare(subject, "plain", arrange=strided, by_region=True)
+    _compare(subject, "plain", arrange=transposed, by_region=True)
     _compare(subject, "plain", direction=lambda y: torch.ones((), dtype=y.dtype).expand(y.shape))
 
 
 def check_poisoned(subject: Subject) -> None:
     """Fresh memory is full of NaN, from the allocator and from torch.empty."""
-    _compare(subject, "plain", poison=True)
-    _compare(subject, "odd", poison=True)
+    _compare(subject, "plain", poison=True, by_region=True)
+    _compare(subject, "odd", poison=True, by_region=True)
 
 
 def check_opcheck(subject: Subject) -> None:
@@ -219,7 +219,7 @@ def check_fallback(subject: Subject) -> None:
             decision = dispatch.choose(subject.surface, case.workload(subject.device, dtype))
             assert (decision.requested, decision.observed) == (forced, forced)
             tensors = parity.drawn(case, dtype, subject.device, _seed())
-            truth = parity.truth_of(case, tensors, dtype, torch.float64)
+            truth = parity.truth_of(case, tensors, dtype, torch.float64, by_region=True)
             served = Subject(subject.surface, decision.observed, subject.device)
             for bound in (subject.bind(case, dtype), served.bind(case, dtype)):
                 values = parity.run(case, bound, tensors, truth.directions)

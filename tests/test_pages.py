@@ -164,6 +164,32 @@ def test_the_logs_of_gpu_tests_are_a_table(tmp_path):
     row = measurements.gpu_tests("gpu-tests", tmp_path / "h200").splitlines()[-1]
     link = "[test_x](examples/receipts/gpu-tests/test_x.log)"
     assert row == f"| {link} | 1 passed, 2 s | commit 0123456789ab, tree fedcba987654 | 2 x H200 |"
+    changed = head.replace("abcdef,", "abcdef + changes,")
+    for name, first in (("y", head), ("z", changed)):
+        log = tmp_path / f"gpu-tests/test_{name}.log"
+        log.write_text(f"{first}\n2 x H200, driver 1\n\n1 passed, 2 s\n")
+    said, *_ = measurements.gpu_tests("gpu-tests", tmp_path / "h200").splitlines()
+    one, other = (f"commit 0123456789ab{x}, tree fedcba987654" for x in ("", " + changes"))
+    assert said.startswith(f"The logs are of 2 states of the code, 2 of {one}; 1 of {other}: ")
+    (tmp_path / "gpu-tests/test_z.log").unlink()
+    said, *_ = measurements.gpu_tests("gpu-tests", tmp_path / "h200").splitlines()
+    assert said == f"All are of one commit and tree: {one}."
+
+
+def test_the_page_says_of_what_code_the_logs_of_gpu_tests_are():
+    """Every commit and tree of the committed logs; and one commit and tree only if there is one."""
+    heads = [
+        re.search(r"commit (\w{12})\w*([^,]*), tree (\w{12})", path.read_text())
+        for path in (ROOT / "examples/receipts/gpu-tests").glob("*.log")
+    ]
+    codes = {f"commit {commit}{changes}, tree {tree}" for commit, changes, tree in
+             (head.groups() for head in heads)}  # fmt: skip
+    text = (ROOT / "docs/performance.md").read_text().partition("## GPU tests")[2]
+    said = text.partition("| tests |")[0]
+    assert all(code in said for code in codes), codes
+    assert ("All are of one commit and tree: " in said) == (len(codes) == 1)
+    assert (f"of {len(codes)} states of the code" in said) == (len(codes) > 1)
+    assert "on one tree" not in said
 
 
 def test_a_changed_figure_is_rendered_again():

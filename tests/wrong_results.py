@@ -23,10 +23,14 @@ def tile_zeroed(x, other, axis):
 
 
 def one_is_anothers(x, other, axis):
-    """A head has the values of the one behind it; of an axis of many, an eighth has."""
-    number = max(1, x.shape[axis] // 8)
-    x = x.clone()
-    x.narrow(axis, 0, number).copy_(x.narrow(axis, number, number).clone())
+    """One head, an eighth into the axis, has the values of the one after it; of a tensor of few
+    values, two of which may be nearly equal, the one that differs most from the next."""
+    x, head = x.clone(), x.shape[axis] // 8
+    if x.numel() < 64:
+        others = [other for other in range(x.dim()) if other != axis]
+        steps = x.double().diff(dim=axis).square()
+        head = int((steps.sum(others) if others else steps).argmax())
+    x.select(axis, head).copy_(x.select(axis, head + 1).clone())
     return x
 
 

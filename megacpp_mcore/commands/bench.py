@@ -84,9 +84,9 @@ def _check_origin(path: Path) -> None:
 
     if "examples" in path.resolve().parts and not is_traceable(code()):
         raise BenchError(
-            f"--receipt {path}: a receipt in examples/ must name the code that it is of, and this "
-            "code has no digest, or neither a commit without changes nor a tree; run it from a "
-            "clean checkout, or from an installed wheel, or write the receipt elsewhere"
+            f"--receipt {path}: a receipt in examples/ must name code that can be found again, and "
+            "megacpp_mcore/ has changes here that no commit has; run it from a clean checkout, or "
+            "from an installed wheel, or write the receipt elsewhere"
         )
 
 

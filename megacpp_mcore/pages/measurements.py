@@ -5,6 +5,7 @@ links to its receipt. A row whose receipt is from before receipts had the code's
 "history": what was measured then, with kernels that may since be others.
 """
 
+import collections
 import json
 import re
 import statistics
@@ -218,18 +219,31 @@ def dispatch(words: str, folder: Path) -> str:
 
 
 def gpu_tests(words: str, folder: Path) -> str:
-    """A row for each log that `tests/gpu/run.sh` has written. words: the folder of them, next to
-    `folder`."""
-    rows = []
+    """Of what code the logs are that `tests/gpu/run.sh` has written, and a row for each. words: the
+    folder of them, next to `folder`."""
+    rows, logs_of = [], collections.Counter()
     place = folder.parent / words.strip()
     for path in sorted(place.glob("*.log")):
         lines = path.read_text().splitlines()
-        of = re.search(r"commit (\S+), tree (\S{12})", lines[0])
+        of = re.search(r"commit (\S{1,12})\S*( \+ changes)?, tree (\S{12})", lines[0])
+        code = f"commit {of[1]}{of[2] or ''}, tree {of[3]}"
+        logs_of[code] += 1
         rows.append([
             f"[{path.stem}](examples/receipts/{place.name}/{path.name})", lines[-1],
-            f"commit {of[1][:12]}, tree {of[2]}", lines[1].partition(",")[0],
+            code, lines[1].partition(",")[0],
         ])  # fmt: skip
-    return _table(["tests", "outcome", "code", "machine"], rows) if rows else "No log is committed."
+    if not rows:
+        return "No log is committed."
+    return f"{_origin(logs_of)}\n\n{_table(['tests', 'outcome', 'code', 'machine'], rows)}"
+
+
+def _origin(logs_of: collections.Counter[str]) -> str:
+    """logs_of: the code -> the number of its logs."""
+    if len(logs_of) == 1:
+        return f"All are of one commit and tree: {next(iter(logs_of))}."
+    each = "; ".join(f"{number} of {code}" for code, number in logs_of.most_common())
+    states = f"The logs are of {len(logs_of)} states of the code, {each}"
+    return f"{states}: what passed on one may fail on another."
 
 
 def _lines(words: str) -> list[str]:

@@ -17,6 +17,7 @@ from megacpp_mcore.stack import NOT_PINNED, OK, PINS
 # Every package whose version can change a loss or a step time; absent ones are recorded as null.
 PACKAGES = (*(pin.name for pin in PINS if pin.other != OK), *NOT_PINNED)
 _PACKAGE = Path(__file__).resolve().parents[1]
+_CHECKOUT = _PACKAGE.parent
 _ELSEWHERE = ("specs", "recipes", "patches")  # in a checkout
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -73,19 +74,34 @@ def code() -> dict[str, Any]:
     commit and dirty are null for an installed wheel, and where git is not there to ask. Receipts
     that are new do not make it dirty: else one of a series alone would name its commit.
     """
-    checkout = Path(__file__).resolve().parents[2]
     commit = dirty = None
-    if (checkout / ".git").exists():
-        commit = _git(checkout, "rev-parse", "HEAD")
-        dirty = _has_changes(checkout)
+    if (_CHECKOUT / ".git").exists():
+        commit = _git(_CHECKOUT, "rev-parse", "HEAD")
+        dirty = _has_changes(_CHECKOUT)
     own = {"version": __version__, "sha256": _sha256(), "tree": _tree(_PACKAGE)}
     return own | {"commit": commit, "dirty": dirty}
 
 
-def is_traceable(code: Mapping[str, Any]) -> bool:
-    """Whether the code that ran can be found again: a commit has it, or its tree is recorded."""
-    is_committed = bool(code["commit"]) and code["dirty"] is False
-    return "sha256" in code and (is_committed or "tree" in code)
+def is_traceable(code: Mapping[str, Any], checkout: Path = _CHECKOUT) -> bool:
+    """Whether the code that ran can be found again: it was a commit's, or its tree is one of
+    `checkout`'s history. A wheel has no history, so that its tree is taken at its word."""
+    if "sha256" not in code:
+        return False
+    if code["commit"] and code["dirty"] is False:
+        return True
+    if "tree" not in code:
+        return False
+    return not code["commit"] or _has_tree(checkout, code["tree"])
+
+
+def _has_tree(checkout: Path, tree: str) -> bool:
+    """Whether a commit that HEAD is made of has this package as it is in `tree`. Not whether git
+    knows the tree: it also knows what was added and never committed."""
+    folder = _PACKAGE.name
+    commits = _git(checkout, "rev-list", "HEAD", "--", folder)
+    named = "\n".join(f"{commit}:{folder}" for commit in (commits or "").split())
+    found = _git(checkout, "cat-file", "--batch-check=%(objectname)", given=named)
+    return tree in (found or "").split()
 
 
 @functools.cache
@@ -186,10 +202,12 @@ def _has_changes(checkout: Path) -> bool | None:
     return None if status is None else bool(status)
 
 
-def _git(checkout: Path, *arguments: str) -> str | None:
+def _git(checkout: Path, *arguments: str, given: str | None = None) -> str | None:
     command = ["git", "-C", str(checkout), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True, input=given
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -85,7 +85,9 @@ SURFACE = Surface(
             removes="every copy between in_proj and the scan, between the scan and out_proj, and "
             "of their gradients: x and z are read where they lie, and the projection's gradient is "
             "written in place; a program processes an eighth of a row of one head, where "
-            "mamba-ssm's scan processes the whole row",
+            "mamba-ssm's scan processes the whole row. The rotated q and k are stored for each "
+            "head, and their gradients in the same place; 5 launches forward and 7 backward, and "
+            "four sums of what these leave",
             dtypes="bf16; dt, decay, angles, their sums and state in fp32",
             fallback=REFERENCE,
             receipt="layer-mamba3.json",

@@ -32,6 +32,10 @@ MORE = [
 OPERATORS = [
     *((name, WORDS.get(name, ())) for name, surface in REGISTRY.items() if surface.case), *MORE
 ]  # fmt: skip
+# Each value adds up a rounding of every later token (mamba3.case.random_walk_bound): of 4096, half
+# of what the gradient's values usually are may be rounding, and a twentieth cannot be told from it.
+# Other floors are of some regions or columns alone, or smaller than that: the rest is judged.
+WITHIN_ROUNDINGS = {("mamba3_scan", "dangles"), ("mamba3_scan", "ddt")}
 LAYERS = {
     "A": "core_attention=sdpa_flash,mla_rope=megatron",
     "E": "moe_experts=grouped_mm,router_gating=reference",
@@ -69,11 +73,10 @@ def test_an_operators_backends_are_right_and_wrong_values_refused(operator):
     for name, value in values.items():
         alone = replace(truth, values={name: truth.values[name]})
         for kind, wrong in mutated(value, others[name]):
-            # Other inputs may have the same sum of losses. By a twentieth a sum of roundings over
-            # 4096 tokens may be off as well (Case.floors): smaller sizes are judged for that.
-            if (kind.startswith("stale") and value.numel() == 1) or (
-                kind.startswith("scale") and name in truth.floors
-            ):
+            # Other inputs may have the same sum of losses.
+            if kind.startswith("stale") and value.numel() == 1:
+                continue
+            if kind.startswith("scale") and (surface, name) in WITHIN_ROUNDINGS:
                 continue
             (error,) = parity.errors(case, values | {name: wrong}, alone, dtype)
             nearest = min(nearest, error.share)

@@ -279,3 +279,42 @@ def test_what_it_cannot_serve_it_says(overrides, why):
 def test_mimo_has_no_such_operator():
     recipe = load_recipe("nam56r", ["mamba3.variant=mimo"])
     assert REGISTRY["mamba3_core"].workload(recipe, "cuda") is None
+
+
+class Counting:
+    """A kernels' module whose launches are noted by the kernel's name."""
+
+    def __init__(self, module, launched):
+        self.module, self.launched = module, launched
+
+    def __getattr__(self, name):
+        found = getattr(self.module, name)
+        if not hasattr(found, "run"):
+            return found
+
+        def at(grid):
+            self.launched.append(name)
+            return found[grid]
+
+        return type("Kernel", (), {"__getitem__": lambda self, grid: at(grid)})()
+
+
+@slow
+def test_the_launches_are_those_that_the_catalog_states(monkeypatch):
+    launched = []
+    for module, name in (
+        (around, "kernels"), (around, "backward_kernels"), (scan, "kernels"),
+        (scan, "scan_backward_kernels"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, Counting(getattr(module, name), launched))
+    monkeypatch.setattr(triton, "_check", lambda projected: None)
+    monkeypatch.setattr(around, "_STEP", 16)
+    case = Mamba3CoreCase(1, 130, 2, 1, 8, 8, 2)
+    tensors = parity.drawn(case, torch.float32, "cpu", seed=0)
+    leaves = {name: tensors[name].requires_grad_() for name in case.inputs}
+    y = case.call(triton.mamba3_core, **leaves)["y"]
+    ahead = len(launched)
+    y.sum().backward()
+    (backend,) = (b for b in REGISTRY["mamba3_core"].backends if b.name == "triton")
+    words = f"{ahead} launches forward and {len(launched) - ahead} backward"
+    assert words in backend.removes and "rotated q and k are stored" in backend.removes, launched

@@ -1,12 +1,19 @@
 """The mamba_ssm backend of the M block where there is no GPU: what it refuses, and its states."""
 
+import gc
+import sys
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
+import triton
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.kernels import parity
 from megacpp_mcore.kernels.mamba3 import Mamba3InputError, mamba3_scan
 from megacpp_mcore.kernels.mamba3 import mamba_ssm as backend
+from megacpp_mcore.kernels.mamba3 import mamba_ssm_ops as ops
 from megacpp_mcore.kernels.mamba3.case import Mamba3ScanCase
 
 NAM56R = {
@@ -50,3 +57,42 @@ def test_with_a_state_the_reference_runs():
         strict=True,
     ):
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def upstreams(given, results):
+    """mamba-ssm's modules with functions that note their arguments and give `results`."""
+
+    def function(name):
+        def call(*args, **options):
+            given.append(args)
+            return results[name]
+
+        return call
+
+    return SimpleNamespace(**{name: function(name) for name in results})
+
+
+def test_tritons_allocator_keeps_no_tensor_alive(monkeypatch):
+    """Triton keeps the hook in every thread: one that made memory like v kept a view of the whole
+    projection, 262 MiB a thread at NAM56R's sizes."""
+    hooks, given, place = [], [], "mamba_ssm.ops.triton.mamba3"
+    monkeypatch.setattr(triton, "set_allocator", hooks.append)
+    monkeypatch.setattr(ops, "_pin", lambda *sizes: None)
+    y = torch.zeros(1)
+    forward = upstreams(given, {"mamba3_siso_fwd": (y, y), "angle_dt_fwd": y})
+    for name in ("mamba3_siso_fwd", "angle_dt"):
+        monkeypatch.setitem(sys.modules, f"{place}.{name}", forward)
+    case = Mamba3ScanCase.samples()["plain"]
+    tensors = parity.drawn(case, torch.bfloat16, "cpu", seed=0)
+    projected = torch.zeros(2, *tensors["v"].shape, dtype=torch.bfloat16)
+    kept = weakref.ref(projected)
+    tensors["v"] = projected[0]
+    ops.mamba3_siso._init_fn(
+        *(tensors[name] for name in ("q", "k", "v", "adt", "dt", "trap", "q_bias", "k_bias")),
+        tensors["angles"], tensors["D"], tensors["z"], None, case.chunk_size, False,
+    )  # fmt: skip
+    assert hooks and any(x is tensors["v"] for args in given for x in args)
+    del projected, tensors
+    given.clear()
+    gc.collect()
+    assert kept() is None

@@ -11,8 +11,6 @@ pytestmark = pytest.mark.slow
 SEEDS = range(7, 13)
 VARIANTS = {"siso": (), "mimo": ("mamba3.variant=mimo",)}
 
-OF_A_PART = ("zeroed tile", "one wrong head")
-
 
 def of_mamba3(variant, seed, dtype):
     others = VARIANTS[variant]
@@ -21,7 +19,8 @@ def of_mamba3(variant, seed, dtype):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_mamba3_with_its_kernels_roundings(variant):
-    """A cosine does not see a scale, nor one value of few that is small: the cases' gates do."""
+    """A cosine does not see a scale, one row of many, or one small value of few: the cases' gates
+    do."""
     missed, worst, as_one, before = [], {}, 0.0, None
     for seed in SEEDS:
         truth = of_mamba3(variant, seed, torch.float32)
@@ -33,7 +32,8 @@ def test_mamba3_with_its_kernels_roundings(variant):
         as_one = max(as_one, share_as_one(found, truth))
         for name, value in found.items() if before else ():
             for kind, wrong in mutated(value, before[name]):
-                if kind.startswith("scale") or (value.numel() < 64 and kind.startswith(OF_A_PART)):
+                few = value.numel() < 64 and kind.startswith("zeroed tile")
+                if few or kind.startswith(("scale", "one wrong head")):
                     continue
                 judged = model_slice.judged(found | {name: wrong}, truth)
                 if not any(cosine < least for _, cosine, least in judged):

@@ -43,7 +43,6 @@ STEPS = {
     "run-nam56r-1xh200-graph.json",
     "run-nam56r-quarter-graph.json",
     "run-nam56r-quarter-graph-before.json",
-    "run-nam56r-2xh200-dp2.json",
     "run-nam56r-2xh200-dp2-graph.json",
     "run-small-packed.json",
 }

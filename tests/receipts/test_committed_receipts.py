@@ -11,6 +11,7 @@ import pytest
 from megacpp_mcore import catalog, receipts
 from megacpp_mcore.receipts.intervals import time_ratio
 from megacpp_mcore.receipts.judge import MARGIN, judge_rows
+from megacpp_mcore.receipts.lane import is_traceable
 from megacpp_mcore.receipts.table import table
 from megacpp_mcore.surfaces.figures import Figure, claims_by_receipt, is_current
 from megacpp_mcore.surfaces.registry import REGISTRY
@@ -166,20 +167,16 @@ def test_a_resume_in_the_same_layout_is_equal_to_the_bit():
 
 
 def test_captured_steps_of_52_layers_are_captured_and_even():
-    """On one GPU and as two data-parallel ranks, beside eager ones; the last eight within 2 %."""
-    names = ("1xh200-graph", "2xh200-dp2", "2xh200-dp2-graph")
-    one, eager, two = (receipts.read(FOLDER / f"run-nam56r-{name}.json") for name in names)
-    for receipt in (eager, two):
-        assert receipt["topology"]["dp"] == 2 and receipt["topology"]["ep"] == 1
-    impls = [r["recipe"]["content"]["launch"]["cuda_graph_impl"] for r in (one, eager, two)]
-    assert impls == ["full_iteration", "none", "full_iteration"]
+    """On one GPU and as two data-parallel ranks; the last eight within 2 %."""
+    names = ("1xh200-graph", "2xh200-dp2-graph")
+    one, two = (receipts.read(FOLDER / f"run-nam56r-{name}.json") for name in names)
+    assert two["topology"]["dp"] == 2 and two["topology"]["ep"] == 1
     for receipt in (one, two):
+        assert receipt["recipe"]["content"]["launch"]["cuda_graph_impl"] == "full_iteration"
         assert receipt["series_info"]["cold_steps"] == [1, 4]  # the first, and the capture
         last = receipt["series"]["ms"][-8:]
         assert max(last) / statistics.median(last) < 1.02
         assert receipt["result"]["cuda_graph_bytes"] > 0
-    rate, eagers = (r["result"]["tokens_per_s_median"] for r in (two, eager))
-    assert rate > eagers
 
 
 def test_the_table_of_receipts_is_that_of_the_receipts():
@@ -192,7 +189,9 @@ def test_the_table_of_receipts_is_that_of_the_receipts():
 def test_a_receipt_is_of_code_with_a_digest_or_of_history(path):
     code = receipts.read(path)["code"]
     assert ("sha256" in code) != ("history" in code)
-    assert "history" in code or code["commit"] or "tree" in code
+    if not (FOLDER.parents[2] / ".git").exists():
+        pytest.skip("no checkout, whose history has the trees")
+    assert "history" in code or is_traceable(code)
 
 
 def _rows_of(surface, receipt):

@@ -30,7 +30,7 @@ from megacpp_mcore.receipts import (
 )
 from megacpp_mcore.receipts import run as run_receipt
 from megacpp_mcore.receipts.goodput import Goodput
-from megacpp_mcore.receipts.lane import code, lane
+from megacpp_mcore.receipts.lane import code, is_traceable, lane
 from megacpp_mcore.receipts.reader import warm_rows
 from megacpp_mcore.receipts.run import Work
 
@@ -686,6 +686,37 @@ def test_new_receipts_are_no_changes_of_the_code(tmp_path):
     assert _has_changes(tmp_path) is True
 
 
+def test_a_dirty_checkouts_tree_must_be_a_commits(tmp_path):
+    """Not one that was only added, nor another folder's; an earlier commit's will do."""
+    folder = tmp_path / "megacpp_mcore"
+    folder.mkdir()
+
+    def git(*words):
+        own = ("-c", "user.name=x", "-c", "user.email=x")
+        done = subprocess.run(
+            ["git", "-C", str(tmp_path), *own, *words], capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    def traceable():
+        git("add", ".")
+        own = {"tree": git("write-tree", "--prefix=megacpp_mcore/"), "sha256": "b"}
+        return is_traceable(own | {"commit": "a", "dirty": True}, tmp_path)
+
+    git("init", "-q")
+    (folder / "code.py").write_text("1")
+    assert not traceable()
+    for content in ("2", "3"):
+        (folder / "code.py").write_text(content)
+        assert not traceable()
+        git("commit", "-qm", "x")
+        assert traceable()
+    (folder / "code.py").write_text("2")
+    assert traceable()
+    whole = {"tree": git("rev-parse", "HEAD^{tree}"), "sha256": "b", "commit": "a", "dirty": True}
+    assert not is_traceable(whole, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("own", "traceable"),
     [
@@ -693,7 +724,9 @@ def test_new_receipts_are_no_changes_of_the_code(tmp_path):
         ({"sha256": "b", "commit": "a", "dirty": False}, True),
         ({"sha256": "b", "commit": "a", "dirty": True}, False),
         ({"sha256": "b", "commit": None, "dirty": None}, False),
-        ({"sha256": "b", "tree": "c", "commit": "a", "dirty": True}, True),
+        ({"sha256": "b", "tree": "c", "commit": None, "dirty": None}, True),
+        ({"sha256": "b", "tree": "c", "commit": "a", "dirty": False}, True),
+        ({"sha256": "b", "tree": "c", "commit": "a", "dirty": True}, False),
     ],
 )
 def test_code_that_can_be_found_again(own, traceable, monkeypatch):

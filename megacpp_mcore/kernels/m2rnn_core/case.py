@@ -57,7 +57,8 @@ class M2RNNCoreCase(OperatorCase):
         return {
             "plain": cls(2, 16, 4, 8, 4, 8),
             "plain-nam56r-dims": cls(1, 64, 2, 64, 16, 32),
-            "odd": cls(1, 37, 3, 5, 3, 8, kernel=3),
+            # Of fewer than 21 channels, all may be small at once, and the norm enlarge roundings.
+            "odd": cls(1, 37, 3, 5, 7, 8, kernel=3),
             "odd-length": cls(2, 75, 3, 64, 16, 32),
             "odd-one-token": cls(2, 1, 2, 32, 16, 32),
             "empty": cls(2, 0, 2, 32, 16, 32),
