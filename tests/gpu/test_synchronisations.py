@@ -46,7 +46,7 @@ def test_a_profile_of_torch_has_the_range():
     assert waits_inside(profiler.events(), "a step") == {}
 
 
-def test_a_step_is_guarded_from_the_fourth_on(monkeypatch):
+def test_a_step_is_guarded_from_the_fifth_on(monkeypatch):
     modes, seen = ["default"], []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
@@ -58,10 +58,10 @@ def test_a_step_is_guarded_from_the_fourth_on(monkeypatch):
         return "done"
 
     guarded = no_sync_rank.guarded(step)
-    assert [guarded() for _ in range(4)] == ["done"] * 4
+    assert [guarded() for _ in range(5)] == ["done"] * 5
     with pytest.raises(RuntimeError):
         guarded(fails=True)
-    assert seen == ["default"] * 3 + ["error"] * 2 and modes[-1] == "default"
+    assert seen == ["default"] * 4 + ["error"] * 2 and modes[-1] == "default"
 
 
 def test_the_seventh_step_is_counted(tmp_path, monkeypatch):
