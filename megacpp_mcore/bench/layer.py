@@ -4,6 +4,7 @@ A recipe's model of that one layer is built for every variant, with the same wei
 is its decoder without the final norm.
 """
 
+import importlib.util
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -25,14 +26,13 @@ from megacpp_mcore.bench.variants import (
     in_half_precision,
 )
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.hybrid import letters
+from megacpp_mcore.hybrid.letters.attention import KINDS
 from megacpp_mcore.kernels import regions
 from megacpp_mcore.kernels.core_attention.case import CoreAttentionCase
 from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds, packed_seq_params
 from megacpp_mcore.recipe import Recipe
 
-# What is asked for -> letter of the source pattern, and the kind of attention where it says so.
-_LAYERS = {"A": ("A", None), "+": ("A", "mla"), "*": ("A", "gqa"), "E": ("E", None),
-           "M": ("M", None), "R": ("R", None)}  # fmt: skip
 _OWN_NAME = "recipe"
 _SECONDS_A_PHASE = 8.0
 _SETS = 2
@@ -45,13 +45,20 @@ _ERROR_NOTE = (
 
 
 def layer_overrides(name: str) -> list[str]:
-    """What makes a recipe's model one layer: A, E, M, R, or by its symbol + (MLA) or * (GQA).
+    """What makes a recipe's model one layer: a block letter, or A by its symbol + (MLA) or * (GQA).
 
-    Raises BenchError for another name.
+    Raises BenchError for another name and for a letter whose package is not installed, LetterError
+    for a letter that cannot be loaded.
     """
-    if name not in _LAYERS:
-        raise BenchError(f"layer {name!r} is unknown; choose {', '.join(_LAYERS)}")
-    letter, kind = _LAYERS[name]
+    kinds = {symbol: kind for kind, symbol in KINDS.items() if not symbol.isalpha()}
+    if name not in kinds and letters.find(name) is None:
+        first, *others = (entry.letter for entry in letters.known())
+        choices = ", ".join((first, *kinds, *others))
+        raise BenchError(f"layer {name!r} is unknown; choose {choices}")
+    letter, kind = ("A", kinds[name]) if name in kinds else (name, None)
+    for module, package in letters.get(letter).packages:
+        if importlib.util.find_spec(module) is None:
+            raise BenchError(f"layer {letter} needs {package}, which is not installed")
     overrides = [
         f"model.pattern={letter}", "model.depth=1", "mtp.mtp_num_layers=0", "mtp.pattern=",
         "parallel.expert_model_parallel_size=1",

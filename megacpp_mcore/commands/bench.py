@@ -38,7 +38,7 @@ def register(subparsers: Any) -> None:
     )
     add = parser.add_argument
     add("surface", metavar="SURFACE", help="a surface of `megacpp catalog`, `layer` or `model`")
-    add("layer", metavar="LAYER", nargs="?", help="of `layer`: A, E, M, R, + (MLA) or * (GQA)")
+    add("layer", metavar="LAYER", nargs="?", help="of `layer`: a block letter, + (MLA) or * (GQA)")
     add("--recipe", metavar="RECIPE",
         help="recipe with the sizes (default: MEGACPP_RECIPE; nam56r, on a CPU "
         "nam56r-tiny)")  # fmt: skip
@@ -125,7 +125,7 @@ def _check_options(args: argparse.Namespace) -> None:
     is_model = args.surface == "model"
     if (args.surface == "layer") != (args.layer is not None):
         raise BenchError("`megacpp bench layer`, and no other bench, takes the name of a layer: "
-                         "A, E, M, R, + or *")  # fmt: skip
+                         "a block letter, + or *")  # fmt: skip
     if args.variant is not None and args.surface in ("layer", "model"):
         raise BenchError("--variant is for a surface, not for `layer` or `model`")
     if not is_model and (args.layers is not None or args.no_optimizer):

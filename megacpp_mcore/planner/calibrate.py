@@ -139,7 +139,7 @@ class Calibration:
             receipt = self.receipt(name)
             recipe = _of_one_layer(receipt, letter, backend)
             (layer,) = layers_of(recipe, 0)
-            rate = passes_rate(letter, Serving(recipe).of_layer(letter))
+            rate = passes_rate(letter, Serving(recipe).of_layer(layer))
             self.put(rate, 0.0, "passes", name, how)
             value = self.left_over(recipe, layer, self.seconds(name, backend))
             self.put(rate, value, "passes", name, how)
@@ -148,13 +148,13 @@ class Calibration:
         """E with permuted copies has no receipt alone: a model has five, and one in MTP."""
         recipe = recipe_of(self.receipt(_MODEL))
         sizes = Sizes.of(recipe)
-        rate = passes_rate("E", sizes.serving.of_layer("E"))
+        found = [layer for layer in layers_of(recipe, 0) if layer.letter == "E"]
+        rate = passes_rate("E", sizes.serving.of_layer(found[0]))
         self.put(rate, 0.0, "passes", _MODEL, "")
         known = micro_batch(recipe, self.rates, sizes, 0)
         # the bench has no main gradient to add to
         summed = adding_gradients(recipe, self.rates, sizes, 0)
         seconds = self.seconds(_MODEL, "model") - (sum(known.values()) - summed)
-        found = [layer for layer in layers_of(recipe, 0) if layer.letter == "E"]
         kept = sizes.tokens * bytes_per_token(recipe, sizes, found[0], recompute=False)
         self.put(rate, seconds * self.rates["bytes"] / kept / len(found), "passes", _MODEL,
                  "what all other layers, heads and the experts' products leave of the model's "

@@ -5,8 +5,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from megacpp_mcore.hybrid import letters
 from megacpp_mcore.hybrid.flops import count
+from megacpp_mcore.hybrid.letters.letter import Planning
 from megacpp_mcore.hybrid.plan import Layer
+from megacpp_mcore.planner import PlanError
 from megacpp_mcore.recipe import Recipe
 
 
@@ -71,6 +74,22 @@ def _costs(model: _Model) -> dict[str, Cost]:
 def name_of(layer: Layer) -> str:
     """In `costs`."""
     return ("MTP " if layer.mtp_depth else "") + layer.letter
+
+
+def planned_of(layer: Layer) -> Planning:
+    """What the layer's entry in the table of block letters says for the planner.
+
+    Raises PlanError where it says nothing.
+    """
+    entry = letters.find(layer.letter)
+    planned = entry and entry.slot(layer.symbol).planned
+    if planned is None:
+        raise PlanError(
+            f"what a layer {layer.letter} ({layer.symbol}) keeps for its backward pass is not "
+            "known: give the Slot of its BlockLetter planned=Planning(kept=...), a function "
+            "(recipe, sizes, recompute) -> bytes a token and rank; docs/extending.md has the steps"
+        )
+    return planned
 
 
 def layers_of(recipe: Recipe, stage: int) -> list[Layer]:
