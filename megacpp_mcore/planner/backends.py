@@ -45,8 +45,7 @@ class Serving(dict[str, str]):
             return False
         routes, host_ranks = self["moe_experts"] == FUSED, recipe.launch.nproc_per_node
         workload = moe_dispatch.workload("cuda", config_of(recipe), routes, host_ranks)
-        unmoved, *_ = REGISTRY[moe_dispatch.NAME].backends
-        return unmoved.supports(workload) is None
+        return moe_dispatch.SURFACE.backend(moe_dispatch.UNMOVED).supports(workload) is None
 
     def of_layer(self, layer: Layer) -> str | None:
         """Which of the measured kinds of a layer the recipe's is; None: there is one kind.

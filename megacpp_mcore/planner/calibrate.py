@@ -27,6 +27,7 @@ from megacpp_mcore.planner.step import (
 from megacpp_mcore.receipts.reader import Receipt, observed, read, rows_by_key, warm_median
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.source import BACKENDS, KEYS
+from megacpp_mcore.surfaces import linear_cross_entropy, m2rnn, mamba3_scan, norm
 from megacpp_mcore.surfaces.backend import REFERENCE
 from megacpp_mcore.surfaces.registry import REGISTRY
 
@@ -90,20 +91,18 @@ class Calibration:
         self.put(rate, value, "operations/s", receipt, how)
 
     def operators(self) -> None:
-        norm = "norm.json"
-        row = self.row(norm, REGISTRY["norm"].backends[0].name)
-        self.put("bytes", row["bytes_floor"] / row["median_ms"] * 1e3, "bytes/s", norm,
+        name = "norm.json"
+        row = self.row(name, norm.TRITON)
+        self.put("bytes", row["bytes_floor"] / row["median_ms"] * 1e3, "bytes/s", name,
                  "bytes of the norm, forward and backward, over its median")  # fmt: skip
         memory_bytes = self.receipt(_RUN)["lane"]["device"]["memory_bytes"]
         self.put("memory", memory_bytes, "bytes", _RUN, "the device's memory, lane.device")
-        head, *_ = REGISTRY["linear_cross_entropy"].backends
-        self.speed("products", "linear_cross_entropy.json", head.name)
+        self.speed("products", "linear_cross_entropy.json", linear_cross_entropy.CHUNKED)
         for surface, rate in (("moe_experts", "experts"), ("core_attention", "attention")):
             for backend in self.benched(surface):
                 self.speed(f"{rate}_{backend}", f"{surface}.json", backend)
-        siso, mimo, *_ = REGISTRY["mamba3_scan"].backends
-        self.speed("scan_siso", "mamba3_scan.json", siso.name)
-        self.speed("scan_mimo", "mamba3_scan-mimo.json", mimo.name)
+        self.speed("scan_siso", "mamba3_scan.json", mamba3_scan.MAMBA_SSM)
+        self.speed("scan_mimo", "mamba3_scan-mimo.json", mamba3_scan.MAMBA_SSM_MIMO)
         self.m2rnn()
 
     def m2rnn(self) -> None:
@@ -111,10 +110,10 @@ class Calibration:
         one, four = "m2rnn-b1-h44.json", "m2rnn-b4-h44.json"
         sizes = self.receipt(one)["problem"]["sizes"]
         elements = sizes["heads"] * sizes["seq"] * sizes["k_head_dim"] * sizes["v_head_dim"]
-        each = (self.seconds(four, "cuda") - self.seconds(one, "cuda")) / (3 * elements)
+        each = (self.seconds(four, m2rnn.CUDA) - self.seconds(one, m2rnn.CUDA)) / (3 * elements)
         self.put("m2rnn_element", each, "s an element of the state and token", four,
                  f"its time less that of {one}, over three rows")  # fmt: skip
-        chain = (self.seconds(one, "cuda") - each * elements) / sizes["seq"]
+        chain = (self.seconds(one, m2rnn.CUDA) - each * elements) / sizes["seq"]
         self.put("m2rnn_token", chain, "s a token of the row", one,
                  "its time less what its elements take")  # fmt: skip
 
