@@ -11,6 +11,7 @@ from megacpp_mcore.hybrid.letters.letter import (
     Slot,
     norm_parameters,
 )
+from megacpp_mcore.hybrid.mamba3_layout import in_proj_rows
 from megacpp_mcore.surfaces.backend import REFERENCE
 
 if TYPE_CHECKING:
@@ -29,7 +30,12 @@ def _cost(recipe: "Recipe", layer: "Layer", keys: float) -> Cost:
     m, hidden = recipe.mamba3, recipe.model.hidden_size
     heads, dim, state = m.mamba_num_heads or 0, m.mamba_head_dim, m.mamba_state_dim
     rank, inner = m.rank, heads * dim
-    rows = 2 * inner + 2 * m.mamba_num_groups * rank * state + 3 * heads + m.angles(state)
+    rows = sum(
+        in_proj_rows(
+            heads=heads, head_dim=dim, state_dim=state, groups=m.mamba_num_groups, rank=rank,
+            angles=m.angles(state),
+        )
+    )  # fmt: skip
     others = 2 * heads + 2 * heads * rank * state + 2 * state  # dt_bias, D; B, C: biases and norms
     if m.variant == "mimo":
         others += 3 * inner * rank
@@ -53,7 +59,11 @@ def _kept(recipe: "Recipe", sizes: "Sizes", recompute: "RecomputeSettings | None
     heads, dim, state = (m.mamba_num_heads or 0) / sizes.tp, m.mamba_head_dim, m.mamba_state_dim
     groups = max(m.mamba_num_groups / sizes.tp, 1)
     rank, angles, inner = m.rank, m.angles(state), heads * dim
-    projected = BF16 * (2 * inner + 2 * groups * rank * state + 3 * heads + angles)
+    projected = BF16 * sum(
+        in_proj_rows(
+            heads=heads, head_dim=dim, state_dim=state, groups=groups, rank=rank, angles=angles
+        )
+    )
     out = BF16 * inner
     if recompute and recompute.mamba3 == "mixer":
         return 0.0
