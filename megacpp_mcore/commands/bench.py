@@ -16,7 +16,7 @@ examples:
   megacpp bench layer A --against mla_rope=megatron one layer, another backend inside it
   megacpp bench layer M --against upstream          mamba-ssm's own Mamba3 in the layer's place
   megacpp bench model --against linear_cross_entropy=megatron
-                                                    two models compared, in turns
+                                                    two models compared, alternating
   megacpp bench model --set precision.fp8=hybrid --set precision.fp8_recipe=tensorwise \\
       --against precision.fp8=null                  FP8 against bf16, the same weights
   megacpp report compare before.json after.json
@@ -30,7 +30,7 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
         help="time the backends of a surface, one layer, or a whole model",
-        description="Time every usable backend of SURFACE in turns on one micro batch of a "
+        description="Time every usable backend of SURFACE, alternating, on one micro batch of a "
         "recipe, after comparing each with the reference; or, for `layer`, one layer of the "
         "recipe; or, for `model`, the recipe's model. In one process, on this machine's GPU if it "
         "has one, else on its CPU.",

@@ -80,7 +80,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         refuse_special(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip, OSError, RuntimeError: a damaged file raises any
-        why = unpickling.told(error)
+        why = unpickling.why(error)
         raise InferenceError(f"{path} is not a file of weights: {why}") from error
     if not isinstance(found, Mapping) or not all(isinstance(x, Tensor) for x in found.values()):
         raise InferenceError(f"{path} is not a state_dict: it must have a tensor for each name")

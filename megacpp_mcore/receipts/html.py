@@ -183,12 +183,12 @@ def chart(
 
 def _comparison(first: tuple[str, Receipt], other: tuple[str, Receipt]) -> str:
     """What `report compare` says of the two, unlike or not."""
-    (name, a), (beside, b) = first, other
+    (name_a, a), (name_b, b) = first, other
     try:
         said = compare(a, b, allow_unlike=True)
     except ReceiptError as error:
         said = str(error)
-    heading = f"<h2>{_text(beside)} (B) beside {_text(name)} (A)</h2>"
+    heading = f"<h2>{_text(name_b)} (B) compared with {_text(name_a)} (A)</h2>"
     return f"{heading}<pre>{_text(said)}</pre>"
 
 

@@ -68,7 +68,7 @@ def _rules(r: "Rules") -> None:
     r.refuse(
         heads % r[tp],
         "m2rnn.num_heads",
-        f"makes {heads} heads: must be a multiple of {r.told(tp)}",
+        f"makes {heads} heads: must be a multiple of {r.text(tp)}",
     )
     r.multiple("m2rnn.k_head_dim", tp)
     r.ordered("m2rnn.dt_min", "m2rnn.dt_max")

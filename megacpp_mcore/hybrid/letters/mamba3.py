@@ -118,7 +118,7 @@ def _rules(r: "Rules") -> None:
     r.refuse(
         angles % r[tp],
         "mamba3.rope_fraction",
-        f"makes {angles} angles: must be a multiple of {r.told(tp)}",
+        f"makes {angles} angles: must be a multiple of {r.text(tp)}",
     )
     r.ordered("mamba3.dt_min", "mamba3.dt_max")
 

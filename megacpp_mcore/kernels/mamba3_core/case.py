@@ -131,7 +131,7 @@ class Mamba3CoreCase(OperatorCase):
         self, truth: Tensors, directions: Tensors, dtype: torch.dtype, **tensors: Tensor
     ) -> dict[str, float | Tensor]:
         """Of dt and of the angles, as in the scan's case, and of dt's bias: the rounding of a
-        token's turn is in the gradients of all earlier steps, times those steps' angles, of either
+        token's angle is in the gradients of all earlier steps, times those steps' angles, of either
         sign: t of these come to the root of t. All tokens' roundings, half an epsilon of terms as
         large as a step's gradient, so come to the root of the sum of t, S / sqrt(2): sqrt(S / 2)
         times what as many steps' gradients spread."""

@@ -211,12 +211,12 @@ def rotate(
         vector = (b * H + h).to(tl.int64) * S + token
         x = tl.load(dt + vector, mask=inside, other=0.0)[:, None] * speed
         cell = ((b * CHUNKS + chunk) * H + h) * A + a
-        turn = tl.load(before + cell, mask=a < A, other=0.0)
+        carried = tl.load(before + cell, mask=a < A, other=0.0)
         if PACKED:
             _flags, x = tl.associative_scan((flags, x), 0, _add_flagged)
-            x += tl.where(goes_on, turn[None, :], 0.0)
+            x += tl.where(goes_on, carried[None, :], 0.0)
         else:
-            x = tl.cumsum(x, 0) + turn[None, :]
+            x = tl.cumsum(x, 0) + carried[None, :]
         x = x - 2 * PI * tl.floor(x / (2 * PI) + 0.5)
         tl.store(theta + vector[:, None] * A + a[None, :], x, mask=turning)
         c, s = cos_sin(x, APPROXIMATE)
