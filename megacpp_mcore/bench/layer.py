@@ -99,7 +99,7 @@ class LayerTarget(VariantTarget):
                 self.judge(layer, *likeness.worst(layer.values()))
 
     def cost(self, phase: str) -> tuple[int, None]:
-        """Of the products with the weights and of whole rows' causal attention."""
+        """Operations of the products with the weights and of whole rows' causal attention."""
         recipe, layer = self.recipe, next(iter(self.built.values()))
         tokens = recipe.schedule.micro_batch_size * recipe.model.seq_length
         attention = CoreAttentionCase.of(recipe)
@@ -151,7 +151,7 @@ class _Layer(Built):
             self.others["rotary_pos_emb"] = model.rotary_pos_emb(seq, packed_seq=packed)
 
     def forward(self, turn: int) -> Tensor:
-        """As the first micro batch after an update of the weights."""
+        """Run as the first micro batch after an update of the weights."""
         self.trained.set_is_first_microbatch()
         return self.trained(self.sets[turn % _SETS], attention_mask=None, **self.others)
 
@@ -177,7 +177,7 @@ class _Layer(Built):
         return values
 
     def gradients(self) -> dict[str, Tensor]:
-        """Of the last backward pass, by the names of `weights`."""
+        """Gradients of the last backward pass, by the names of `weights`."""
         named = self.trained.named_parameters()
         return {name: p.grad for name, p in named if p.grad is not None}
 
@@ -215,8 +215,9 @@ class _UpstreamLayer(_Layer):
 
 
 def _tolerance(y: Tensor) -> float:
-    """Of a region's difference: independent roundings turn a vector by the root of their number
-    times half an epsilon, in both layers; and sums over all tokens, in the accumulator's dtype."""
+    """The tolerance of a region's difference: independent roundings, of both layers, come to the
+    root of their number times half an epsilon, and sums over all tokens to that of the accumulator.
+    """
     accumulator = torch.finfo(torch.promote_types(y.dtype, torch.float32)).eps
     tokens = y.shape[0] * y.shape[1]
     return (2 * _ROUNDINGS) ** 0.5 * torch.finfo(y.dtype).eps / 2 + tokens**0.5 * accumulator

@@ -91,7 +91,7 @@ class Target(ABC):
         """What a reader of the receipt must know."""
 
     def failed(self, phase: str, error: Exception) -> None:
-        """Told that `phase` raised `error`; raises it, unless the other phases stand without it."""
+        """Note that `phase` raised `error`; raises it, unless the other phases stand without it."""
         raise error
 
 

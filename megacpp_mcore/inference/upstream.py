@@ -23,8 +23,10 @@ _CONV = {"conv.weight": "conv1d_weight", "conv.bias": "conv1d_bias", "norm.weigh
 
 
 def block_sizes(recipe: Any, config: Any) -> dict[str, Any]:
-    """Of the M and R blocks of a recipe's model, as an export's config has them. config: Megatron's
-    of the model."""
+    """Sizes of the M and R blocks of a recipe's model, as an export's config has them.
+
+    config: Megatron's of the model.
+    """
     return {
         "hidden_size": recipe.model.hidden_size,
         "mamba3": {
@@ -146,7 +148,7 @@ def _mamba_ssm_shapes(c: Mapping[str, Any], hidden: int) -> dict[str, tuple[int,
 
 
 def _layout(config: Mapping[str, Any]) -> M2RNNLayout:
-    """Of the whole R block of an export."""
+    """The layout of an export's R block, on one rank."""
     r = config["m2rnn"]
     settings = M2RNNSettings(
         k_head_dim=r["k_dim"], v_head_dim=r["v_dim"], num_heads=r["heads"], conv_kernel=r["kernel"]

@@ -190,8 +190,8 @@ class Calibration:
 
 
 def _ms(row: Any) -> float:
-    """Of a call in a step, where calls follow each other and the card is at its power limit, if the
-    receipt has it. Below half a millisecond that time is the host's."""
+    """The time of a call in a step, where calls follow each other and the card is at its power
+    limit, if the receipt has it. Below half a millisecond that time is the host's."""
     sustained = row.get("sustained_ms")
     return sustained if sustained and row["median_ms"] > 0.5 else row["median_ms"]
 

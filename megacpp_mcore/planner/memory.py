@@ -48,7 +48,7 @@ class Memory:
 
 
 def memory(recipe: Recipe, skew: float) -> Memory:
-    """Of the pipeline stage that takes the most.
+    """The bytes of the pipeline stage that takes the most.
 
     skew: by how much the rows of the fullest expert-parallel rank are more than the mean's.
     """
@@ -86,7 +86,7 @@ def kept_of_stage(recipe: Recipe, stage: int) -> float:
 
 
 def _state_bytes(recipe: Recipe) -> int:
-    """Of a parameter: AdamW's two moments, and with bf16 weights the fp32 ones."""
+    """Bytes a parameter of AdamW's two moments and, with bf16 weights, of the fp32 ones."""
     return 3 * _FP32 if recipe.precision.bf16 else 2 * _FP32
 
 
@@ -123,7 +123,7 @@ def parameters(recipe: Recipe, sizes: Sizes, stage: int) -> tuple[float, float]:
 
 
 def optimized(recipe: Recipe, sizes: Sizes, dense: float, experts: float) -> float:
-    """Of a rank's parameters, those whose optimizer state it has."""
+    """How many of a rank's parameters have their optimizer state there."""
     if not recipe.parallel.use_distributed_optimizer:
         return dense + experts
     return dense / sizes.dp + experts / sizes.expert_dp
@@ -153,7 +153,7 @@ def _activations(recipe: Recipe, sizes: Sizes, stage: int) -> dict[str, float]:
 
 
 def _rows(recipe: Recipe, sizes: Sizes, stage: int) -> dict[str, float]:
-    """Of what the layers keep, by letter, the part that is as large as the rows that a rank's
+    """The part of what the layers keep, by letter, that is as large as the rows that a rank's
     experts get."""
     if recipe.parallel.recompute_granularity == "full":
         return {}

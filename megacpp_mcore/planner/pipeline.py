@@ -23,7 +23,8 @@ class Cost:
 
 
 def costs(recipe: Recipe, keys: float | None = None) -> dict[str, Cost]:
-    """By the names of `hybrid.flops`, whose `keys` it is; the mean where layers of a letter differ.
+    """Costs by the names of `hybrid.flops`, whose `keys` it is; means where a letter's layers
+    differ.
 
     A layer that all depths of MTP share is counted there once, with the operations of all depths.
     """
@@ -72,7 +73,7 @@ def _costs(model: _Model) -> dict[str, Cost]:
 
 
 def name_of(layer: Layer) -> str:
-    """In `costs`."""
+    """The layer's name in `costs`."""
     return ("MTP " if layer.mtp_depth else "") + layer.letter
 
 

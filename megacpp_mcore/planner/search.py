@@ -68,7 +68,7 @@ class Layout:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of one GPU."""
+        """Tokens a second of one GPU."""
         tokens = self.recipe.schedule.global_batch_size * self.recipe.model.seq_length
         return tokens / self.step.total / self.recipe.world_size
 
@@ -142,7 +142,7 @@ def checked(name: str, overrides: Sequence[str], layouts: Sequence[Layout]) -> l
 
 
 def words_of(values: dict[str, Any]) -> tuple[str, ...]:
-    """As `--set` takes them."""
+    """The values as `--set` takes them."""
     return tuple(
         f"{key}={value if isinstance(value, str) else json.dumps(value)}"
         for key, value in values.items()

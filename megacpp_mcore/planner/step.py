@@ -76,7 +76,7 @@ class Link:
 
     @classmethod
     def of(cls, recipe: Recipe, rates: Rates, ranks: int, stride: int) -> "Link":
-        """Of a group whose ranks are `stride` GPUs apart."""
+        """The link of a group whose ranks are `stride` GPUs apart."""
         if ranks == 1:
             return cls(1, float("inf"), 0.0)
         here = max(1, recipe.launch.nproc_per_node // stride)  # of the group, on one host
@@ -96,7 +96,7 @@ class Link:
 
 
 def step(recipe: Recipe, rates: Rates) -> Step:
-    """Of the slowest pipeline stage."""
+    """The predicted step: that of the slowest pipeline stage."""
     sizes, stages = Sizes.of(recipe), range(recipe.parallel.pipeline_model_parallel_size)
     found = (_of_stage(recipe, rates, sizes, stage) for stage in stages)
     return max(found, key=lambda s: s.total)

@@ -117,7 +117,8 @@ def side_by_side(figures: Sequence[tuple[str, str]]) -> str:
 
 
 def _entropies(runs: Sequence[tuple[str, Receipt]]) -> dict[str, float]:
-    """Of the corpus that the runs have in common: what counting its tokens would reach."""
+    """The entropies of the corpus that the runs have in common: what counting its tokens would
+    reach."""
     names = ("unigram_entropy", "bigram_entropy")
     found = {tuple(run["result"].get(name) for name in names) for _, run in runs}
     if len(found) > 1:

@@ -30,7 +30,7 @@ def workload(
     settings: "M2RNNSettings",
     requests: Mapping[str, str],
 ) -> Workload:
-    """As of `m2rnn`, and requests: the recipe's [backends]."""
+    """The workload of `m2rnn`, and requests: the recipe's [backends]."""
     inside = m2rnn.workload(device, config, layout, settings)
     return mixer_core.around(inside, _INSIDE, layout.tp, requests)
 

@@ -36,7 +36,7 @@ def _matrices(recipe: "Recipe") -> int:
 
 
 def _expert_parameters(recipe: "Recipe") -> int:
-    """Of one routed expert."""
+    """Parameters of one routed expert."""
     return _matrices(recipe) * recipe.model.hidden_size * (recipe.moe.moe_ffn_hidden_size or 0)
 
 

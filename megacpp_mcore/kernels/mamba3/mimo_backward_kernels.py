@@ -168,8 +168,8 @@ def mimo_values_backward(
     H: tl.constexpr, P: tl.constexpr, P_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     RANK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """From the values' gradient (b, H, s R, P): dx (b, s, H, P); sums (b, blocks, H, R, P): over a
-    block's tokens, of mimo_v's."""
+    """The gradients dx (b, s, H, P) and, as sums over a block's tokens, of mimo_v (b, blocks, H, R,
+    P), from the values' (b, H, s R, P)."""
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t, p = tl.arange(0, BLOCK), tl.arange(0, P_BLOCK)
     first = block * BLOCK

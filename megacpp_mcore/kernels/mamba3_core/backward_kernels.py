@@ -38,7 +38,7 @@ def gate_backward(
     H: tl.constexpr, P: tl.constexpr, P_BLOCK: tl.constexpr, TOKENS: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Of y * silu(z), for a head of a chunk: dz, and y's gradient where y is, (b, H, s, P)."""
+    """The gradients of y * silu(z), for a head of a chunk: dz, and y's where y is, (b, H, s, P)."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     h, b = tl.program_id(1), tl.program_id(2)
     p = tl.arange(0, P_BLOCK)

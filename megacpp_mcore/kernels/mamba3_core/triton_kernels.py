@@ -28,7 +28,7 @@ def _rows(proj, proj_s, proj_b, token, b, ALIGN: tl.constexpr):
 
 @triton.jit
 def _add_flagged(done, x, next_done, y):
-    """Of two runs one after the other: a flag in the second starts the sum anew."""
+    """The sum of two runs one after the other: a flag in the second starts it anew."""
     return tl.maximum(done, next_done), tl.where(next_done > 0, y, x + y)
 
 
@@ -182,9 +182,9 @@ def rotate(
     G: tl.constexpr, N: tl.constexpr, A: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
     ALIGN: tl.constexpr, PACKED: tl.constexpr, APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
-    """Of one group of a chunk: b_rows, c_rows (b, G, s, N), B and C normed; and of its heads theta
-    (b, H, s, A), in [-pi, pi), and q, k (b, H, s, N), the rows biased and rotated, k scaled.
-    before: of `add_up_chunks`."""
+    """One group of a chunk, normed and rotated: b_rows, c_rows (b, G, s, N), B and C normed; and of
+    its heads theta (b, H, s, A), in [-pi, pi), and q, k (b, H, s, N), the rows biased and rotated,
+    k scaled. before: of `add_up_chunks`."""
     chunk, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = chunk * TOKENS + tl.arange(0, TOKENS)
     inside = token < S

@@ -31,7 +31,7 @@ _ALL = ("PLAIN", "PAIRS", "V_DIM", "Q_RANK", "KV_RANK")
 
 
 class Call(NamedTuple):
-    """sizes: of `mla_up`. tokens: s * b of them. The rest as its arguments."""
+    """What the launches of one call depend on. sizes: of `mla_up`. tokens: s * b of them."""
 
     sizes: Sizes
     tokens: int
@@ -114,7 +114,7 @@ def forward(operands: Operands, k_pos: Tensor, call: Call, outputs: tuple[Tensor
 def latent_gradients(
     dq: Tensor, dk: Tensor, dv: Tensor, operands: Operands, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q_latent, kv_latent and k_pos."""
+    """The gradients of q_latent, kv_latent and k_pos."""
     rows, size = dq.shape[:2], call.sizes
     widths = size.q_rank, size.kv_rank, size.pos
     found = [dq.new_empty(*rows, width) for width in widths]
@@ -148,7 +148,7 @@ def q_weight_gradient(dq: Tensor, operands: Operands, call: Call, into: Tensor |
 def kv_weight_gradient(
     dk: Tensor, dv: Tensor, operands: Operands, call: Call, into: Tensor | None
 ) -> Tensor:
-    """As q_weight_gradient."""
+    """The gradient of k's and v's weight, as q_weight_gradient."""
     kernel = weight_kernels.kv_weight_backward
     latent = readable(operands.kv_latent)
 
