@@ -32,6 +32,7 @@ from megacpp_mcore.hybrid.flops import count
 from megacpp_mcore.hybrid.letters import BlockLetter, Cost, Planning, Slot, Spec
 from megacpp_mcore.layers.blocks import StackParts, mixer_layer
 from megacpp_mcore.layers.hybrid_stack import StackSpec, stack_spec
+from megacpp_mcore.layers.mixer import RecurrentMixer
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.recipe.refusal import Rules
@@ -155,7 +156,16 @@ def main() -> None:
     with single_process(asked.schedule.seed):
         model = build_model(args, asked)
         built = sum(parameter.numel() for parameter in model.parameters())
-        print(f"{built:,} parameters built, {count(asked).parameters:,} counted")
+        padding = sum(
+            rows * module.config.hidden_size
+            for module in model.modules()
+            if isinstance(module, RecurrentMixer)
+            for rows in module.padding.values()
+        )
+        print(
+            f"{built - padding:,} parameters built, {count(asked).parameters:,} counted; "
+            f"and {padding:,} zeros, rows that pad M's in_proj to a multiple of 16"
+        )
         optimizer = build_optimizer(model, args)
         trainer = Trainer(model, optimizer, build_scheduler(optimizer, args), args)
         data = batches(asked)
