@@ -2,8 +2,9 @@
 
     python examples/own_block.py            # trains AEMX for 40 steps on a CPU
 
-Four things are needed: the block, its cost, the spec of its layer, and an entry in the table of
-block letters that names them. The translator, the plan, FLOPs and the stack spec read the entry.
+Five things are needed: the block, its cost, what it keeps for its backward pass, the spec of its
+layer, and an entry in the table of block letters that names them. The translator, the plan, FLOPs,
+the layout planner and the stack spec read the entry.
 Megatron's own symbols are a closed set, so that X takes one of its slots: here `G`, which a pattern
 with R or D has no longer free.
 
@@ -28,11 +29,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megacpp_mcore.hybrid import letters
 from megacpp_mcore.hybrid.flops import count
-from megacpp_mcore.hybrid.letters import BlockLetter, Cost, Slot, Spec
+from megacpp_mcore.hybrid.letters import BlockLetter, Cost, Planning, Slot, Spec
 from megacpp_mcore.layers.blocks import StackParts, mixer_layer
 from megacpp_mcore.layers.hybrid_stack import StackSpec, stack_spec
+from megacpp_mcore.layers.mixer import RecurrentMixer
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.lowering import lower
+from megacpp_mcore.recipe.refusal import Rules
 from megacpp_mcore.training.cpu.megatron_setup import build_model, megatron_args, single_process
 from megacpp_mcore.training.cpu.optimizer import build_optimizer, build_scheduler
 from megacpp_mcore.training.cpu.step import Trainer
@@ -84,6 +87,18 @@ def cost(recipe: Recipe, layer, keys: float) -> Cost:
     return Cost(weights=3 * hidden * hidden, others=2 * hidden, mixing=3 * hidden)
 
 
+def kept(recipe: Recipe, sizes, recompute) -> float:
+    """Bytes a token that a layer of X saves: value and gate, the memory twice (each token's is read
+    by the next, and all of them by the gate), sigmoid(gate) and out_proj's input, in bf16."""
+    return 2 * 6 * recipe.model.hidden_size
+
+
+def rules(r: Rules) -> None:
+    """What a recipe with X may not say: the block's decay is not cut over tensor-parallel ranks."""
+    key = "parallel.tensor_model_parallel_size"
+    r.refuse(r[key] != 1, key, "must be 1, as the pattern has X: gated memory holds all channels")
+
+
 X = letters.register(
     BlockLetter(
         letter="X",
@@ -94,9 +109,11 @@ X = letters.register(
                 module="own_block.GatedMemory",
                 layer="own_block.gated_memory_layer",
                 cost=cost,
+                planned=Planning(kept),
             ),
         ),
         spec=Spec("own_block", "own_stack_spec"),
+        rules=rules,
         split_sequence="its memory goes from each token to the next",
         packed_documents="its memory runs over the ends of documents",
     )
@@ -139,7 +156,16 @@ def main() -> None:
     with single_process(asked.schedule.seed):
         model = build_model(args, asked)
         built = sum(parameter.numel() for parameter in model.parameters())
-        print(f"{built:,} parameters built, {count(asked).parameters:,} counted")
+        padding = sum(
+            rows * module.config.hidden_size
+            for module in model.modules()
+            if isinstance(module, RecurrentMixer)
+            for rows in module.padding.values()
+        )
+        print(
+            f"{built - padding:,} parameters built, {count(asked).parameters:,} counted; "
+            f"and {padding:,} zeros, rows that pad M's in_proj to a multiple of 16"
+        )
         optimizer = build_optimizer(model, args)
         trainer = Trainer(model, optimizer, build_scheduler(optimizer, args), args)
         data = batches(asked)

@@ -262,6 +262,7 @@ def test_a_block_of_your_own_learns(tmp_path):
     found = re.search(r"([\d,]+) parameters built, ([\d,]+) counted", done.stdout).groups()
     built, counted = (int(number.replace(",", "")) for number in found)
     assert 0 <= built - counted < 16 * 64  # rows of padding behind M's in_proj
+    assert built == counted  # which are printed apart
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ class Clock:
     device = "cpu"
 
     def wait(self) -> None:
-        """Until the device has done what it was told."""
+        """Return when the device has done all that was launched."""
 
     def cold(self, call: Callable[[], object]) -> float:
         """One call with all that a first one brings: host time, from an idle device to an idle."""
@@ -113,7 +113,7 @@ class Samples:
 
 
 def interleave(clock: Clock, calls: Mapping[str, Call], seconds: float) -> dict[str, Samples]:
-    """Warm samples of every call, taken in turns, in about `seconds`.
+    """Warm samples of every call, alternating, in about `seconds`.
 
     A call gets from FEWEST to MOST samples, as its share of the time allows, each in a round of its
     own; so a temporary slowdown of the machine affects them all. A round has an order of its

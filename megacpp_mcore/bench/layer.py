@@ -4,6 +4,7 @@ A recipe's model of that one layer is built for every variant, with the same wei
 is its decoder without the final norm.
 """
 
+import importlib.util
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -25,14 +26,13 @@ from megacpp_mcore.bench.variants import (
     in_half_precision,
 )
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.hybrid import letters
+from megacpp_mcore.hybrid.letters.attention import KINDS
 from megacpp_mcore.kernels import regions
 from megacpp_mcore.kernels.core_attention.case import CoreAttentionCase
 from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds, packed_seq_params
 from megacpp_mcore.recipe import Recipe
 
-# What is asked for -> letter of the source pattern, and the kind of attention where it says so.
-_LAYERS = {"A": ("A", None), "+": ("A", "mla"), "*": ("A", "gqa"), "E": ("E", None),
-           "M": ("M", None), "R": ("R", None)}  # fmt: skip
 _OWN_NAME = "recipe"
 _SECONDS_A_PHASE = 8.0
 _SETS = 2
@@ -45,13 +45,20 @@ _ERROR_NOTE = (
 
 
 def layer_overrides(name: str) -> list[str]:
-    """What makes a recipe's model one layer: A, E, M, R, or by its symbol + (MLA) or * (GQA).
+    """What makes a recipe's model one layer: a block letter, or A by its symbol + (MLA) or * (GQA).
 
-    Raises BenchError for another name.
+    Raises BenchError for another name and for a letter whose package is not installed, LetterError
+    for a letter that cannot be loaded.
     """
-    if name not in _LAYERS:
-        raise BenchError(f"layer {name!r} is unknown; choose {', '.join(_LAYERS)}")
-    letter, kind = _LAYERS[name]
+    kinds = {symbol: kind for kind, symbol in KINDS.items() if not symbol.isalpha()}
+    if name not in kinds and letters.find(name) is None:
+        first, *others = (entry.letter for entry in letters.known())
+        choices = ", ".join((first, *kinds, *others))
+        raise BenchError(f"layer {name!r} is unknown; choose {choices}")
+    letter, kind = ("A", kinds[name]) if name in kinds else (name, None)
+    for module, package in letters.get(letter).packages:
+        if importlib.util.find_spec(module) is None:
+            raise BenchError(f"layer {letter} needs {package}, which is not installed")
     overrides = [
         f"model.pattern={letter}", "model.depth=1", "mtp.mtp_num_layers=0", "mtp.pattern=",
         "parallel.expert_model_parallel_size=1",
@@ -92,7 +99,7 @@ class LayerTarget(VariantTarget):
                 self.judge(layer, *likeness.worst(layer.values()))
 
     def cost(self, phase: str) -> tuple[int, None]:
-        """Of the products with the weights and of whole rows' causal attention."""
+        """Operations of the products with the weights and of whole rows' causal attention."""
         recipe, layer = self.recipe, next(iter(self.built.values()))
         tokens = recipe.schedule.micro_batch_size * recipe.model.seq_length
         attention = CoreAttentionCase.of(recipe)
@@ -144,7 +151,7 @@ class _Layer(Built):
             self.others["rotary_pos_emb"] = model.rotary_pos_emb(seq, packed_seq=packed)
 
     def forward(self, turn: int) -> Tensor:
-        """As the first micro batch after an update of the weights."""
+        """Run as the first micro batch after an update of the weights."""
         self.trained.set_is_first_microbatch()
         return self.trained(self.sets[turn % _SETS], attention_mask=None, **self.others)
 
@@ -170,7 +177,7 @@ class _Layer(Built):
         return values
 
     def gradients(self) -> dict[str, Tensor]:
-        """Of the last backward pass, by the names of `weights`."""
+        """Gradients of the last backward pass, by the names of `weights`."""
         named = self.trained.named_parameters()
         return {name: p.grad for name, p in named if p.grad is not None}
 
@@ -208,8 +215,9 @@ class _UpstreamLayer(_Layer):
 
 
 def _tolerance(y: Tensor) -> float:
-    """Of a region's difference: independent roundings turn a vector by the root of their number
-    times half an epsilon, in both layers; and sums over all tokens, in the accumulator's dtype."""
+    """The tolerance of a region's difference: independent roundings, of both layers, come to the
+    root of their number times half an epsilon, and sums over all tokens to that of the accumulator.
+    """
     accumulator = torch.finfo(torch.promote_types(y.dtype, torch.float32)).eps
     tokens = y.shape[0] * y.shape[1]
     return (2 * _ROUNDINGS) ** 0.5 * torch.finfo(y.dtype).eps / 2 + tokens**0.5 * accumulator

@@ -25,7 +25,7 @@ class Likeness:
         self._draws: dict[str, list[regions.Draw]] = {name: [] for name in expected}
 
     def draw(self, values: Mapping[str, Tensor]) -> None:
-        """Of the baseline, run again on inputs that are `regions.jittered`."""
+        """Add values of the baseline, run again on inputs that are `regions.jittered`."""
         for name, expected in self.expected.items():
             self._draws[name].append(regions.Draw.of(values[name], expected.float()))
 

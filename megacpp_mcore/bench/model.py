@@ -207,7 +207,7 @@ class _Model(Built):
         return values
 
     def add_optimizer(self) -> None:
-        """From here on the model is as Megatron trains it."""
+        """Add the optimizer: from here on the model is as Megatron trains it."""
         if self.clock.device == "cuda":
             build = partial(training.on_gpu, fused=self.fused_update)
         else:

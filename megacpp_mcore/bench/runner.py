@@ -91,7 +91,7 @@ class Target(ABC):
         """What a reader of the receipt must know."""
 
     def failed(self, phase: str, error: Exception) -> None:
-        """Told that `phase` raised `error`; raises it, unless the other phases stand without it."""
+        """Note that `phase` raised `error`; raises it, unless the other phases stand without it."""
         raise error
 
 
@@ -141,9 +141,9 @@ def run(target: Target, say: Callable[[str], None] = to_stderr) -> tuple[dict[st
 def _timed(
     target: Target, phase: str, clock: Clock, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """The rows of one phase, timed in turns."""
+    """The rows of one phase, timed alternating."""
     contenders = target.ready(phase)
-    say(f"{phase}: {', '.join(c.name for c in contenders)}, in turns")
+    say(f"{phase}: {', '.join(c.name for c in contenders)}, alternating")
     peaks = [target.peak_memory_bytes(contender, phase, clock) for contender in contenders]
     calls = {contender.name: contender.calls[phase] for contender in contenders}
     samples = interleave(clock, calls, target.seconds)

@@ -86,7 +86,7 @@ class Block:
         """The values of `own` have changed."""
 
     def gradients(self) -> dict[str, Tensor]:
-        """Of the last backward pass, by the names of `own`."""
+        """Gradients of the last backward pass, by the names of `own`."""
         return {name: p.grad for name, p in self.own.items() if p.grad is not None}
 
 

@@ -16,7 +16,7 @@ examples:
   megacpp bench layer A --against mla_rope=megatron one layer, another backend inside it
   megacpp bench layer M --against upstream          mamba-ssm's own Mamba3 in the layer's place
   megacpp bench model --against linear_cross_entropy=megatron
-                                                    two models compared, in turns
+                                                    two models compared, alternating
   megacpp bench model --set precision.fp8=hybrid --set precision.fp8_recipe=tensorwise \\
       --against precision.fp8=null                  FP8 against bf16, the same weights
   megacpp report compare before.json after.json
@@ -30,7 +30,7 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
         help="time the backends of a surface, one layer, or a whole model",
-        description="Time every usable backend of SURFACE in turns on one micro batch of a "
+        description="Time every usable backend of SURFACE, alternating, on one micro batch of a "
         "recipe, after comparing each with the reference; or, for `layer`, one layer of the "
         "recipe; or, for `model`, the recipe's model. In one process, on this machine's GPU if it "
         "has one, else on its CPU.",
@@ -38,7 +38,7 @@ def register(subparsers: Any) -> None:
     )
     add = parser.add_argument
     add("surface", metavar="SURFACE", help="a surface of `megacpp catalog`, `layer` or `model`")
-    add("layer", metavar="LAYER", nargs="?", help="of `layer`: A, E, M, R, + (MLA) or * (GQA)")
+    add("layer", metavar="LAYER", nargs="?", help="of `layer`: a block letter, + (MLA) or * (GQA)")
     add("--recipe", metavar="RECIPE",
         help="recipe with the sizes (default: MEGACPP_RECIPE; nam56r, on a CPU "
         "nam56r-tiny)")  # fmt: skip
@@ -125,7 +125,7 @@ def _check_options(args: argparse.Namespace) -> None:
     is_model = args.surface == "model"
     if (args.surface == "layer") != (args.layer is not None):
         raise BenchError("`megacpp bench layer`, and no other bench, takes the name of a layer: "
-                         "A, E, M, R, + or *")  # fmt: skip
+                         "a block letter, + or *")  # fmt: skip
     if args.variant is not None and args.surface in ("layer", "model"):
         raise BenchError("--variant is for a surface, not for `layer` or `model`")
     if not is_model and (args.layers is not None or args.no_optimizer):

@@ -95,7 +95,7 @@ def _leave(out: Path, stopped: BaseException) -> NoReturn:
 
 
 def set_threads(workers: int | None) -> None:
-    """Of the library, before it is used; None: as many as cores."""
+    """Set the library's threads, before it is used; None: as many as cores."""
     if workers is not None and workers < 1:
         raise MegacppError(f"--workers {workers}: at least 1 is needed")
     os.environ["TOKENIZERS_PARALLELISM"] = "true"

@@ -33,7 +33,8 @@ def choose() -> None:
 
 
 def version() -> tuple[int, int] | None:
-    """Of the ptxas that Triton uses in this process; None where Triton or ptxas cannot be run."""
+    """The version of the ptxas that Triton uses in this process; None where Triton or ptxas cannot
+    be run."""
     path = os.environ.get(VARIABLE) or _of("triton", "backends/nvidia/bin/ptxas")
     if path is None:
         return None

@@ -10,6 +10,14 @@ from megacpp_mcore.hybrid.row_padding import row_padding
 IN_PROJ_PARTS = ("z", "x", "B", "C", "dt", "A", "trap", "angle")
 
 
+def in_proj_rows[N: (int, float)](
+    *, heads: N, head_dim: int, state_dim: int, groups: N, rank: int, angles: N
+) -> tuple[N, ...]:
+    """How many rows each of IN_PROJ_PARTS has, of a whole model's heads or a rank's."""
+    inner, group_rows = heads * head_dim, groups * rank * state_dim
+    return inner, inner, group_rows, group_rows, heads, heads, heads, angles
+
+
 class Mamba3MixerError(MegacppError):
     """A config, parallel layout or call that the Mamba-3 mixer does not support."""
 
@@ -68,8 +76,10 @@ class Mamba3Layout:
                 raise Mamba3MixerError(
                     f"{what} is {size}, which does not divide over {tp} tensor-parallel ranks"
                 )
-        inner = heads * config.mamba_head_dim
-        rows = (inner, inner, group_rows, group_rows, heads, heads, heads, angles)
+        rows = in_proj_rows(
+            heads=heads, head_dim=config.mamba_head_dim, state_dim=state_dim, groups=groups,
+            rank=rank, angles=angles,
+        )  # fmt: skip
         in_proj = tuple(size // tp for size in rows)
         return cls(
             tp=tp,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megacpp_mcore.files import read_regular, write_atomically
+from megacpp_mcore.hybrid.letters import exported_kind
 from megacpp_mcore.inference import standalone
 from megacpp_mcore.inference.loading import DTYPES, Loaded, loaded
 from megacpp_mcore.inference.names import Names
@@ -28,7 +29,6 @@ FORMAT = "megacpp-nam56r-1"
 CONFIG, WEIGHTS, LOADER, TOKENIZER, BLOCKS = (
     "config.json", "model.safetensors", "nam56r.py", "tokenizer.json", "blocks"
 )  # fmt: skip
-_KINDS = {"E": "moe", "M": "mamba3", "R": "m2rnn", "-": "mlp"}
 
 
 class ExportError(InferenceError):
@@ -205,11 +205,9 @@ def _config(source: Trained, found: Loaded, dtype: str) -> dict[str, Any]:
     """What the loader reads, and under "recipe" what the way back needs."""
     recipe, model = found.recipe, found.model
     config, blocks = model.config, block_sizes(recipe, model.config)
-    attention = "attention" if recipe.attention.kind == "mla" else "gqa"
     return {
         "format": FORMAT, "name": source.name, "iteration": source.iteration, "dtype": dtype,
-        "layers": [_KINDS.get(layer.letter, attention) for layer in recipe.plan.layers
-                   if layer.mtp_depth is None],
+        "layers": [exported_kind(layer.letter, layer.symbol) for layer in recipe.plan.main_layers],
         "hidden_size": recipe.model.hidden_size, "vocab_size": recipe.model.vocab_size,
         "padded_vocab_size": recipe.padded_vocab_size, "eod_id": found.eod,
         "norm_eps": recipe.model.layernorm_epsilon,

@@ -99,7 +99,7 @@ def load_weights(model: Any, checkpoint: Path) -> None:
         raise
     except _ANY_FAILURE as error:
         raise InferenceError(
-            f"{checkpoint} does not hold the model of its recipe: {unpickling.told(error)}"
+            f"{checkpoint} does not hold the model of its recipe: {unpickling.why(error)}"
         ) from error
 
 

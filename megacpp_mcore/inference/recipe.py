@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.hybrid import letters
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.surfaces.backend import REFERENCE
 from megacpp_mcore.surfaces.moe_dispatch import ALLGATHER, DEEPEP
@@ -43,12 +44,13 @@ class InferenceError(MegacppError):
 
 def check_letters(recipe: Recipe) -> None:
     """Raises InferenceError for a block that keeps no state between tokens here."""
-    letters = {layer.letter for layer in recipe.plan.layers}
-    if recipe.attention.kind == "dsa" and "A" in letters:
+    layers = recipe.plan.layers
+    if recipe.attention.kind == "dsa" and "A" in recipe.plan.letters:
         raise InferenceError(
             'attention.kind = "dsa": its sparse attention has no cache here; "mla" and "gqa" have'
         )
-    if unknown := letters - set("AEMR-"):
+    unknown = {x.letter for x in layers if not letters.exported_kind(x.letter, x.symbol)}
+    if unknown:
         raise InferenceError(
             f"the pattern has {', '.join(sorted(unknown))}: only A, E, M, R and dense MLPs are "
             "supported outside training"

@@ -21,7 +21,7 @@ class Trained:
 
     @property
     def tokenizer_sha256(self) -> str | None:
-        """Of the tokenizer.json that the run's data was made with; None: bytes, or not known."""
+        """The hash of the tokenizer.json of the run's data; None: bytes, or not known."""
         return (self.recipe.get("data") or {}).get("tokenizer_sha256")
 
 

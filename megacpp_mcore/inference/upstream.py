@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megacpp_mcore.hybrid.block_settings import M2RNNSettings
 from megacpp_mcore.hybrid.m2rnn_layout import M2RNNLayout, from_lm_engine, to_lm_engine
+from megacpp_mcore.hybrid.mamba3_layout import in_proj_rows
 from megacpp_mcore.inference.recipe import InferenceError
 from megacpp_mcore.inference.safetensors import read_safetensors, refuse_special
 
@@ -22,8 +23,10 @@ _CONV = {"conv.weight": "conv1d_weight", "conv.bias": "conv1d_bias", "norm.weigh
 
 
 def block_sizes(recipe: Any, config: Any) -> dict[str, Any]:
-    """Of the M and R blocks of a recipe's model, as an export's config has them. config: Megatron's
-    of the model."""
+    """Sizes of the M and R blocks of a recipe's model, as an export's config has them.
+
+    config: Megatron's of the model.
+    """
     return {
         "hidden_size": recipe.model.hidden_size,
         "mamba3": {
@@ -79,7 +82,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         refuse_special(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip, OSError, RuntimeError: a damaged file raises any
-        why = unpickling.told(error)
+        why = unpickling.why(error)
         raise InferenceError(f"{path} is not a file of weights: {why}") from error
     if not isinstance(found, Mapping) or not all(isinstance(x, Tensor) for x in found.values()):
         raise InferenceError(f"{path} is not a state_dict: it must have a tensor for each name")
@@ -117,18 +120,17 @@ def _from_mamba_ssm(
 
 def _in_order(c: Mapping[str, Any], weight: Tensor, order: tuple[str, str]) -> Tensor:
     """in_proj with the rows of B and C, now by `order` and state, by the reverse of it."""
-    *before, B, C, after = weight.split(_mamba3_rows(c))
+    z, x, B, C, *after = weight.split(_mamba3_rows(c))
     B, C = (
-        x.unflatten(0, (c[order[0]], c[order[1]], c["state_dim"])).transpose(0, 1).flatten(0, 2)
-        for x in (B, C)
+        part.unflatten(0, (c[order[0]], c[order[1]], c["state_dim"])).transpose(0, 1).flatten(0, 2)
+        for part in (B, C)
     )
-    return torch.cat((*before, B, C, after))
+    return torch.cat((z, x, B, C, *after))
 
 
 def _mamba3_rows(c: Mapping[str, Any]) -> tuple[int, ...]:
-    """Rows of z and x, of B, of C, and of the rest."""
-    group_rows = c["groups"] * c["rank"] * c["state_dim"]
-    return 2 * c["heads"] * c["head_dim"], group_rows, group_rows, 3 * c["heads"] + c["angles"]
+    sizes = ("heads", "head_dim", "state_dim", "groups", "rank", "angles")
+    return in_proj_rows(**{name: c[name] for name in sizes})
 
 
 def _mamba_ssm_shapes(c: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
@@ -146,7 +148,7 @@ def _mamba_ssm_shapes(c: Mapping[str, Any], hidden: int) -> dict[str, tuple[int,
 
 
 def _layout(config: Mapping[str, Any]) -> M2RNNLayout:
-    """Of the whole R block of an export."""
+    """The layout of an export's R block, on one rank."""
     r = config["m2rnn"]
     settings = M2RNNSettings(
         k_head_dim=r["k_dim"], v_head_dim=r["v_dim"], num_heads=r["heads"], conv_kernel=r["kernel"]

@@ -132,7 +132,7 @@ class Case(ABC):
     def floors(
         self, truth: Tensors, directions: Tensors, dtype: torch.dtype, **tensors: Tensor
     ) -> dict[str, float | Tensor]:
-        """By name, the root mean square of an error that a right backend may have in any region,
+        """The root mean square, by name, of an error that a right backend may have in any region,
         however small the truth is there: of a rounding that does not get smaller with it.
 
         One for all values, or a tensor that broadcasts to them. truth: outputs and gradients.
@@ -142,8 +142,8 @@ class Case(ABC):
     def summands(
         self, values: Tensors, directions: Tensors, **tensors: Tensor
     ) -> dict[str, Tensor]:
-        """By the name of a gradient each of whose few values is a sum over tokens of terms that may
-        cancel: the terms, (..., values). Those of `links` from the gradients in `values`.
+        """Terms by the name of a gradient each of whose few values is a sum over tokens of terms
+        that may cancel: the terms, (..., values). Those of `links` from the gradients in `values`.
 
         Roundings of the terms are independent, so that they move the sum by as many times the root
         of the sum of the squared terms as they move a term, however little is left of the sum: it
@@ -172,15 +172,16 @@ class Case(ABC):
         return rounded + self.terms(name) * accumulator.eps
 
     def usual_tolerance(self, name: str, dtype: torch.dtype) -> float:
-        """Of the root mean square of a region, in units of the truth's there: roundings and sums
-        are as `tolerance` has them, but independent, so that the root of their number counts."""
+        """The tolerance of a region's root mean square, in units of the truth's there: roundings
+        and sums are as `tolerance` has them, but independent, so that the root of their number
+        counts."""
         accumulator = torch.finfo(torch.promote_types(dtype, torch.float32))
         rounded = self.roundings(name) ** 0.5 * torch.finfo(dtype).eps / 2
         return rounded + self.terms(name) ** 0.5 * accumulator.eps
 
 
 class OperatorCase(Case):
-    """Of a surface whose backends are called as its definition is.
+    """The case of a surface whose backends are called as its definition is.
 
     definition: the operator in plain torch.
     """

@@ -76,7 +76,7 @@ class Links:
     spreads: Tensors
 
     def error(self, name: str, actual: Tensors, dtype: torch.dtype) -> Error | None:
-        """In units of the terms' spread; None where there are no such terms."""
+        """The error in units of the terms' spread; None where there are no such terms."""
         source = self.case.links.get(name, "")
         terms = actual.get(source)
         if terms is None or terms.shape != self.tensors[source.removeprefix("d")].shape:

@@ -16,5 +16,5 @@ def align(*rows: Tensor) -> int:
 
 
 def strides(align: int, *rows: Tensor) -> tuple[int, ...]:
-    """Of s and b of each (s, b, columns), divided by `align`."""
+    """Strides of s and b of each (s, b, columns), divided by `align`."""
     return tuple(stride // align for x in rows for stride in x.stride()[:2])

@@ -155,7 +155,7 @@ class SelfAttention(upstream.SelfAttention):
 
 
 def _offsets(packed_seq_params, angles: Tensor) -> Tensor | None:
-    """Of packed documents, none longer than the table of angles; None for whole rows."""
+    """Offsets of packed documents, none longer than the table of angles; None for whole rows."""
     offsets = document_offsets(packed_seq_params)
     if offsets is None:
         return None

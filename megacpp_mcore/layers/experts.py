@@ -164,7 +164,7 @@ class FusedExperts(GroupedMMExperts):
                 main_grad.overwrites(linear.weight)
 
     def take_tokens(self) -> None:
-        """Told by a MoE layer that it will call `routed`: choose and record the products."""
+        """Choose and record the products of a MoE layer that will call `routed`."""
         why_not = hopper_products.reason(self.config.params_dtype, self.num_local_experts)
         self.products = torch_products if why_not else hopper_products
         dispatch.record(dispatch.Decision(
@@ -176,7 +176,7 @@ class FusedExperts(GroupedMMExperts):
         ))  # fmt: skip
 
     def readers(self, hidden_states: Tensor) -> Readers:
-        """Of a MoE layer's tokens [s, b, h]."""
+        """The readers of a MoE layer's tokens [s, b, h]."""
         tokens, topk = hidden_states.shape[:-1].numel(), self.config.moe_router_topk
         size = allocated(tokens, topk, self.num_local_experts, self.products.ALIGN)
         return readers(hidden_states, size)

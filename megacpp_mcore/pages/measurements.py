@@ -219,7 +219,7 @@ def dispatch(words: str, folder: Path) -> str:
 
 
 def gpu_tests(words: str, folder: Path) -> str:
-    """Of what code the logs are that `tests/gpu/run.sh` has written, and a row for each. words: the
+    """The code that the logs of `tests/gpu/run.sh` are of, and a row for each. words: the
     folder of them, next to `folder`."""
     rows, logs_of = [], collections.Counter()
     place = folder.parent / words.strip()

@@ -3,6 +3,8 @@
 import functools
 
 from megacpp_mcore.dispatch import AUTO
+from megacpp_mcore.hybrid.plan import Layer
+from megacpp_mcore.planner.pipeline import planned_of
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces import moe_dispatch
 from megacpp_mcore.surfaces.backend import REFERENCE
@@ -43,18 +45,17 @@ class Serving(dict[str, str]):
             return False
         routes, host_ranks = self["moe_experts"] == FUSED, recipe.launch.nproc_per_node
         workload = moe_dispatch.workload("cuda", config_of(recipe), routes, host_ranks)
-        unmoved, *_ = REGISTRY[moe_dispatch.NAME].backends
-        return unmoved.supports(workload) is None
+        return moe_dispatch.SURFACE.backend(moe_dispatch.UNMOVED).supports(workload) is None
 
-    def of_layer(self, letter: str) -> str | None:
+    def of_layer(self, layer: Layer) -> str | None:
         """Which of the measured kinds of a layer the recipe's is; None: there is one kind.
 
         Those without a receipt of their own count as the layer that copies between its operators.
         """
-        if letter == "E":
+        planned = planned_of(layer)
+        if planned.experts:
             return FUSED if self.gathers_tokens else GROUPED_MM
-        surface = {"M": "mamba3_core", "R": "m2rnn_core"}.get(letter)
-        return surface and self[surface]
+        return planned.surface and self[planned.surface]
 
 
 def passes_rate(letter: str, backend: str | None) -> str:

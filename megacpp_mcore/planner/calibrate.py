@@ -27,6 +27,7 @@ from megacpp_mcore.planner.step import (
 from megacpp_mcore.receipts.reader import Receipt, observed, read, rows_by_key, warm_median
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.source import BACKENDS, KEYS
+from megacpp_mcore.surfaces import linear_cross_entropy, m2rnn, mamba3_scan, norm
 from megacpp_mcore.surfaces.backend import REFERENCE
 from megacpp_mcore.surfaces.registry import REGISTRY
 
@@ -90,20 +91,18 @@ class Calibration:
         self.put(rate, value, "operations/s", receipt, how)
 
     def operators(self) -> None:
-        norm = "norm.json"
-        row = self.row(norm, REGISTRY["norm"].backends[0].name)
-        self.put("bytes", row["bytes_floor"] / row["median_ms"] * 1e3, "bytes/s", norm,
+        name = "norm.json"
+        row = self.row(name, norm.TRITON)
+        self.put("bytes", row["bytes_floor"] / row["median_ms"] * 1e3, "bytes/s", name,
                  "bytes of the norm, forward and backward, over its median")  # fmt: skip
         memory_bytes = self.receipt(_RUN)["lane"]["device"]["memory_bytes"]
         self.put("memory", memory_bytes, "bytes", _RUN, "the device's memory, lane.device")
-        head, *_ = REGISTRY["linear_cross_entropy"].backends
-        self.speed("products", "linear_cross_entropy.json", head.name)
+        self.speed("products", "linear_cross_entropy.json", linear_cross_entropy.CHUNKED)
         for surface, rate in (("moe_experts", "experts"), ("core_attention", "attention")):
             for backend in self.benched(surface):
                 self.speed(f"{rate}_{backend}", f"{surface}.json", backend)
-        siso, mimo, *_ = REGISTRY["mamba3_scan"].backends
-        self.speed("scan_siso", "mamba3_scan.json", siso.name)
-        self.speed("scan_mimo", "mamba3_scan-mimo.json", mimo.name)
+        self.speed("scan_siso", "mamba3_scan.json", mamba3_scan.MAMBA_SSM)
+        self.speed("scan_mimo", "mamba3_scan-mimo.json", mamba3_scan.MAMBA_SSM_MIMO)
         self.m2rnn()
 
     def m2rnn(self) -> None:
@@ -111,10 +110,10 @@ class Calibration:
         one, four = "m2rnn-b1-h44.json", "m2rnn-b4-h44.json"
         sizes = self.receipt(one)["problem"]["sizes"]
         elements = sizes["heads"] * sizes["seq"] * sizes["k_head_dim"] * sizes["v_head_dim"]
-        each = (self.seconds(four, "cuda") - self.seconds(one, "cuda")) / (3 * elements)
+        each = (self.seconds(four, m2rnn.CUDA) - self.seconds(one, m2rnn.CUDA)) / (3 * elements)
         self.put("m2rnn_element", each, "s an element of the state and token", four,
                  f"its time less that of {one}, over three rows")  # fmt: skip
-        chain = (self.seconds(one, "cuda") - each * elements) / sizes["seq"]
+        chain = (self.seconds(one, m2rnn.CUDA) - each * elements) / sizes["seq"]
         self.put("m2rnn_token", chain, "s a token of the row", one,
                  "its time less what its elements take")  # fmt: skip
 
@@ -139,7 +138,7 @@ class Calibration:
             receipt = self.receipt(name)
             recipe = _of_one_layer(receipt, letter, backend)
             (layer,) = layers_of(recipe, 0)
-            rate = passes_rate(letter, Serving(recipe).of_layer(letter))
+            rate = passes_rate(letter, Serving(recipe).of_layer(layer))
             self.put(rate, 0.0, "passes", name, how)
             value = self.left_over(recipe, layer, self.seconds(name, backend))
             self.put(rate, value, "passes", name, how)
@@ -148,13 +147,13 @@ class Calibration:
         """E with permuted copies has no receipt alone: a model has five, and one in MTP."""
         recipe = recipe_of(self.receipt(_MODEL))
         sizes = Sizes.of(recipe)
-        rate = passes_rate("E", sizes.serving.of_layer("E"))
+        found = [layer for layer in layers_of(recipe, 0) if layer.letter == "E"]
+        rate = passes_rate("E", sizes.serving.of_layer(found[0]))
         self.put(rate, 0.0, "passes", _MODEL, "")
         known = micro_batch(recipe, self.rates, sizes, 0)
         # the bench has no main gradient to add to
         summed = adding_gradients(recipe, self.rates, sizes, 0)
         seconds = self.seconds(_MODEL, "model") - (sum(known.values()) - summed)
-        found = [layer for layer in layers_of(recipe, 0) if layer.letter == "E"]
         kept = sizes.tokens * bytes_per_token(recipe, sizes, found[0], recompute=False)
         self.put(rate, seconds * self.rates["bytes"] / kept / len(found), "passes", _MODEL,
                  "what all other layers, heads and the experts' products leave of the model's "
@@ -191,8 +190,8 @@ class Calibration:
 
 
 def _ms(row: Any) -> float:
-    """Of a call in a step, where calls follow each other and the card is at its power limit, if the
-    receipt has it. Below half a millisecond that time is the host's."""
+    """The time of a call in a step, where calls follow each other and the card is at its power
+    limit, if the receipt has it. Below half a millisecond that time is the host's."""
     sustained = row.get("sustained_ms")
     return sustained if sustained and row["median_ms"] > 0.5 else row["median_ms"]
 

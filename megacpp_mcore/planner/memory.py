@@ -7,8 +7,7 @@ an expert's over those that hold the same experts. What a layer keeps is in `act
 
 from dataclasses import dataclass, field
 
-from megacpp_mcore.hybrid.plan import Layer
-from megacpp_mcore.planner.activations import Sizes, bytes_per_token, routed_rows
+from megacpp_mcore.planner.activations import Sizes, bytes_per_token
 from megacpp_mcore.planner.backends import Serving
 from megacpp_mcore.planner.pipeline import (
     costs,
@@ -17,6 +16,7 @@ from megacpp_mcore.planner.pipeline import (
     kinds_of,
     layers_of,
     name_of,
+    planned_of,
 )
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces.linear_cross_entropy import MEGATRON
@@ -48,7 +48,7 @@ class Memory:
 
 
 def memory(recipe: Recipe, skew: float) -> Memory:
-    """Of the pipeline stage that takes the most.
+    """The bytes of the pipeline stage that takes the most.
 
     skew: by how much the rows of the fullest expert-parallel rank are more than the mean's.
     """
@@ -62,8 +62,9 @@ def memory_of_stage(recipe: Recipe, sizes: Sizes, stage: int, skew: float) -> Me
     own = dense + experts
     bf16, state = recipe.precision.bf16, _state_bytes(recipe)
     kept = _activations(recipe, sizes, stage)
-    if sizes.ep > 1 and (rows := _rows(recipe, sizes, stage)):
-        kept["E"] += skew * rows
+    if sizes.ep > 1:
+        for letter, rows in _rows(recipe, sizes, stage).items():
+            kept[letter] += skew * rows
     return Memory(
         stage=stage,
         parameters=round(own),
@@ -85,7 +86,7 @@ def kept_of_stage(recipe: Recipe, stage: int) -> float:
 
 
 def _state_bytes(recipe: Recipe) -> int:
-    """Of a parameter: AdamW's two moments, and with bf16 weights the fp32 ones."""
+    """Bytes a parameter of AdamW's two moments and, with bf16 weights, of the fp32 ones."""
     return 3 * _FP32 if recipe.precision.bf16 else 2 * _FP32
 
 
@@ -103,8 +104,9 @@ def parameters(recipe: Recipe, sizes: Sizes, stage: int) -> tuple[float, float]:
     for layer in layers_of(recipe, stage):
         if shared_depths and layer.mtp_depth not in (None, 1):
             continue
-        routed = _routed(recipe) if layer.letter == "E" else 0
-        whole = _replicated(recipe, layer)
+        planned = planned_of(layer)
+        routed = planned.experts.parameters(recipe) if planned.experts else 0
+        whole = planned.replicated(recipe) if planned.replicated else recipe.model.hidden_size
         dense += whole + (parts[name_of(layer)].parameters - routed - whole) / sizes.tp
         experts += routed / (sizes.ep * sizes.etp)
     hidden = recipe.model.hidden_size
@@ -121,7 +123,7 @@ def parameters(recipe: Recipe, sizes: Sizes, stage: int) -> tuple[float, float]:
 
 
 def optimized(recipe: Recipe, sizes: Sizes, dense: float, experts: float) -> float:
-    """Of a rank's parameters, those whose optimizer state it has."""
+    """How many of a rank's parameters have their optimizer state there."""
     if not recipe.parallel.use_distributed_optimizer:
         return dense + experts
     return dense / sizes.dp + experts / sizes.expert_dp
@@ -130,25 +132,6 @@ def optimized(recipe: Recipe, sizes: Sizes, dense: float, experts: float) -> flo
 def summed_bytes(recipe: Recipe) -> int:
     """Bytes of a main gradient, which is summed over micro batches and ranks."""
     return _BF16 if recipe.precision.grad_reduce_in_bf16 else _FP32
-
-
-def _routed(recipe: Recipe) -> int:
-    moe, matrices = recipe.moe, 3 if recipe.model.swiglu else 2
-    one = matrices * recipe.model.hidden_size * (moe.moe_ffn_hidden_size or 0)
-    return (moe.num_experts or 0) * one
-
-
-def _replicated(recipe: Recipe, layer: Layer) -> int:
-    """Parameters of a layer that every tensor-parallel rank has: norms, latents, the router."""
-    hidden, a, moe = recipe.model.hidden_size, recipe.attention, recipe.moe
-    if layer.letter == "A" and layer.symbol != "*":
-        down = (a.q_lora_rank or 0) + a.kv_lora_rank + a.qk_pos_emb_head_dim
-        return hidden * (1 + down)
-    if layer.letter == "E":
-        return hidden * (1 + (moe.num_experts or 0) + moe.moe_shared_expert_gate)
-    if layer.letter == "M":
-        return hidden + 2 * recipe.mamba3.mamba_state_dim
-    return hidden
 
 
 # --- activations ---
@@ -169,13 +152,18 @@ def _activations(recipe: Recipe, sizes: Sizes, stage: int) -> dict[str, float]:
     return kept
 
 
-def _rows(recipe: Recipe, sizes: Sizes, stage: int) -> float:
-    """Of what the layers keep, the part that is as large as the rows that a rank's experts get."""
-    expert_layers = [layer for layer in layers_of(recipe, stage) if layer.letter == "E"]
-    if recipe.parallel.recompute_granularity == "full" or not expert_layers:
-        return 0.0
-    one = routed_rows(recipe, sizes, set(recipe.recompute.moe))
-    return held_at_once(recipe, stage) * sizes.tokens * len(expert_layers) * one
+def _rows(recipe: Recipe, sizes: Sizes, stage: int) -> dict[str, float]:
+    """The part of what the layers keep, by letter, that is as large as the rows that a rank's
+    experts get."""
+    if recipe.parallel.recompute_granularity == "full":
+        return {}
+    found: dict[str, float] = {}
+    in_flight = held_at_once(recipe, stage) * sizes.tokens
+    for layer, number in kinds_of(recipe, stage):
+        if experts := planned_of(layer).experts:
+            rows = in_flight * number * experts.kept(recipe, sizes, recipe.recompute)
+            found[layer.letter] = found.get(layer.letter, 0.0) + rows
+    return found
 
 
 # --- workspace ---
@@ -185,7 +173,8 @@ def _workspace(recipe: Recipe, sizes: Sizes, stage: int) -> float:
     """What is no activation of a layer: library workspaces, and the most that the heads or one
     layer's backward pass need in addition to what the layers keep."""
     own = [layer for layer, _ in kinds_of(recipe, stage)]
-    found = float(_WORKSPACE * _buffers(recipe, sizes.serving, {layer.letter for layer in own}))
+    experts = any(planned_of(layer).experts for layer in own)
+    found = float(_WORKSPACE * _buffers(recipe, sizes.serving, experts))
     # The gradients of what a layer keeps are about as large; recomputed, it is there as well.
     once = 2 if recipe.parallel.recompute_granularity == "full" else 1
     largest = max(bytes_per_token(recipe, sizes, layer, recompute=False) for layer in own)
@@ -195,17 +184,17 @@ def _workspace(recipe: Recipe, sizes: Sizes, stage: int) -> float:
     return found + working
 
 
-def _buffers(recipe: Recipe, serving: Serving, letters: set[str]) -> int:
+def _buffers(recipe: Recipe, serving: Serving, experts: bool) -> int:
     """How many buffers cuBLAS has. Transformer Engine's serves all threads and streams. torch makes
     one for each: the forward thread's products are always there (the heads'), the backward thread's
     where a backward pass is in torch, and a captured step is on a stream of its own."""
     backward = (
         serving["linear"] != TE
         or serving["linear_cross_entropy"] == MEGATRON.name
-        or ("E" in letters and serving["router_gating"] == FP32_OUTPUT)
+        or (experts and serving["router_gating"] == FP32_OUTPUT)
     )
     streams = 2 if recipe.launch.cuda_graph_impl == "full_iteration" else 1
-    grouped = _GROUPED_STREAMS if "E" in letters and serving["moe_experts"] == TE else 0
+    grouped = _GROUPED_STREAMS if experts and serving["moe_experts"] == TE else 0
     return 1 + (1 + backward) * streams + grouped
 
 

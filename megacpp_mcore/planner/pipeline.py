@@ -5,8 +5,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from megacpp_mcore.hybrid import letters
 from megacpp_mcore.hybrid.flops import count
+from megacpp_mcore.hybrid.letters.letter import Planning
 from megacpp_mcore.hybrid.plan import Layer
+from megacpp_mcore.planner import PlanError
 from megacpp_mcore.recipe import Recipe
 
 
@@ -20,7 +23,8 @@ class Cost:
 
 
 def costs(recipe: Recipe, keys: float | None = None) -> dict[str, Cost]:
-    """By the names of `hybrid.flops`, whose `keys` it is; the mean where layers of a letter differ.
+    """Costs by the names of `hybrid.flops`, whose `keys` it is; means where a letter's layers
+    differ.
 
     A layer that all depths of MTP share is counted there once, with the operations of all depths.
     """
@@ -69,8 +73,24 @@ def _costs(model: _Model) -> dict[str, Cost]:
 
 
 def name_of(layer: Layer) -> str:
-    """In `costs`."""
+    """The layer's name in `costs`."""
     return ("MTP " if layer.mtp_depth else "") + layer.letter
+
+
+def planned_of(layer: Layer) -> Planning:
+    """What the layer's entry in the table of block letters says for the planner.
+
+    Raises PlanError where it says nothing.
+    """
+    entry = letters.find(layer.letter)
+    planned = entry and entry.slot(layer.symbol).planned
+    if planned is None:
+        raise PlanError(
+            f"what a layer {layer.letter} ({layer.symbol}) keeps for its backward pass is not "
+            "known: give the Slot of its BlockLetter planned=Planning(kept=...), a function "
+            "(recipe, sizes, recompute) -> bytes a token and rank; docs/extending.md has the steps"
+        )
+    return planned
 
 
 def layers_of(recipe: Recipe, stage: int) -> list[Layer]:

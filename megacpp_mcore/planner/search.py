@@ -16,6 +16,7 @@ from typing import Any
 from megacpp_mcore.hybrid.pattern import PatternError
 from megacpp_mcore.planner import PlanError
 from megacpp_mcore.planner.memory import Memory, memory
+from megacpp_mcore.planner.pipeline import planned_of
 from megacpp_mcore.planner.rates import Rates
 from megacpp_mcore.planner.step import Step, step
 from megacpp_mcore.recipe import Recipe, load_recipe
@@ -67,7 +68,7 @@ class Layout:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of one GPU."""
+        """Tokens a second of one GPU."""
         tokens = self.recipe.schedule.global_batch_size * self.recipe.model.seq_length
         return tokens / self.step.total / self.recipe.world_size
 
@@ -141,7 +142,7 @@ def checked(name: str, overrides: Sequence[str], layouts: Sequence[Layout]) -> l
 
 
 def words_of(values: dict[str, Any]) -> tuple[str, ...]:
-    """As `--set` takes them."""
+    """The values as `--set` takes them."""
     return tuple(
         f"{key}={value if isinstance(value, str) else json.dumps(value)}"
         for key, value in values.items()
@@ -226,16 +227,10 @@ def _recomputes(name: str, overrides: Sequence[str], recipe: Recipe) -> dict[str
     captured = recipe.launch.cuda_graph_impl != "none"
     if captured and not cuda_graphs.was_auto(recipe):
         return {"none": {}}
-    symbols = {(layer.letter, layer.symbol) for layer in recipe.plan.layers}
-    present = {
-        "recompute.moe": ("E", "E") in symbols,
-        "recompute.mamba3": ("M", "M") in symbols,
-        "recompute.m2rnn": ("R", "G") in symbols,
-        "recompute.attention": bool({("A", "+"), ("A", "D")} & symbols),
-    }
+    can = {name for layer in recipe.plan.layers for name in planned_of(layer).recomputes}
     found: dict[str, dict[str, Any]] = {}
     for step_name, keys in RECOMPUTE.items():
-        asked = {key: value for key, value in keys.items() if present.get(key, True)}
+        asked = {key: value for key, value in keys.items() if _is_of_a_layer(key, value, can)}
         if asked.get("recompute.moe") and not _has_own_shared_experts(recipe):
             asked["recompute.moe"] = ("experts",)
         try:
@@ -246,6 +241,17 @@ def _recomputes(name: str, overrides: Sequence[str], recipe: Recipe) -> dict[str
             asked[cuda_graphs.IMPL] = "none"
         found[step_name] = asked
     return found
+
+
+def _is_of_a_layer(key: str, value: Any, can: set[str]) -> bool:
+    """Whether a value of RECOMPUTE is about a layer of the model. can: its `recomputes`."""
+    section, _, block = key.partition(".")
+    if section != "recompute" or value is False:
+        return True
+    if not value:  # takes back what is asked of the block
+        return any(name.startswith(f"{block}.") for name in can)
+    parts = value if isinstance(value, tuple) else (value,)
+    return any(f"{block}.{part}" in can for part in parts)
 
 
 def _has_own_shared_experts(recipe: Recipe) -> bool:

@@ -19,10 +19,10 @@ from megacpp_mcore.planner.pipeline import (
     layers_of,
     micro_batches,
     name_of,
+    planned_of,
 )
 from megacpp_mcore.planner.rates import Rates
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.surfaces.backend import REFERENCE
 from megacpp_mcore.surfaces.moe_experts import FUSED, GROUPED_MM
 from megacpp_mcore.surfaces.support import TE
 
@@ -76,7 +76,7 @@ class Link:
 
     @classmethod
     def of(cls, recipe: Recipe, rates: Rates, ranks: int, stride: int) -> "Link":
-        """Of a group whose ranks are `stride` GPUs apart."""
+        """The link of a group whose ranks are `stride` GPUs apart."""
         if ranks == 1:
             return cls(1, float("inf"), 0.0)
         here = max(1, recipe.launch.nproc_per_node // stride)  # of the group, on one host
@@ -96,7 +96,7 @@ class Link:
 
 
 def step(recipe: Recipe, rates: Rates) -> Step:
-    """Of the slowest pipeline stage."""
+    """The predicted step: that of the slowest pipeline stage."""
     sizes, stages = Sizes.of(recipe), range(recipe.parallel.pipeline_model_parallel_size)
     found = (_of_stage(recipe, rates, sizes, stage) for stage in stages)
     return max(found, key=lambda s: s.total)
@@ -131,8 +131,8 @@ def micro_batch(recipe: Recipe, rates: Rates, sizes: Sizes, stage: int) -> dict[
     flops = flops_of(recipe)
     for layer, number in kinds_of(recipe, stage):
         parts = layer_seconds(recipe, rates, sizes, layer, flops)
-        again = _again(recipe, rates, layer) * sum(parts.values()) / 3
-        parts |= _collectives(recipe, rates, sizes, layer) | {"recomputed": again}
+        recomputed = _recomputed_share(recipe, rates, layer) * sum(parts.values()) / 3
+        parts |= _collectives(recipe, rates, sizes, layer) | {"recomputed": recomputed}
         for name, seconds in parts.items():
             found[name] += number * seconds
     if is_last(recipe, stage):
@@ -169,20 +169,20 @@ def layer_seconds(
     recipe: Recipe, rates: Rates, sizes: Sizes, layer: Layer, flops: Flops
 ) -> dict[str, float]:
     """Forward and backward of one layer on one rank, without collectives and recomputation."""
-    tokens, tp = sizes.tokens, sizes.tp
+    tokens, tp, planned = sizes.tokens, sizes.tp, planned_of(layer)
     whole, products = flops[name_of(layer)]
-    routed = _routed_flops(recipe) if layer.letter == "E" else 0.0
+    routed = planned.experts.flops(recipe) if planned.experts else 0.0
     found = sizes.serving["moe_experts"]
     experts = f"experts_{GROUPED_MM if found == FUSED else found}"
     core = f"attention_{sizes.serving['core_attention']}"
     kept = bytes_per_token(recipe, sizes, layer, recompute=False)
-    served = passes_rate(layer.letter, sizes.serving.of_layer(layer.letter))
+    served = passes_rate(layer.letter, sizes.serving.of_layer(layer))
     passes = _rate(rates, served, PASSES_OF_OTHERS)
     return {
         "products": tokens / tp * ((products - routed) / rates["products"]
                                    + routed / _rate(rates, experts, "experts_te")),
         "attention": tokens / tp * (whole - products) / _rate(rates, core, "attention_sdpa_cudnn"),
-        "recurrences": _recurrence(recipe, rates, sizes, layer),
+        "recurrences": planned.recurrence(recipe, sizes, rates) if planned.recurrence else 0.0,
         "moved": tokens * kept * passes / rates["bytes"],
     }  # fmt: skip
 
@@ -191,37 +191,13 @@ def _rate(rates: Rates, name: str, otherwise: str) -> float:
     return rates[name if name in rates.measured else otherwise]
 
 
-def _routed_flops(recipe: Recipe) -> float:
-    moe, matrices = recipe.moe, 3 if recipe.model.swiglu else 2
-    width = moe.moe_router_topk * (moe.moe_ffn_hidden_size or 0)
-    return 6 * matrices * recipe.model.hidden_size * width
-
-
-def _recurrence(recipe: Recipe, rates: Rates, sizes: Sizes, layer: Layer) -> float:
-    if layer.letter == "M":
-        if sizes.serving["mamba3_core"] != REFERENCE:
-            return 0.0  # inside one operator with all that is moved, and measured with it
-        m = recipe.mamba3
-        rank = m.mimo_rank if m.variant == "mimo" else 1
-        flops = 12 * (m.mamba_num_heads or 0) * m.mamba_head_dim * m.mamba_state_dim * rank
-        return sizes.tokens / sizes.tp * flops / rates["scan_" + m.variant]
-    if layer.letter == "R":
-        r = recipe.m2rnn
-        heads = r.heads(recipe.model.hidden_size) / sizes.tp
-        elements = heads * r.k_head_dim * r.v_head_dim * sizes.tokens
-        chain = recipe.model.seq_length * rates["m2rnn_token"]
-        return chain + elements * rates["m2rnn_element"]
-    return 0.0
-
-
-def _again(recipe: Recipe, rates: Rates, layer: Layer) -> float:
+def _recomputed_share(recipe: Recipe, rates: Rates, layer: Layer) -> float:
     """The share of a layer's forward pass that its backward pass repeats."""
     if recipe.parallel.recompute_granularity == "full":
         return 1.0
-    asked = recipe.recompute
-    parts = {"A": asked.attention, "E": asked.moe, "M": asked.asked("mamba3"),
-             "R": asked.asked("m2rnn")}.get(layer.letter, ())  # fmt: skip
-    if {"layer", "mixer"} & set(parts):
+    can = (name.partition(".") for name in planned_of(layer).recomputes)
+    parts = {part for key, _, part in can if part in recipe.recompute.asked(key)}
+    if {"layer", "mixer"} & parts:
         return 1.0
     return max((rates[f"again_{part}"] for part in parts), default=0.0)
 
@@ -230,7 +206,7 @@ def _collectives(recipe: Recipe, rates: Rates, sizes: Sizes, layer: Layer) -> di
     row = _BF16 * recipe.model.hidden_size
     within = Link.of(recipe, rates, sizes.tp, 1)
     found = {"tensor_parallel": _GATHERS * within.ring(sizes.tokens * row), "exchange": 0.0}
-    if layer.letter == "E":
+    if planned_of(layer).experts:
         rows = sizes.tokens / sizes.cut * recipe.moe.moe_router_topk * row
         over = Link.of(recipe, rates, sizes.ep, sizes.etp)
         found["exchange"] = _EXCHANGES * over.exchange(rows)

@@ -170,7 +170,8 @@ def _goodput_problems(goodput: dict[str, Any]) -> Iterator[str]:
 
 
 def _apart(found: float, expected: float, wall_s: float) -> bool:
-    """By more than 1 % of the wall time, and 10 us: each of the seconds is rounded to one."""
+    """Whether they differ by more than 1 % of the wall time and 10 us: each of the seconds is
+    rounded to one."""
     return abs(found - expected) > 0.01 * wall_s + 1e-5
 
 

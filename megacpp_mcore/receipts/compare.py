@@ -181,7 +181,7 @@ def _better(a: float, b: float, *, higher: bool) -> str:
 
 
 def _direction(ratio: float) -> str:
-    """Of B's time over A's, independent of the interval."""
+    """The direction of B's time over A's, independent of the interval."""
     if ratio == 1:
         return "equal"
     return f"{percent(abs(1 - ratio))} {'faster' if ratio < 1 else 'slower'}"

@@ -117,7 +117,8 @@ def side_by_side(figures: Sequence[tuple[str, str]]) -> str:
 
 
 def _entropies(runs: Sequence[tuple[str, Receipt]]) -> dict[str, float]:
-    """Of the corpus that the runs have in common: what counting its tokens would reach."""
+    """The entropies of the corpus that the runs have in common: what counting its tokens would
+    reach."""
     names = ("unigram_entropy", "bigram_entropy")
     found = {tuple(run["result"].get(name) for name in names) for _, run in runs}
     if len(found) > 1:
@@ -183,12 +184,12 @@ def chart(
 
 def _comparison(first: tuple[str, Receipt], other: tuple[str, Receipt]) -> str:
     """What `report compare` says of the two, unlike or not."""
-    (name, a), (beside, b) = first, other
+    (name_a, a), (name_b, b) = first, other
     try:
         said = compare(a, b, allow_unlike=True)
     except ReceiptError as error:
         said = str(error)
-    heading = f"<h2>{_text(beside)} (B) beside {_text(name)} (A)</h2>"
+    heading = f"<h2>{_text(name_b)} (B) compared with {_text(name_a)} (A)</h2>"
     return f"{heading}<pre>{_text(said)}</pre>"
 
 

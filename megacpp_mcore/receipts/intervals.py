@@ -3,7 +3,7 @@
 Samples in the order taken fall into 8 blocks of neighbours; a block counts as its median. So what
 goes on for a while (clocks, a busy neighbour) widens an interval instead of narrowing it.
 
-`ratio_in_turns`, where both were taken in turns, once a round each: a round gives one ratio, of
+`ratio_in_turns`, where both were taken alternating, once a round each: a round gives one ratio, of
 two calls that followed each other, and what slows both down for a while is not in it. From the
 lowest to the highest of the 8 blocks' medians is a 99.2 % interval of the median (1 - 2^-7: it is
 missed when all 8 lie on one side), for any shape of the noise. Blocks, for a round's ratio may
@@ -36,7 +36,7 @@ class Effect:
 
 
 def time_ratio(a: Sequence[float], b: Sequence[float]) -> Effect:
-    """Of positive times that were taken apart."""
+    """The ratio of positive times that were taken apart."""
     blocks_a, blocks_b = block_medians(a), block_medians(b)
     ratios = sorted(after / before for before in blocks_a for after in blocks_b)
     rank = _mann_whitney_rank(len(blocks_a), len(blocks_b))
@@ -46,8 +46,10 @@ def time_ratio(a: Sequence[float], b: Sequence[float]) -> Effect:
 
 
 def ratio_in_turns(a: Mapping[int, float], b: Mapping[int, float]) -> Effect | None:
-    """Of positive times that were taken in turns, by round; None for fewer than BLOCKS rounds in
-    common."""
+    """The ratio of positive times that were taken alternating, by round.
+
+    None for fewer than BLOCKS rounds in common.
+    """
     ratios = [b[turn] / a[turn] for turn in sorted(a.keys() & b.keys())]
     if len(ratios) < BLOCKS:
         return None

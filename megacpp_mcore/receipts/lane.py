@@ -42,7 +42,7 @@ def lane(device: Literal["cpu"] | None = None) -> dict[str, Any]:
 
 
 def patches() -> dict[str, dict[str, Any]]:
-    """Of every package that the patch lane knows and that is installed here: its version, and the
+    """Every package that the patch lane knows and that is installed here: its version, and the
     applied patches, id -> sha256 of the patch file of this plugin.
 
     Raises PatchError for a package whose patches were switched half way.

@@ -28,8 +28,8 @@ class Reading:
     limited_s: float | None
 
     def until(self, later: "Reading", seconds: float) -> dict[str, float | None]:
-        """From this reading to a later one, `seconds` apart: power_w, the mean, and power_limited,
-        the share of the time in which the limit held the clock down."""
+        """The power from this reading to a later one, `seconds` apart: power_w, the mean, and
+        power_limited, the share of the time in which the limit held the clock down."""
         joules = _difference(self.joules, later.joules)
         limited_s = _difference(self.limited_s, later.limited_s)
         return {

@@ -47,7 +47,7 @@ class Rules:
     def has_letter(self, letter: str) -> bool:
         return letter in self.recipe.plan.letters
 
-    def told(self, key: str) -> str:
+    def text(self, key: str) -> str:
         """`key = value`, to be used in a reason."""
         return f"{key} = {shown(self[key])}"
 
@@ -57,17 +57,17 @@ class Rules:
 
     def must_be(self, key: str, value: Any, why: str) -> None:
         """`key` must have `value`, None standing for unset. why: ends the sentence."""
-        told = "left out" if value is None else shown(value)
-        self.refuse(self[key] != value, key, f"must be {told} {why}")
+        wanted = "left out" if value is None else shown(value)
+        self.refuse(self[key] != value, key, f"must be {wanted} {why}")
 
     def ordered(self, low: str, high: str) -> None:
         """The value of key `low` must be at most that of `high`."""
-        self.refuse(self[low] > self[high], low, f"must be at most {self.told(high)}")
+        self.refuse(self[low] > self[high], low, f"must be at most {self.text(high)}")
 
     def multiple(self, key: str, of: str, value: int | None = None) -> None:
         """`key` must be a multiple of `of`: another key, or a text that describes `value`."""
         divisor = self[of] if value is None else value
         size = self[key]
-        told = f"{of} = {divisor}" if value is None else of
+        base = f"{of} = {divisor}" if value is None else of
         if size is not None and divisor is not None:
-            self.refuse(size % divisor, key, f"must be a multiple of {told}")
+            self.refuse(size % divisor, key, f"must be a multiple of {base}")

@@ -69,22 +69,24 @@ class Probe:
     cuda: bool = False
 
 
-def _again(package: str) -> str:
+def _reinstall(package: str) -> str:
     return f"pip install --force-reinstall --no-deps '{package}'"
 
 
 # In the order of their import; the first ones are imported by those behind them.
 PROBES = (
-    Probe("psutil", "psutil", _again("psutil>=6")),
-    Probe("numpy", "numpy", _again("numpy==2.2.6")),
-    Probe("pyarrow.parquet", "pyarrow", _again("pyarrow>=18")),
+    Probe("psutil", "psutil", _reinstall("psutil>=6")),
+    Probe("numpy", "numpy", _reinstall("numpy==2.2.6")),
+    Probe("pyarrow.parquet", "pyarrow", _reinstall("pyarrow>=18")),
     Probe("jsonschema", "jsonschema", "pip install --force-reinstall 'jsonschema>=4.23'"),
-    Probe("tomlkit", "tomlkit", _again("tomlkit>=0.13")),
-    Probe("tqdm", "tqdm", _again("tqdm>=4.67")),
-    Probe("torch", "torch", _again("torch==2.11.0")),
-    Probe("triton", "triton", _again("triton==3.6.0"), optional=True),
-    Probe("megatron.core", "megatron-core", _again("megatron-core==0.19.2")),
-    Probe("megatron.core.datasets.helpers_cpp", "megatron-core", _again("megatron-core==0.19.2")),
+    Probe("tomlkit", "tomlkit", _reinstall("tomlkit>=0.13")),
+    Probe("tqdm", "tqdm", _reinstall("tqdm>=4.67")),
+    Probe("torch", "torch", _reinstall("torch==2.11.0")),
+    Probe("triton", "triton", _reinstall("triton==3.6.0"), optional=True),
+    Probe("megatron.core", "megatron-core", _reinstall("megatron-core==0.19.2")),
+    Probe(
+        "megatron.core.datasets.helpers_cpp", "megatron-core", _reinstall("megatron-core==0.19.2")
+    ),
     Probe("transformer_engine.pytorch", "transformer-engine", CUDA_GET, optional=True, cuda=True),
 )
 # Optional, in any version; receipts record which one was used.

@@ -40,7 +40,7 @@ def before_megatron(runs: bool = True) -> None:
     Warnings about absent CUDA packages are silenced.
     """
     if not runs:
-        torch.compile = _as_it_is
+        torch.compile = _leave_uncompiled
     if torch.cuda.is_available():
         return
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
@@ -52,7 +52,7 @@ def before_megatron(runs: bool = True) -> None:
         torch._dynamo.config.disable = True
 
 
-def _as_it_is(function=None, **options):
+def _leave_uncompiled(function=None, **options):
     return (lambda decorated: decorated) if function is None else function
 
 

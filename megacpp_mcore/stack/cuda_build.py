@@ -216,7 +216,8 @@ def _unpacked(source: Source, place: Path, environment: Mapping[str, str]) -> Pa
 
 
 def _environment(source: Source, archs: Sequence[str], jobs: int) -> dict[str, str]:
-    """Of a build: CUDA's compiler, the headers of torch's own CUDA libraries, the limits."""
+    """The environment of a build: CUDA's compiler, the headers of torch's own CUDA libraries, the
+    limits."""
     import torch
 
     nvcc, site = find_nvcc(), Path(torch.__file__).parents[1]

@@ -124,8 +124,8 @@ def _import(name: str) -> str:
 
 
 def main(parent: int, names: Sequence[str]) -> None:
-    """In the fresh process, which ends with `parent`: one line for each of `names`, flushed, so
-    that none is lost."""
+    """Write one line for each of `names`, flushed, so that none is lost, in the fresh process,
+    which ends with `parent`."""
     if os.getppid() == parent:  # not of a server that starts processes for others
         end_with_parent(parent)
     answers = os.fdopen(os.dup(1), "w")

@@ -114,8 +114,8 @@ def _why(error: BaseException) -> str:
     return found[0] if found else str(error)
 
 
-def told(error: BaseException) -> str:
-    """In one line why a checkpoint cannot be loaded: of several ranks' failures, the first."""
+def why(error: BaseException) -> str:
+    """Why a checkpoint cannot be loaded, in one line: of several ranks' failures, the first."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     if "weights_only" in str(error):

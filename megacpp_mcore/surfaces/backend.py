@@ -90,6 +90,10 @@ class Surface:
     outside: str = "the head"
     case: str | None = None
 
+    def backend(self, name: str) -> Backend:
+        """The backend of that name. Raises KeyError."""
+        return {backend.name: backend for backend in self.backends}[name]
+
 
 def reference(
     implementation: str, supports: Callable[[Workload], str | None], **facts: Any

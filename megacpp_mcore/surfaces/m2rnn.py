@@ -43,6 +43,7 @@ def _cuda(workload: Workload) -> str | None:
     return cuda.sizes_reason(workload.dtype, *sizes) or launch.LIBRARY.reason()
 
 
+CUDA = "cuda"
 BUILDS = "megacpp_mcore.kernels.m2rnn.launch:LIBRARY"
 _LAYOUT = "q, k (B, S, 1 or H, K), v (B, S, H, V) -> (B, S, H, V), state (B, H, K, V)"
 
@@ -50,7 +51,7 @@ SURFACE = Surface(
     "m2rnn",
     (
         Backend(
-            "cuda", "megacpp_mcore.kernels.m2rnn.cuda:m2rnn", _cuda,
+            CUDA, "megacpp_mcore.kernels.m2rnn.cuda:m2rnn", _cuda,
             role="chosen",
             removes="the launches of 4096 dependent steps: one forward, two backward, the state in "
             "registers, the backward pass's states and sums at the same time as its recurrence; at "

@@ -30,7 +30,7 @@ def workload(
     settings: "M2RNNSettings",
     requests: Mapping[str, str],
 ) -> Workload:
-    """As of `m2rnn`, and requests: the recipe's [backends]."""
+    """The workload of `m2rnn`, and requests: the recipe's [backends]."""
     inside = m2rnn.workload(device, config, layout, settings)
     return mixer_core.around(inside, _INSIDE, layout.tp, requests)
 
@@ -48,7 +48,7 @@ def _options(workload: Workload) -> str | None:
 def _triton(workload: Workload) -> str | None:
     if reason := cuda_only("its kernels run", workload) or _options(workload):
         return reason
-    within = m2rnn.SURFACE.backends[0].supports(workload)
+    within = m2rnn.SURFACE.backend(m2rnn.CUDA).supports(workload)
     return within or import_reason("triton")
 
 

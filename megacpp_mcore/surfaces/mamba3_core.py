@@ -30,7 +30,7 @@ def workload(
     settings: "Mamba3Settings",
     requests: Mapping[str, str],
 ) -> Workload:
-    """Of a SISO block, as of `mamba3_scan`, and requests: the recipe's [backends]."""
+    """A SISO block's workload, as of `mamba3_scan`, and requests: the recipe's [backends]."""
     inside = mamba3_scan.workload(device, config, layout, settings)
     return mixer_core.around(inside, _INSIDE, layout.tp, requests)
 

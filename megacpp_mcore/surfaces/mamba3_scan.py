@@ -112,12 +112,13 @@ def _sizes_of_ours(workload: Workload) -> str | None:
 
 _KERNELS = "megacpp_mcore.kernels.mamba3"
 _SISO = "mamba3_scan.json"
+MAMBA_SSM, MAMBA_SSM_MIMO = "mamba_ssm", "mamba_ssm_mimo"
 
 SURFACE = Surface(
     "mamba3_scan",
     (
         Backend(
-            "mamba_ssm", f"{_KERNELS}.mamba_ssm:mamba3_scan", _siso,
+            MAMBA_SSM, f"{_KERNELS}.mamba_ssm:mamba3_scan", _siso,
             role="chosen",
             removes="the float32 intermediates and launches of the plain scan, for 56 heads, N = P "
             "= 64",
@@ -131,7 +132,7 @@ SURFACE = Surface(
             "of the input and output",
         ),
         Backend(
-            "mamba_ssm_mimo", f"{_KERNELS}.mamba_ssm_mimo:mamba3_scan", _mimo,
+            MAMBA_SSM_MIMO, f"{_KERNELS}.mamba_ssm_mimo:mamba3_scan", _mimo,
             removes="scores and chunk states of MIMO's plain scan, at 56 heads. Upstream's own "
             "launchers trace each kernel anew in every call, 0.19 / 1.5 s of the host: we cache "
             "the traces",

@@ -6,7 +6,7 @@ from megacpp_mcore.surfaces.workload import Workload
 
 
 def around(inside: Workload, surface: str, ranks: int, requests: Mapping[str, str]) -> Workload:
-    """Of an operator with `surface` inside, of which `inside` is asked.
+    """The workload of an operator with `surface` inside, of which `inside` is asked.
 
     ranks: of tensor parallelism. requests: a recipe's [backends]; where they, or MEGACPP_BACKENDS,
     name a backend of the surface inside, that is one of the `parts`.

@@ -54,7 +54,7 @@ def _megatron(workload: Workload) -> str | None:
     return (
         f"tensor_model_parallel_size {ranks}: Megatron 0.19.2 leaves other ranks' heads out of the "
         "gradient of k's rotary part, but for TE's linears with sequence_parallel; "
-        f"`megacpp patch apply --only {K_POS_PATCH}` mends it"
+        f"`megacpp patch apply --only {K_POS_PATCH}` corrects it"
     )
 
 

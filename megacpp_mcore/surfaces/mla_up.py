@@ -25,7 +25,7 @@ MOST = 64  # dims of a part of a head, and of a latent: more do not fit the regi
 
 
 def workload(device: str, config, requests: Mapping[str, str]) -> Workload:
-    """As of `mla_rope`, and ranks of the latents; requests: the recipe's [backends].
+    """The workload of `mla_rope`, and ranks of the latents; requests: the recipe's [backends].
 
     norms_inside: the up-projections have the latents' norms inside, as Transformer Engine's may.
     """
@@ -52,7 +52,7 @@ def _are_transformer_engines(requests: Mapping[str, str]) -> bool:
 
 
 def of_recipe(recipe: "Recipe", device: str) -> Workload | None:
-    """As of `mla_rope`."""
+    """The workload of a recipe, as of `mla_rope`."""
     if "+" not in recipe.plan.symbols:
         return None
     return workload(device, config_of(recipe), recipe.backends)

@@ -75,11 +75,13 @@ def _triton_ruled_out(recipe: "Recipe", workload: Workload) -> str | None:
 _TESTS = ("tests/kernels/test_norm.py", *KERNEL_TESTS)
 _backend = partial(Backend, layout="[..., h], normalised over h", receipt="norm.json", tests=_TESTS)
 
+TRITON = "triton"
+
 SURFACE = Surface(
     "norm",
     (
         _backend(
-            "triton", "megacpp_mcore.layers.norm:FusedRMSNorm", _triton,
+            TRITON, "megacpp_mcore.layers.norm:FusedRMSNorm", _triton,
             ruled_out=_triton_ruled_out,
             role="chosen",
             removes="the addition of the residual's gradient, which the backward kernel reads with "

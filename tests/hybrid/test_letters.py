@@ -10,11 +10,14 @@ import sys
 
 import pytest
 
+from megacpp_mcore.bench import BenchError
+from megacpp_mcore.bench.layer import layer_overrides
 from megacpp_mcore.hybrid import letters
 from megacpp_mcore.hybrid.flops import count
 from megacpp_mcore.hybrid.letters import BlockLetter, Cost, LetterError, Slot, Spec
 from megacpp_mcore.hybrid.letters.letter import STACK_FIELDS
 from megacpp_mcore.hybrid.pattern import PatternError, translate
+from megacpp_mcore.inference.recipe import InferenceError, check_letters
 from megacpp_mcore.layers.hybrid_stack import StackSpecError, stack_spec
 from megacpp_mcore.recipe import RecipeError, load_recipe
 from megacpp_mcore.recipe.lowering import lower
@@ -218,6 +221,22 @@ def test_a_recipe_with_it_is_lowered_to_its_spec(x):
     assert words[: words.index("--spec") + 3] == [
         "--hybrid-layer-pattern", "+EMG/+E", "--spec", "own.specs", "own_stack_spec",
     ]  # fmt: skip
+
+
+def test_a_bench_of_one_layer_takes_every_letter_whose_packages_are_here(x):
+    assert "model.pattern=X" in layer_overrides("X")
+    letters.register(entry("Y", packages=(("no_such_module", "no-such-package"),)))
+    with pytest.raises(BenchError, match="layer Y needs no-such-package, which is not installed"):
+        layer_overrides("Y")
+    with pytest.raises(BenchError, match=r"'Z' is unknown; choose A, \+, \*, E, M, R, D, X, Y"):
+        layer_overrides("Z")
+
+
+def test_a_letter_that_no_export_knows_is_refused_outside_training(x):
+    recipe = tiny("model.depth=4", "model.pattern=AEMX")
+    with pytest.raises(InferenceError, match="the pattern has X: only A, E, M, R"):
+        check_letters(recipe)
+    check_letters(tiny("model.depth=4", "model.pattern=AEMR"))
 
 
 def test_a_recipe_with_an_unregistered_letter_is_refused():

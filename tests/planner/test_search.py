@@ -1,17 +1,21 @@
 """`megacpp recipe plan`: legal layouts, what memory does as they change, refusals, both outputs."""
 
 import dataclasses
+import importlib
 import itertools
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import warm
 
 from megacpp_mcore.cli import main
+from megacpp_mcore.hybrid import letters
+from megacpp_mcore.hybrid.letters.experts import routed_rows
 from megacpp_mcore.planner import PlanError
-from megacpp_mcore.planner.activations import Sizes, bytes_per_token, routed_rows
+from megacpp_mcore.planner.activations import Sizes, bytes_per_token
 from megacpp_mcore.planner.memory import memory
 from megacpp_mcore.planner.pipeline import micro_batches
 from megacpp_mcore.planner.rates import h200
@@ -20,6 +24,7 @@ from megacpp_mcore.planner.step import Link, adding_gradients, micro_batch, step
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.recipe.check import check
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 GIB = 2**30
 RATES = h200()
 SMALL = ("model.depth=12",)  # as many layers as the pattern has letters
@@ -232,7 +237,7 @@ def test_squared_relu_keeps_half_of_what_swiglu_does_in_the_experts():
         gated, model=dataclasses.replace(gated.model, swiglu=False, squared_relu=True)
     )
     sizes, moe = Sizes.of(gated), gated.moe
-    saved = routed_rows(gated, sizes, set()) - routed_rows(plain, sizes, set())
+    saved = routed_rows(gated, sizes, None) - routed_rows(plain, sizes, None)
     assert saved == 2 * moe.moe_router_topk * moe.moe_ffn_hidden_size
 
 
@@ -296,6 +301,44 @@ def test_a_letter_of_ones_own_is_not_known():
     )
     with pytest.raises(PlanError, match="what a layer X"):
         bytes_per_token(changed, Sizes.of(changed), layer)
+
+
+@pytest.fixture
+def own_block(monkeypatch):
+    """examples/own_block.py, whose X stands in a table of this test's own."""
+    monkeypatch.setattr(letters, "_table", dict(letters._table))
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    own_block = importlib.import_module("own_block")
+    letters.register(own_block.X)
+    return own_block
+
+
+WITH_X = ("model.pattern=AEMX", "model.depth=12", "mtp.pattern=AE")
+
+
+@pytest.mark.slow
+def test_a_letter_of_ones_own_is_planned_from_its_entry(own_block, capsys):
+    recipe = load_recipe("nam56r", WITH_X)
+    [x, *_] = [layer for layer in recipe.plan.layers if layer.letter == "X"]
+    hidden, sizes = recipe.model.hidden_size, Sizes.of(recipe)
+    # its input and its norm's output in bf16, the norm's factor, and what the entry says
+    assert bytes_per_token(recipe, sizes, x) == 2 * 2 * hidden + 4 + own_block.kept(recipe, 0, 0)
+    found = planned(4, WITH_X)
+    assert {layout.recipe.parallel.tensor_model_parallel_size for layout in found.layouts} == {1}
+    words = [word for override in WITH_X for word in ("--set", override)]
+    assert main(["recipe", "plan", "nam56r", "--gpus", "2", "--top", "1", *words]) == 0
+    assert "activations X" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.slow
+def test_a_letter_whose_entry_does_not_say_what_it_keeps_is_refused(own_block, monkeypatch, capsys):
+    [slot] = own_block.X.slots
+    silent = dataclasses.replace(own_block.X, slots=(dataclasses.replace(slot, planned=None),))
+    monkeypatch.setitem(letters._table, "X", silent)
+    words = [word for override in WITH_X for word in ("--set", override)]
+    assert main(["recipe", "plan", "nam56r", "--gpus", "2", *words]) != 0
+    assert "what a layer X (G) keeps" in (said := " ".join(capsys.readouterr().err.split()))
+    assert "planned=Planning(kept=...)" in said
 
 
 def test_text(capsys):

@@ -90,7 +90,7 @@ def test_what_is_refused_is_said_without_torchs_advice_to_run_it(tmp_path, plant
     torch.save(planted, folder / "common.pt")
     with pytest.raises((Exception, CheckpointException)) as refused:
         load(folder)
-    said = unpickling.told(refused.value)
+    said = unpickling.why(refused.value)
     assert "not plain data" in said and "mkdir" in said and "\n" not in said
     assert "documentation" not in said
 

@@ -1,6 +1,7 @@
 """What adding a backend or a surface takes: the walks of docs/extending.md, held by the source."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,12 @@ def test_a_backends_name_stands_in_its_surfaces_module_alone():
             if elsewhere is not None and place not in elsewhere and SHARED.get(name) != place:
                 strangers.append(f"{place}: {name}")
     assert strangers == []
+
+
+def test_no_module_of_the_product_takes_a_backend_by_its_place():
+    """A backend that is put before another changes what `auto` takes, and nothing else."""
+    by_place = re.compile(r"\.backends\[-?\d|\*\w+ = .*\.backends\b")
+    assert [path.name for path in PRODUCT if by_place.search(path.read_text())] == []
 
 
 def test_the_exceptions_are_still_needed():

@@ -1,8 +1,8 @@
 """The block letters of a source pattern: one file a letter, and the table that lists them.
 
-The translator, the plan, FLOPs, recipe rules, the stack spec and the command line read the table;
-a letter of your own is one more entry of it (`register`; examples/own_block.py). Nothing here
-imports torch.
+The translator, the plan, FLOPs, recipe rules, the layout planner, the stack spec, export and the
+command line read the table; a letter of your own is one more entry of it (`register`;
+examples/own_block.py). Nothing here imports torch.
 """
 
 import importlib.metadata
@@ -11,9 +11,12 @@ from functools import cache
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.hybrid.letters import attention, deltanet, experts, m2rnn, mamba3
-from megacpp_mcore.hybrid.letters.letter import BlockLetter, Cost, Slot, Spec
+from megacpp_mcore.hybrid.letters.letter import BlockLetter, Cost, Experts, Planning, Slot, Spec
 
-__all__ = ["BlockLetter", "Cost", "LetterError", "Slot", "Spec", "find", "known", "register"]
+__all__ = [
+    "BlockLetter", "Cost", "Experts", "LetterError", "Planning", "Slot", "Spec", "find", "known",
+    "register",
+]  # fmt: skip
 
 SHIPPED = (attention.A, experts.E, mamba3.M, m2rnn.R, deltanet.D)
 NAM56R_SPEC = Spec("megacpp_mcore.specs.nam56r", "nam56r_stack_spec")
@@ -104,6 +107,11 @@ def collision(letters: Iterable[str]) -> tuple[BlockLetter, BlockLetter, str] | 
                 return owner[symbol], entry, symbol
             owner[symbol] = entry
     return None
+
+
+def exported_kind(letter: str, symbol: str) -> str | None:
+    """What an exported model calls a layer; None where generation and export refuse it."""
+    return get(letter).slot(symbol).exported
 
 
 def own_specs(letters: Iterable[str]) -> dict[Spec, BlockLetter]:

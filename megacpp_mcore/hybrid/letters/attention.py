@@ -2,10 +2,20 @@
 
 from typing import TYPE_CHECKING
 
-from megacpp_mcore.hybrid.letters.letter import BlockLetter, Cost, Slot, norm_parameters
+from megacpp_mcore.hybrid.letters.letter import (
+    BF16,
+    FP32,
+    BlockLetter,
+    Cost,
+    Planning,
+    Slot,
+    norm_parameters,
+)
 
 if TYPE_CHECKING:
+    from megacpp_mcore.hybrid.block_settings import RecomputeSettings
     from megacpp_mcore.hybrid.plan import Layer
+    from megacpp_mcore.planner.activations import Sizes
     from megacpp_mcore.recipe import Recipe
 
 KINDS = {"mla": "+", "gqa": "*", "dsa": "D"}  # attention.kind -> Megatron's symbol
@@ -76,6 +86,44 @@ def _reuses_an_index(recipe: "Recipe", layer: "Layer") -> bool:
     return max(layer.number - offset, 0) % recipe.attention.dsa_indexer_topk_freq != 0
 
 
+def _mla_kept(recipe: "Recipe", sizes: "Sizes", recompute: "RecomputeSettings | None") -> float:
+    a = recipe.attention
+    heads = recipe.model.num_attention_heads / sizes.tp
+    latents = BF16 * ((a.q_lora_rank or 0) + a.kv_lora_rank) / sizes.cut
+    qkv = BF16 * heads * (2 * (a.qk_head_dim + a.qk_pos_emb_head_dim) + a.v_head_dim)
+    out = heads * (BF16 * a.v_head_dim + FP32)  # and the log-sum-exp of each head
+    recomputed = recompute and "up_proj" in recompute.attention
+    return latents + out + (0 if recomputed else qkv)
+
+
+def _gqa_kept(recipe: "Recipe", sizes: "Sizes", recompute: "RecomputeSettings | None") -> float:
+    a, heads = recipe.attention, recipe.model.num_attention_heads
+    dim = a.kv_channels or recipe.model.hidden_size // heads
+    groups = a.num_query_groups or 1
+    return (BF16 * dim * (2 * heads + 2 * groups) + FP32 * heads) / sizes.tp
+
+
+def _dsa_kept(recipe: "Recipe", sizes: "Sizes", recompute: "RecomputeSettings | None") -> float:
+    """Absorbed: queries and outputs in the space of the latent, which all heads share as k and v.
+
+    The indexer's scores are a row of the sequence a token.
+    """
+    a, heads = recipe.attention, recipe.model.num_attention_heads / sizes.tp
+    latent = a.kv_lora_rank + a.qk_pos_emb_head_dim
+    queries = heads * (a.qk_head_dim + a.qk_pos_emb_head_dim + latent)
+    outputs = heads * (a.kv_lora_rank + a.v_head_dim)
+    return BF16 * (queries + outputs + latent) + FP32 * recipe.model.seq_length
+
+
+def _mla_replicated(recipe: "Recipe") -> int:
+    """The norm and the projections to the latents."""
+    a = recipe.attention
+    down = (a.q_lora_rank or 0) + a.kv_lora_rank + a.qk_pos_emb_head_dim
+    return recipe.model.hidden_size * (1 + down)
+
+
+_CORE, _UP = "attention.core_attn", "attention.up_proj"
+
 A = BlockLetter(
     letter="A",
     title="attention",
@@ -86,6 +134,8 @@ A = BlockLetter(
             layer="megacpp_mcore.layers.blocks.mla_layer",
             cost=_mla,
             native=f"{_MEGATRON}.multi_latent_attention.MLASelfAttention",
+            planned=Planning(_mla_kept, _mla_replicated, recomputes=(_CORE, _UP)),
+            exported="attention",
         ),
         Slot(
             symbol=KINDS["gqa"],
@@ -93,6 +143,8 @@ A = BlockLetter(
             layer="megacpp_mcore.layers.blocks.gqa_layer",
             cost=_gqa,
             native=f"{_MEGATRON}.attention.SelfAttention",
+            planned=Planning(_gqa_kept, recomputes=(_CORE,)),
+            exported="gqa",
         ),
         Slot(
             symbol=KINDS["dsa"],
@@ -101,6 +153,7 @@ A = BlockLetter(
             cost=_dsa,
             native=f"{_MEGATRON}.experimental_attention_variant.absorbed_mla"
             ".AbsorbedMLASelfAttention",
+            planned=Planning(_dsa_kept, _mla_replicated, recomputes=(_CORE, _UP)),
         ),
     ),
     packed_documents="",

@@ -1,11 +1,15 @@
-"""What the table knows of a block letter: its place in Megatron's stack, its module, its cost."""
+"""What the table knows of a block letter: its place in Megatron's stack, its module, its cost, and
+what the layout planner asks about it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from megacpp_mcore.hybrid.block_settings import RecomputeSettings
     from megacpp_mcore.hybrid.plan import Layer
+    from megacpp_mcore.planner.activations import Sizes
+    from megacpp_mcore.planner.rates import Rates
     from megacpp_mcore.recipe import Recipe
     from megacpp_mcore.recipe.refusal import Rules
 
@@ -47,6 +51,45 @@ class Cost:
 
 # (recipe, layer, mean number of keys a query sees) -> what the layer costs
 CostOf = Callable[["Recipe", "Layer", float], Cost]
+# (recipe, sizes of a rank, what is recomputed or None) -> bytes a token and rank
+KeptOf = Callable[["Recipe", "Sizes", "RecomputeSettings | None"], float]
+
+BF16, FP32 = 2, 4  # bytes
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What the planner asks about routed experts.
+
+    parameters: of all of them. flops: operations a token of the experts that it meets, forward and
+    backward. kept: the part of `Planning.kept` that grows with the rows that a rank's experts get.
+    """
+
+    parameters: Callable[["Recipe"], int]
+    flops: Callable[["Recipe"], float]
+    kept: KeptOf
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What `megacpp recipe plan` asks about a layer, besides its cost.
+
+    kept: what the layer saves for its backward pass besides its input and the output of its norm.
+    replicated: parameters that every tensor-parallel rank has; None: the norm's. recurrence:
+    seconds of forward and backward of a recurrence on one rank, which are added to the layer's
+    products; None: it has none. experts: None: it has no routed ones. surface: where the layer's
+    rate was measured for each backend of a surface, that surface. recomputes: the parts of
+    [recompute] that the layer can have, as "key.part". recomputes_norm: whether
+    recompute.layernorm is about its norm.
+    """
+
+    kept: KeptOf
+    replicated: Callable[["Recipe"], int] | None = None
+    recurrence: Callable[["Recipe", "Sizes", "Rates"], float] | None = None
+    experts: Experts | None = None
+    surface: str | None = None
+    recomputes: tuple[str, ...] = ()
+    recomputes_norm: bool = True
 
 
 @dataclass(frozen=True)
@@ -56,7 +99,9 @@ class Slot:
     symbol: Megatron's. module: the class in the layer's mixer slot under our spec. layer: the
     function that makes the layer's spec, `layers.blocks.StackParts` -> Megatron's ModuleSpec.
     native: the class under Megatron's own spec, None where it has none. native_cost: what that
-    costs, where it is another block than ours.
+    costs, where it is another block than ours. planned: for `megacpp recipe plan`; None: that
+    refuses a model with it. exported: what its layers are called in an exported model
+    (`inference`); None: generation and export refuse a model with it.
     """
 
     symbol: str
@@ -65,6 +110,8 @@ class Slot:
     cost: CostOf
     native: str | None = None
     native_cost: CostOf | None = None
+    planned: Planning | None = None
+    exported: str | None = None
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class EmbeddingCase(OperatorCase):
 
     @classmethod
     def samples(cls) -> dict[str, Self]:
-        """Of a block of the kernel, of several, and with a last one that is not full."""
+        """Sizes of one block of the kernel, of several, and with a last one that is not full."""
         odd = {f"odd-{kind}": cls(3, 29, 20, 97, kind) for kind in KINDS}
         return {
             "plain": cls(2, 48, 64, 32),
@@ -106,7 +106,7 @@ class EmbeddingCase(OperatorCase):
         return -(-self._tokens // _ROUNDED_AFTER) if self._tokens <= _FEW_IDS else 1
 
     def terms(self, name: str) -> int:
-        """Of the gradient's sums; as many as the tokens, if all have one id."""
+        """Terms of the gradient's sums: as many as the tokens, if all have one id."""
         return 1 if name == "embeddings" else max(1, self._tokens)
 
     def unread_bytes(self, tensors: Tensors) -> int:

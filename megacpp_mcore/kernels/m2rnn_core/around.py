@@ -22,7 +22,8 @@ _NORM_WARPS = 8
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one R block: heads H of k_dim K (of the shared q and k) and v_dim V; the norm's eps."""
+    """The sizes of one R block: heads H of k_dim K (of the shared q and k) and v_dim V; the norm's
+    eps."""
 
     heads: int
     k_dim: int
@@ -35,7 +36,7 @@ class Sizes:
 
     @property
     def channels(self) -> int:
-        """Of the convolution."""
+        """Channels of the convolution."""
         return 2 * self.k_dim + self.values
 
     @property
@@ -147,5 +148,5 @@ def parameter_gradients(sums: Tensor, weight: Tensor, sizes: Sizes) -> tuple[Ten
 
 
 def _partial_widths(sizes: Sizes, taps: int) -> tuple[int, ...]:
-    """Of a program's row of sums: for weight, bias, dt_bias and A_log."""
+    """Widths of a program's sums, for weight, bias, dt_bias and A_log."""
     return (sizes.channels * taps, sizes.channels, sizes.heads, sizes.heads)

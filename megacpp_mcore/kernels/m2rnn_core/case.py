@@ -105,27 +105,28 @@ class M2RNNCoreCase(OperatorCase):
         self, values: Tensors, directions: Tensors, *, projected: Tensor, dt_bias: Tensor,
         **tensors: Tensor,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Of the decay's two parameters, a value a head: f = exp(-exp(A_log) softplus(x)) at the
-        logit x = decay + dt_bias, so that a token's term of dt_bias is the gradient of its logit,
-        and of A_log that times softplus(x) / sigmoid(x)."""
+        """The terms of the decay's two parameters, a value a head: f = exp(-exp(A_log) softplus(x))
+        at the logit x = decay + dt_bias, so that a token's term of dt_bias is the gradient of its
+        logit, and of A_log that times softplus(x) / sigmoid(x)."""
         decay = slice(sum(self.parts[:-1]), sum(self.parts))
         terms = values["dprojected"][..., decay]
         x = projected[..., decay].to(terms) + dt_bias
         return {"ddt_bias": terms, "dA_log": terms * functional.softplus(x) / x.sigmoid()}
 
     def roundings(self, name: str) -> float:
-        """As of the recurrence's case: three products' operands and the result, a gradient as many
+        """The recurrence's roundings, three products' operands and the result, a gradient as many
         again. Besides, q, k, v and y are rounded between the parts, and so are their gradients, and
         the norm divides by what may be smaller than its largest value."""
         return 8 if name == "y" else 16
 
     def terms(self, name: str) -> int:
-        """As of the recurrence's case, and the sums of norm, convolution and parameters."""
+        """The terms of the recurrence's case, and the sums of norm, convolution and parameters."""
         values = self.heads * self.v_head_dim
         return 8 * self.seq + self.batch * (self.k_head_dim * values + self.seq) + 2 * values + 64
 
     def flops(self) -> int:
-        """Of the recurrence, the convolution's products and sums, and skip, gate and norm."""
+        """Operations of the recurrence, the convolution's products and sums, and skip, gate and
+        norm."""
         k, v, values = self.k_head_dim, self.v_head_dim, self.heads * self.v_head_dim
         tokens = self.batch * self.seq
         recurrence = tokens * values * k * (2 * v + 7)

@@ -157,7 +157,8 @@ class Mamba3ScanCase(Case):
     def summands(
         self, values: Tensors, directions: Tensors, *, v: Tensor, z: Tensor, **tensors: Tensor
     ) -> dict[str, Tensor]:
-        """Of D, a value a head: dy silu(z) v of every token, rank and value; y is linear in D."""
+        """The terms of D, a value a head: dy silu(z) v of every token, rank and value; y is linear
+        in D."""
         dy, v, z = (x.unsqueeze(-2) for x in (directions["y"].to(v), v, z))
         if self.rank:
             v, z = v * tensors["mimo_v"], z * tensors["mimo_z"]

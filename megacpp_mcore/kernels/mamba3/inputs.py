@@ -199,7 +199,7 @@ def _check_sizes(q: Tensor, v: Tensor, angles: Tensor) -> None:
         )
     if not 1 <= rotated <= state_dim // 2:
         raise Mamba3InputError(
-            f"{rotated} angles for a state dim of {state_dim}: 1 to {state_dim // 2} pairs can turn"
+            f"{rotated} angles for a state dim of {state_dim}: 1 to {state_dim // 2} pairs rotate"
         )
     if angle_heads not in (1, heads):
         raise Mamba3InputError(

@@ -90,7 +90,7 @@ def mimo_backward(
         tl.store(dgamma + to + i, tl.sum(tl.where(same, both, 0.0), 1), mask=inside)
         both = both * fade
         earlier = tl.sum(both, 1)
-        turn = tl.sum(both * weight[:, None], 0)
+        ddecay = tl.sum(both * weight[:, None], 0)
         fade = tl.where(same, own[:, None], fade * weight[:, None])
         scores = (scores * fade + tl.where(diagonal, skip, 0.0)).to(value.dtype)
         products = (products * fade).to(value.dtype)
@@ -107,17 +107,17 @@ def mimo_backward(
         kept = states + _state_at(h, b, chunk, p, n, H, P, N, CHUNKS)
         state = tl.load(kept, mask=within, other=0.0)
         found = tl.dot(of_y, state) * before[:, None]
-        turn += tl.sum(qs.to(tl.float32) * found, 1) - weight * earlier
+        ddecay += tl.sum(qs.to(tl.float32) * found, 1) - weight * earlier
         found = tl.dot(tl.trans(products), ks, found)
         _put(dq + at, found, inside, n, N, N_BLOCK, WHOLE)
         if PACKED:
             with_it = (i[None, :] >= i[:, None]) & (start[:, None] == start[None, :])
-            turn = tl.sum(tl.where(with_it, turn[None, :], 0.0), 1)
+            ddecay = tl.sum(tl.where(with_it, ddecay[None, :], 0.0), 1)
             last_start = tl.max(tl.where(inside, start, 0), 0)
-            turn += tl.where(start == last_start, later, 0.0)
+            ddecay += tl.where(start == last_start, later, 0.0)
         else:
-            turn = tl.cumsum(turn, 0, reverse=True) + later
-        tl.store(dadt + to + i, turn, mask=inside)
+            ddecay = tl.cumsum(ddecay, 0, reverse=True) + later
+        tl.store(dadt + to + i, ddecay, mask=inside)
         weighted = (qs * before[:, None]).to(value.dtype)
         dstate = tl.dot(tl.trans(of_y), weighted, dstate * through)
         later = tl.sum(tl.sum(state.to(tl.float32) * dstate, 1), 0)
@@ -154,9 +154,9 @@ def mimo_gate_backward(
         share = sigmoid(gate * on_z)
         silu = gate * on_z * share
         tl.store(d + at, of_y * on_y * silu, mask=mask)
-        turned = of_y * on_y * out * share * (1 + gate * on_z * (1 - share))
-        of_z += turned * on_z
-        tl.store(sums + (part + r) * P + p, tl.sum(turned * gate, 0), mask=p < P)
+        dgated = of_y * on_y * out * share * (1 + gate * on_z * (1 - share))
+        of_z += dgated * on_z
+        tl.store(sums + (part + r) * P + p, tl.sum(dgated * gate, 0), mask=p < P)
         tl.store(sums + (part + H * RANK + r) * P + p, tl.sum(of_y * out * silu, 0), mask=p < P)
     at = ((b.to(tl.int64) * TOKENS + first + t) * H + h)[:, None] * P + p[None, :]
     tl.store(dz + at, of_z, mask=mask)
@@ -168,8 +168,8 @@ def mimo_values_backward(
     H: tl.constexpr, P: tl.constexpr, P_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     RANK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """From the values' gradient (b, H, s R, P): dx (b, s, H, P); sums (b, blocks, H, R, P): over a
-    block's tokens, of mimo_v's."""
+    """The gradients dx (b, s, H, P) and, as sums over a block's tokens, of mimo_v (b, blocks, H, R,
+    P), from the values' (b, H, s R, P)."""
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t, p = tl.arange(0, BLOCK), tl.arange(0, P_BLOCK)
     first = block * BLOCK

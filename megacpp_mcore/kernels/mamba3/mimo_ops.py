@@ -42,14 +42,14 @@ class Inputs(NamedTuple):
     initial: Tensor | None
 
     def readable(self) -> "Inputs":
-        """As the kernels read them: x and z where they lie."""
+        """The inputs as the kernels read them: x and z where they lie."""
         own = {"x": readable(self.x), "z": readable(self.z)}
         others = {n: t.contiguous() for n, t in self._asdict().items()
                   if t is not None and n not in own}  # fmt: skip
         return self._replace(**own, **others)
 
     def sizes(self, kernel: str, *tokens: Tensor) -> dict[str, Any]:
-        """What every kernel is told; tokens: what it reads in strides of its own."""
+        """What every kernel gets; tokens: what it reads in strides of its own."""
         _, seq, heads, dim = self.x.shape
         rows, state_dim = self.q.shape[2:]
         warps, stages = CONFIGS[kernel]
@@ -187,7 +187,8 @@ def _of_tokens(given: Inputs, *tokens: Tensor) -> tuple[tuple[int, int, int], di
 def _segment_states(
     given: Inputs, rows: Tensor, values: Tensor, segments: Segments, reverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """As SISO's (`mamba3_core/scan.py`). values: x, or with reverse (B, H, S R, P)."""
+    """The segments' states, as SISO's (`mamba3_core/scan.py`). values: x, or with reverse (B, H, S
+    R, P)."""
     batch, _, heads, dim = given.x.shape
     sums = given.adt.new_empty((batch, heads, segments.count, dim, rows.shape[-1]))
     throughs = given.adt.new_empty((batch, heads, segments.count))
@@ -202,7 +203,7 @@ def _segment_states(
 
 
 def _strides(align: int, *tensors: Tensor) -> tuple[int, ...]:
-    """Of the token, the sequence and the head."""
+    """Strides of the token, the sequence and the head."""
     return tuple(x.stride(dim) // align for x in tensors for dim in (1, 0, 2))
 
 

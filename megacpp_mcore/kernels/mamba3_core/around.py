@@ -28,7 +28,8 @@ _GATE_TOKENS = 64
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one M block: heads H of head_dim P, groups G of state_dim N, angles A; and its decay."""
+    """The sizes of one M block: heads H of head_dim P, groups G of state_dim N, angles A; and its
+    decay."""
 
     heads: int
     head_dim: int
@@ -73,9 +74,9 @@ class Steps(NamedTuple):
 
 
 class ScanGradients(NamedTuple):
-    """Of the scan's inner values: dq, dk (b, s, H, N) of the rotated q and k, (b, H, s, N) in
-    memory, where q and k were. (b, H, s) in float32: both, of q k of one token; dadt; dscale;
-    dboth, the sum of dscale and gamma's gradient."""
+    """Gradients of the scan's inner values: dq, dk (b, s, H, N) of the rotated q and k,
+    (b, H, s, N) in memory, where q and k were. (b, H, s) in float32: both, of q k of one token;
+    dadt; dscale; dboth, the sum of dscale and gamma's gradient."""
 
     dq: Tensor
     dk: Tensor
@@ -227,5 +228,5 @@ def _add_up(
 
 
 def _block(size: int) -> int:
-    """Of a matrix product in a kernel, whose sides are at least 16."""
+    """The side of a matrix product in a kernel, at least 16."""
     return max(16, triton.next_power_of_2(size))

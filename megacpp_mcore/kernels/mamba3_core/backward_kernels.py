@@ -38,7 +38,7 @@ def gate_backward(
     H: tl.constexpr, P: tl.constexpr, P_BLOCK: tl.constexpr, TOKENS: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Of y * silu(z), for a head of a chunk: dz, and y's gradient where y is, (b, H, s, P)."""
+    """The gradients of y * silu(z), for a head of a chunk: dz, and y's where y is, (b, H, s, P)."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     h, b = tl.program_id(1), tl.program_id(2)
     p = tl.arange(0, P_BLOCK)
@@ -169,8 +169,8 @@ def rotation_backward(
         dk0, dk1 = dk0 * c + dk1 * s, dk1 * c - dk0 * s
         q0, q1 = qn0[None, :, :] + qb0, qn1[None, :, :] + qb1
         k0, k1 = kn0[None, :, :] + kb0, kn1[None, :, :] + kb1
-        turn = dq1 * q0 - dq0 * q1 + dk1 * k0 - dk0 * k1
-        turn = tl.where(turning[None, :, :] & some[:, :, None], turn, 0.0)
+        dangle = dq1 * q0 - dq0 * q1 + dk1 * k0 - dk0 * k1
+        dangle = tl.where(turning[None, :, :] & some[:, :, None], dangle, 0.0)
         dq0, dq1, dk0, dk1 = dq0 + mix * k0, dq1 + mix * k1, dk0 + mix * q0, dk1 + mix * q1
         all_k0 += tl.sum(dk0, 1)
         all_k1 += tl.sum(dk1, 1)
@@ -182,19 +182,19 @@ def rotation_backward(
             start = _starts(starts, token, S)
             ends = (_starts(starts, token + 1, S) != start).to(tl.int32)
             reset = tl.maximum(reset, tl.max(tl.where(inside, ends, 0), 0))
-            flags = tl.broadcast_to(ends[None, :, None], turn.shape)
-            flags, turn = tl.associative_scan((flags, turn), 1, _add_flagged, reverse=True)
-            turn += tl.where(flags > 0, 0.0, later[:, None, :])
+            flags = tl.broadcast_to(ends[None, :, None], dangle.shape)
+            flags, dangle = tl.associative_scan((flags, dangle), 1, _add_flagged, reverse=True)
+            dangle += tl.where(flags > 0, 0.0, later[:, None, :])
         elif TOKENS > 1:
-            turn = tl.cumsum(turn, 1, reverse=True) + later[:, None, :]
+            dangle = tl.cumsum(dangle, 1, reverse=True) + later[:, None, :]
         else:
-            turn += later[:, None, :]
+            dangle += later[:, None, :]
         first = (tl.arange(0, TOKENS) == 0)[None, :, None]
-        later = tl.sum(tl.where(first, turn, 0.0), 1)
-        tl.store(ddt + vector, tl.sum(speed[None, :, :] * turn, 2), mask=some)
+        later = tl.sum(tl.where(first, dangle, 0.0), 1)
+        tl.store(ddt + vector, tl.sum(speed[None, :, :] * dangle, 2), mask=some)
 
         # Sums of several tiles at once share what they cost.
-        dk0, dk1, dq0, dq1, dw = tl.reduce((dk0, dk1, dq0, dq1, passed * turn), 0, _add_5)
+        dk0, dk1, dq0, dq1, dw = tl.reduce((dk0, dk1, dq0, dq1, passed * dangle), 0, _add_5)
         at = ((b * G + g).to(tl.int64) * S + token[:, None]) * A + pair[None, :]
         tl.store(dspeed + at, dw, mask=inside[:, None] & turning)
         to = _rows(dproj, dproj_s, dproj_b, token, b, ALIGN)[:, None] + g * N + n[None, :]
@@ -242,7 +242,7 @@ def steps_backward(
     if PACKED:
         start = _starts(starts, token, S)
         follows = start < token
-        # Later spans turn with the tokens whose document goes on there.
+        # Later spans are rotated by the tokens whose document goes on there.
         goes_on = inside & (start == tl.load(starts + (span + 1) * SPAN,
                                              mask=(span + 1) * SPAN < S, other=S))  # fmt: skip
     dw = tl.zeros((TOKENS, A_BLOCK), tl.float32)

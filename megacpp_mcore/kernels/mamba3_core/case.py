@@ -103,7 +103,7 @@ class Mamba3CoreCase(OperatorCase):
         return {"y": operator(**tensors, **{name: getattr(self, name) for name in sizes})}
 
     def roundings(self, name: str) -> float:
-        """As of the scan's case: three products' operands and the result, a gradient as many
+        """The scan's roundings, three products' operands and the result, a gradient as many
         again, and the gradient of one token's angle or step, a sum over all later tokens of terms
         that cancel and of one rounding each, which do not. Here all are in one tensor, and q and k
         are rounded before the scan.
@@ -117,8 +117,8 @@ class Mamba3CoreCase(OperatorCase):
     def summands(
         self, values: Tensors, directions: Tensors, *, projected: Tensor, **tensors: Tensor
     ) -> dict[str, Tensor]:
-        """Of dt's bias, a value a head: the gradients of its tokens' logits. Of D: as in the scan's
-        case, dy silu(z) x."""
+        """The terms of dt's bias, a value a head, are its tokens' logits' gradients; those of D,
+        as in the scan's case, dy silu(z) x."""
         ends = [0, *itertools.accumulate(self.parts)]
         z, x = (projected[..., ends[i] : ends[i + 1]] for i in (0, 1))
         terms = (directions["y"].to(x) * functional.silu(z) * x).unflatten(-1, (self.heads, -1))
@@ -130,8 +130,8 @@ class Mamba3CoreCase(OperatorCase):
     def floors(
         self, truth: Tensors, directions: Tensors, dtype: torch.dtype, **tensors: Tensor
     ) -> dict[str, float | Tensor]:
-        """Of dt and of the angles, as in the scan's case, and of dt's bias: the rounding of a
-        token's turn is in the gradients of all earlier steps, times those steps' angles, of either
+        """Floors of dt and the angles, as in the scan's case, and of dt's bias: the rounding of a
+        token's angle is in the gradients of all earlier steps, times those steps' angles, of either
         sign: t of these come to the root of t. All tokens' roundings, half an epsilon of terms as
         large as a step's gradient, so come to the root of the sum of t, S / sqrt(2): sqrt(S / 2)
         times what as many steps' gradients spread."""

@@ -31,9 +31,10 @@ class Saved(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """Of the backward pass of a row that carries a state, (b, H, P, N) in float32. final, dfinal:
-    the state after the row and its gradient; dinitial: where that of the state before the row goes.
-    None where there is none."""
+    """The ends of a row that carries a state, for its backward pass, (b, H, P, N) in float32.
+
+    final, dfinal: the state after the row and its gradient; dinitial: where that of the state
+    before the row goes. None where there is none."""
 
     final: Tensor | None = None
     dfinal: Tensor | None = None
@@ -69,7 +70,7 @@ def saved_like(x: Tensor, state_dim: int) -> Saved:
 
 
 def state_shape(x: Tensor, state_dim: int) -> tuple[int, ...]:
-    """Of a row's state. x: (b, s, H, P)."""
+    """The shape of a row's state. x: (b, s, H, P)."""
     return x.shape[0], x.shape[2], x.shape[3], state_dim
 
 
@@ -149,5 +150,5 @@ def _shared(steps: Steps, x: Tensor, starts: Tensor | None, kernel: str, *rows: 
 
 
 def _strides(align: int, *tensors: Tensor) -> tuple[int, ...]:
-    """Of the token, the sequence and the head."""
+    """Strides of the token, the sequence and the head."""
     return tuple(x.stride(dim) // align for x in tensors for dim in (1, 0, 2))

@@ -99,9 +99,9 @@ def scan_backward(
         products = (products * fade).to(value.dtype)
         found = tl.dot(value, upper) * to_end[:, None]
         found = tl.dot(products, qs, found)
-        turn = -tl.sum(ks.to(tl.float32) * found, 1)
-        tl.store(dscale + to + i, -turn * inverse, mask=inside)
-        tl.store(dboth + to + i, mix * qk - turn * inverse, mask=inside)
+        ddecay = -tl.sum(ks.to(tl.float32) * found, 1)
+        tl.store(dscale + to + i, -ddecay * inverse, mask=inside)
+        tl.store(dboth + to + i, mix * qk - ddecay * inverse, mask=inside)
         found = found * factor[:, None]
         at = to * N + i[:, None] * N + n[None, :]
         _put(k + at, found, inside, n, N, N_BLOCK, WHOLE)
@@ -110,16 +110,16 @@ def scan_backward(
         state = tl.load(kept, mask=within, other=0.0)
         found = tl.dot(d, state) * before[:, None]
         found = tl.dot(tl.trans(products), ks, found)
-        turn += tl.sum(qs.to(tl.float32) * found, 1)
+        ddecay += tl.sum(qs.to(tl.float32) * found, 1)
         _put(q + at, found, inside, n, N, N_BLOCK, WHOLE)
         if PACKED:
             with_it = (i[None, :] >= i[:, None]) & (start[:, None] == start[None, :])
-            turn = tl.sum(tl.where(with_it, turn[None, :], 0.0), 1)
+            ddecay = tl.sum(tl.where(with_it, ddecay[None, :], 0.0), 1)
             last = tl.max(tl.where(inside, start, 0), 0)
-            turn += tl.where(start == last, later, 0.0)
+            ddecay += tl.where(start == last, later, 0.0)
         else:
-            turn = tl.cumsum(turn, 0, reverse=True) + later
-        tl.store(dadt + to + i, turn, mask=inside)
+            ddecay = tl.cumsum(ddecay, 0, reverse=True) + later
+        tl.store(dadt + to + i, ddecay, mask=inside)
         weighted = (qs * before[:, None]).to(value.dtype)
         dstate = tl.dot(tl.trans(d), weighted, dstate * through)
         later = tl.sum(tl.sum(state.to(tl.float32) * dstate, 1), 0)

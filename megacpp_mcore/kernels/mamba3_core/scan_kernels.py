@@ -91,10 +91,10 @@ def _head(x, x_s, x_b, x_h, first, i, b, h, p, ALIGN: tl.constexpr):
 @triton.jit
 def _decays(adt, starts, first, i, inside, S, CHUNK: tl.constexpr, PACKED: tl.constexpr,
             WHOLE: tl.constexpr, APPROXIMATE: tl.constexpr, RANK: tl.constexpr = 1):  # fmt: skip
-    """In powers of two: the log decay up to each token, from the chunk's begin; and factors: of the
-    state before the chunk at a token (0 in later documents), of a token's part in the state after
-    the chunk (0 of documents that have ended), of the state before in the state after. Last, the
-    first token of each token's document (PACKED).
+    """Decays, in powers of two: the log decay up to each token, from the chunk's begin; and
+    factors: of the state before the chunk at a token (0 in later documents), of a token's part in
+    the state after the chunk (0 of documents that have ended), of the state before in the state
+    after. Last, the first token of each token's document (PACKED).
 
     RANK: rows that a token has here; adt has one value a token, which is its first row's."""
     if RANK == 1:

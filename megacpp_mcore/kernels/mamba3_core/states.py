@@ -16,7 +16,7 @@ from megacpp_mcore.kernels.mamba3_core.around import Sizes, Steps
 
 
 def shapes(batch: int, sizes: Sizes) -> tuple[tuple[int, ...], ...]:
-    """Of the four tensors of a `Mamba3State`."""
+    """Shapes of the four tensors of a `Mamba3State`."""
     rows, dim, state_dim = (batch, sizes.heads), sizes.head_dim, sizes.state_dim
     return (*rows, sizes.angles), (*rows, dim, state_dim), (*rows, state_dim), (*rows, dim)
 
@@ -30,8 +30,8 @@ def entering(steps: Steps, ssm: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def entering_backward(
     steps: Steps, gradient: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """From that of `entering`'s matrix the gradients of the first token's (1 - lam) dt, (b, H), and
-    of ssm, k and v. The first is summed from what v's is made of."""
+    """The gradients of the first token's (1 - lam) dt, (b, H), and of ssm, k and v, from that of
+    `entering`'s matrix. The first is summed from what v's is made of."""
     of_v = (gradient @ k.unsqueeze(-1)).squeeze(-1)
     of_k = (v.unsqueeze(-2) @ gradient).squeeze(-2)
     ahead = _ahead(steps)

@@ -28,7 +28,7 @@ def _rows(proj, proj_s, proj_b, token, b, ALIGN: tl.constexpr):
 
 @triton.jit
 def _add_flagged(done, x, next_done, y):
-    """Of two runs one after the other: a flag in the second starts the sum anew."""
+    """The sum of two runs one after the other: a flag in the second starts it anew."""
     return tl.maximum(done, next_done), tl.where(next_done > 0, y, x + y)
 
 
@@ -182,9 +182,9 @@ def rotate(
     G: tl.constexpr, N: tl.constexpr, A: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
     ALIGN: tl.constexpr, PACKED: tl.constexpr, APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
-    """Of one group of a chunk: b_rows, c_rows (b, G, s, N), B and C normed; and of its heads theta
-    (b, H, s, A), in [-pi, pi), and q, k (b, H, s, N), the rows biased and rotated, k scaled.
-    before: of `add_up_chunks`."""
+    """One group of a chunk, normed and rotated: b_rows, c_rows (b, G, s, N), B and C normed; and of
+    its heads theta (b, H, s, A), in [-pi, pi), and q, k (b, H, s, N), the rows biased and rotated,
+    k scaled. before: of `add_up_chunks`."""
     chunk, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = chunk * TOKENS + tl.arange(0, TOKENS)
     inside = token < S
@@ -211,12 +211,12 @@ def rotate(
         vector = (b * H + h).to(tl.int64) * S + token
         x = tl.load(dt + vector, mask=inside, other=0.0)[:, None] * speed
         cell = ((b * CHUNKS + chunk) * H + h) * A + a
-        turn = tl.load(before + cell, mask=a < A, other=0.0)
+        carried = tl.load(before + cell, mask=a < A, other=0.0)
         if PACKED:
             _flags, x = tl.associative_scan((flags, x), 0, _add_flagged)
-            x += tl.where(goes_on, turn[None, :], 0.0)
+            x += tl.where(goes_on, carried[None, :], 0.0)
         else:
-            x = tl.cumsum(x, 0) + turn[None, :]
+            x = tl.cumsum(x, 0) + carried[None, :]
         x = x - 2 * PI * tl.floor(x / (2 * PI) + 0.5)
         tl.store(theta + vector[:, None] * A + a[None, :], x, mask=turning)
         c, s = cos_sin(x, APPROXIMATE)

@@ -4,8 +4,8 @@ The forward pass reads q, kv and k_pos once, in any strides, and writes q, k and
 The backward pass reads their gradients once, in any strides, and writes those of q, kv and k_pos
 once. Only the table is saved for it. Rotations and the sum over heads are computed in float32.
 
-With `in_place` both passes turn the rotary half of q, and of its gradient, where it is, and neither
-read nor write the other half.
+With `in_place` both passes rotate the rotary half of q, and of its gradient, where it is, and
+neither read nor write the other half.
 """
 
 import torch

@@ -45,8 +45,8 @@ class MLAUpCase(OperatorCase):
 
     @classmethod
     def of(cls, recipe: Recipe) -> Self | None:
-        """None also without a latent of q, and where RoPE turns a share of the dims: a bench is of
-        what the kernels can be asked."""
+        """None also without a latent of q, and where RoPE rotates a share of the dims: a bench is
+        of what the kernels can be asked."""
         workload = surface.of_recipe(recipe, "cpu")
         if workload is None:
             return None
@@ -105,8 +105,8 @@ class MLAUpCase(OperatorCase):
         return dict(zip(("q", "k", "v"), values, strict=True))
 
     def roundings(self, name: str) -> float:
-        """Of the products, or of the gradients turned back, two of which a turn adds, and of the
-        result: the definition's. The kernels round once on the way to q, k and v."""
+        """The definition rounds the products, or the gradients rotated back, two of which a
+        rotation adds, and the result. The kernels round once on the way to q, k and v."""
         return 3 if name in ("q", "k", "v") else 4
 
     def terms(self, name: str) -> int:
@@ -117,6 +117,6 @@ class MLAUpCase(OperatorCase):
         }.get(name, self.seq * self.batch) + 2  # fmt: skip
 
     def flops(self) -> int:
-        """Of the products; a turn has few."""
+        """The products' operations; a rotation has few."""
         q, kv = self.q_rank * (self.plain + self.pos), self.kv_rank * (self.plain + self.v)
         return 2 * self.seq * self.batch * self.heads * (q + kv)

@@ -72,7 +72,8 @@ def _sizes(
     q_latent: Tensor, kv_latent: Tensor, k_pos: Tensor, q_weight: Tensor, kv_weight: Tensor,
     plain: int,
 ) -> Sizes:  # fmt: skip
-    """From the weights' rows: q's tell how many heads there are, k and v's how wide v is."""
+    """The sizes by the weights' rows: q's tell how many heads there are, k and v's how wide v
+    is."""
     pos, q_rank, kv_rank = k_pos.shape[-1], q_latent.shape[-1], kv_latent.shape[-1]
     head = plain + pos
     shape = tuple(q_weight.shape)

@@ -30,8 +30,8 @@ _SUM_BLOCK = 1024
 _ALL = ("PLAIN", "PAIRS", "V_DIM", "Q_RANK", "KV_RANK")
 
 
-class Problem(NamedTuple):
-    """sizes: of `mla_up`. tokens: s * b of them. The rest as its arguments."""
+class Call(NamedTuple):
+    """What the launches of one call depend on. sizes: of `mla_up`. tokens: s * b of them."""
 
     sizes: Sizes
     tokens: int
@@ -87,99 +87,95 @@ class Operands(NamedTuple):
     def weights(self) -> tuple[Tensor, Tensor]:
         return self.q_weight.contiguous(), self.kv_weight.contiguous()
 
-    def problem(self, pos: int, plain: int, interleaved: bool) -> Problem:
+    def call(self, pos: int, plain: int, interleaved: bool) -> Call:
         """pos, plain: dims of a head."""
         heads = self.q_weight.shape[0] // (plain + pos)
         v = self.kv_weight.shape[0] // heads - plain
         ranks = self.q_latent.shape[-1], self.kv_latent.shape[-1]
         seq, batch, _ = self.q_latent.shape
-        return Problem(Sizes(heads, plain, pos, v, *ranks), seq * batch, batch, interleaved)
+        return Call(Sizes(heads, plain, pos, v, *ranks), seq * batch, batch, interleaved)
 
 
-def forward(
-    operands: Operands, k_pos: Tensor, problem: Problem, outputs: tuple[Tensor, ...]
-) -> None:
+def forward(operands: Operands, k_pos: Tensor, call: Call, outputs: tuple[Tensor, ...]) -> None:
     """Write q, k and v, without gaps, to `outputs`."""
-    if not problem.tokens:
+    if not call.tokens:
         return
     latents = [readable(x) for x in (operands.q_latent, operands.kv_latent, k_pos)]
-    block, options = problem.tile(triton_kernels.forward, k_pos)
-    heads = problem.sizes.heads
-    grid = triton.cdiv(heads, _HEADS_EACH), triton.cdiv(problem.tokens, block)
+    block, options = call.tile(triton_kernels.forward, k_pos)
+    heads = call.sizes.heads
+    grid = triton.cdiv(heads, _HEADS_EACH), triton.cdiv(call.tokens, block)
     with device_of(k_pos):
         triton_kernels.forward[grid](
-            *latents, *operands.weights, *operands.angles, *outputs, problem.tokens, problem.batch,
-            heads, _HEADS_EACH, *_strides(*latents), **problem.constants(*_ALL), **options,
+            *latents, *operands.weights, *operands.angles, *outputs, call.tokens, call.batch,
+            heads, _HEADS_EACH, *_strides(*latents), **call.constants(*_ALL), **options,
         )  # fmt: skip
 
 
 def latent_gradients(
-    dq: Tensor, dk: Tensor, dv: Tensor, operands: Operands, problem: Problem
+    dq: Tensor, dk: Tensor, dv: Tensor, operands: Operands, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q_latent, kv_latent and k_pos."""
-    rows, size = dq.shape[:2], problem.sizes
+    """The gradients of q_latent, kv_latent and k_pos."""
+    rows, size = dq.shape[:2], call.sizes
     widths = size.q_rank, size.kv_rank, size.pos
     found = [dq.new_empty(*rows, width) for width in widths]
-    if problem.tokens:
-        block, options = problem.tile(triton_kernels.latents_backward, dq)
+    if call.tokens:
+        block, options = call.tile(triton_kernels.latents_backward, dq)
         with device_of(dq):
-            triton_kernels.latents_backward[(triton.cdiv(problem.tokens, block),)](
-                dq, dk, dv, *operands.weights, *operands.angles, *found, problem.tokens,
-                problem.batch, size.heads, *_strides(dq, dk, dv), **problem.constants(*_ALL),
+            triton_kernels.latents_backward[(triton.cdiv(call.tokens, block),)](
+                dq, dk, dv, *operands.weights, *operands.angles, *found, call.tokens,
+                call.batch, size.heads, *_strides(dq, dk, dv), **call.constants(*_ALL),
                 **options,
             )  # fmt: skip
     dq_latent, dkv_latent, dk_pos = found
     return dq_latent, dkv_latent, dk_pos
 
 
-def q_weight_gradient(
-    dq: Tensor, operands: Operands, problem: Problem, into: Tensor | None
-) -> Tensor:
+def q_weight_gradient(dq: Tensor, operands: Operands, call: Call, into: Tensor | None) -> Tensor:
     """The gradient of q's weight; into: what it is added to, and returned, instead."""
     kernel = weight_kernels.q_weight_backward
     latent = readable(operands.q_latent)
 
     def launch(grid: tuple[int, int], sums: Tensor, tiles: int, options: dict[str, int]) -> None:
         kernel[grid](
-            dq, latent, *operands.angles, sums, problem.tokens, problem.batch,
-            problem.sizes.heads, tiles, *_strides(dq, latent),
-            **problem.constants("PLAIN", "PAIRS", "Q_RANK"), **options,
+            dq, latent, *operands.angles, sums, call.tokens, call.batch,
+            call.sizes.heads, tiles, *_strides(dq, latent),
+            **call.constants("PLAIN", "PAIRS", "Q_RANK"), **options,
         )  # fmt: skip
 
-    return _weight_gradient(kernel, launch, operands.q_weight, problem, into)
+    return _weight_gradient(kernel, launch, operands.q_weight, call, into)
 
 
 def kv_weight_gradient(
-    dk: Tensor, dv: Tensor, operands: Operands, problem: Problem, into: Tensor | None
+    dk: Tensor, dv: Tensor, operands: Operands, call: Call, into: Tensor | None
 ) -> Tensor:
-    """As q_weight_gradient."""
+    """The gradient of k's and v's weight, as q_weight_gradient."""
     kernel = weight_kernels.kv_weight_backward
     latent = readable(operands.kv_latent)
 
     def launch(grid: tuple[int, int], sums: Tensor, tiles: int, options: dict[str, int]) -> None:
         kernel[grid](
-            dk, dv, latent, sums, problem.tokens, problem.batch, problem.sizes.heads, tiles,
-            *_strides(dk, dv, latent), **problem.constants("PLAIN", "V_DIM", "KV_RANK"), **options,
+            dk, dv, latent, sums, call.tokens, call.batch, call.sizes.heads, tiles,
+            *_strides(dk, dv, latent), **call.constants("PLAIN", "V_DIM", "KV_RANK"), **options,
         )  # fmt: skip
 
-    return _weight_gradient(kernel, launch, operands.kv_weight, problem, into)
+    return _weight_gradient(kernel, launch, operands.kv_weight, call, into)
 
 
 def _weight_gradient(
-    kernel: Any, launch: Any, weight: Tensor, problem: Problem, into: Tensor | None
+    kernel: Any, launch: Any, weight: Tensor, call: Call, into: Tensor | None
 ) -> Tensor:
     """Sums over splits of the tokens by `launch`, added up in their order.
 
     How many splits there are depends on sizes alone: on any machine the sums have one order.
     """
-    if not problem.tokens:
+    if not call.tokens:
         return torch.zeros_like(weight) if into is None else into
     target = into
     if into is None or not into.is_contiguous():
         dtype = weight.dtype if into is None else torch.float32
         target = weight.new_empty(weight.shape, dtype=dtype)
-    block, options = problem.tile(kernel, weight)
-    tiles, heads = triton.cdiv(problem.tokens, block), problem.sizes.heads
+    block, options = call.tile(kernel, weight)
+    tiles, heads = triton.cdiv(call.tokens, block), call.sizes.heads
     tiles_each = triton.cdiv(tiles, max(1, _PROGRAMS // heads))
     splits, size = triton.cdiv(tiles, tiles_each), weight.numel()
     sums = weight.new_empty(splits, size, dtype=torch.float32)

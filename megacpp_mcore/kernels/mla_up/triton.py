@@ -47,8 +47,8 @@ def mla_up(
         )
     if 2 * rotary.cos.shape[1] != sizes.pos:
         raise MLAUpInputError(
-            f"the table turns {2 * rotary.cos.shape[1]} of {sizes.pos} dims; the kernels of mla_up "
-            "turn all of them; use the reference"
+            f"the table turns {2 * rotary.cos.shape[1]} of {sizes.pos} dims; the kernels of "
+            "mla_up rotate all of them; use the reference"
         )
     if max(sizes[1:]) > MOST:
         raise MLAUpInputError(
@@ -78,9 +78,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q, k and v, (s, b, heads, ...)."""
     operands = Operands.of(q_latent, kv_latent, q_weight, kv_weight, cos, sin, places)
-    problem = operands.problem(k_pos.shape[-1], qk_head_dim, interleaved)
+    call = operands.call(k_pos.shape[-1], qk_head_dim, interleaved)
     outputs = _outputs(q_latent, k_pos, (q_weight, kv_weight), qk_head_dim)
-    launches.forward(operands, k_pos, problem, outputs)
+    launches.forward(operands, k_pos, call, outputs)
     return outputs
 
 
@@ -108,11 +108,11 @@ def _backward(
     """Gradients of the latents, k_pos and the weights."""
     dq, dk, dv = readable(dq), readable(dk), readable(dv)
     operands = Operands.of(q_latent, kv_latent, q_weight, kv_weight, cos, sin, places)
-    problem = operands.problem(dq.shape[-1] - qk_head_dim, qk_head_dim, interleaved)
+    call = operands.call(dq.shape[-1] - qk_head_dim, qk_head_dim, interleaved)
     return (
-        *launches.latent_gradients(dq, dk, dv, operands, problem),
-        launches.q_weight_gradient(dq, operands, problem, None),
-        launches.kv_weight_gradient(dk, dv, operands, problem, None),
+        *launches.latent_gradients(dq, dk, dv, operands, call),
+        launches.q_weight_gradient(dq, operands, call, None),
+        launches.kv_weight_gradient(dk, dv, operands, call, None),
     )
 
 
@@ -152,13 +152,13 @@ class _IntoMainGrad(torch.autograd.Function):
     def backward(ctx, dq, dk, dv):
         dq, dk, dv = readable(dq), readable(dk), readable(dv)
         operands = Operands.of(*ctx.saved_tensors)
-        problem = operands.problem(dq.shape[-1] - ctx.options[0], *ctx.options)
+        call = operands.call(dq.shape[-1] - ctx.options[0], *ctx.options)
         q, kv = ctx.weights
-        found = [*launches.latent_gradients(dq, dk, dv, operands, problem), None, None]
+        found = [*launches.latent_gradients(dq, dk, dv, operands, call), None, None]
         if ctx.needs_input_grad[3]:
-            launches.q_weight_gradient(dq, operands, problem, q.main_grad)
+            launches.q_weight_gradient(dq, operands, call, q.main_grad)
             found[3] = handed_on(q)
         if ctx.needs_input_grad[4]:
-            launches.kv_weight_gradient(dk, dv, operands, problem, kv.main_grad)
+            launches.kv_weight_gradient(dk, dv, operands, call, kv.main_grad)
             found[4] = handed_on(kv)
         return *found, *(None,) * 5

@@ -139,8 +139,8 @@ _forward.register_autograd(_gradients, setup_context=_save)
 
 
 def _programs(device: torch.device) -> int:
-    """Of the backward kernel. Each loops over rows, and writes one partial sum of the weight's
-    gradient."""
+    """Programs of the backward kernel. Each loops over rows and writes a partial sum of the
+    weight's gradient."""
     if device.type != "cuda":
         return 3
     return _PROGRAMS_PER_MULTIPROCESSOR * (

@@ -9,7 +9,7 @@ def check(r: Rules) -> None:
     r.refuse(
         r["model.position_embedding_type"] != "rope" and r["attention.apply_rope_fusion"],
         "attention.apply_rope_fusion",
-        f"must be false with {r.told('model.position_embedding_type')}: Megatron would turn it off",
+        f"must be false with {r.text('model.position_embedding_type')}: Megatron would turn it off",
     )
     r.refuse(
         r["attention.mla_down_proj_fusion"] and not r.has("+"),
@@ -88,7 +88,7 @@ def _mla(r: Rules) -> None:
         r.refuse(
             r["attention.mla_down_proj_fusion"] and r[key] not in (None, "auto", TE),
             "attention.mla_down_proj_fusion",
-            f"must be false with {r.told(key)}: Transformer Engine has the fused projection, with "
+            f"must be false with {r.text(key)}: Transformer Engine has the fused projection, with "
             "the norm inside",
         )
     r.refuse(
@@ -99,7 +99,7 @@ def _mla(r: Rules) -> None:
     r.refuse(
         r["attention.apply_rope_fusion"] and r["attention.qk_pos_emb_head_dim"] % 4,
         "attention.apply_rope_fusion",
-        f"must be false: Megatron's kernel needs {r.told('attention.qk_pos_emb_head_dim')} to be "
+        f"must be false: Megatron's kernel needs {r.text('attention.qk_pos_emb_head_dim')} to be "
         "a multiple of 4",
     )
 
@@ -112,7 +112,7 @@ def _dsa(r: Rules) -> None:
     r.refuse(
         topk is not None and topk > r["model.seq_length"],
         "attention.dsa_indexer_topk",
-        f"must be at most {r.told('model.seq_length')}",
+        f"must be at most {r.text('model.seq_length')}",
     )
     for key, value in (("launch.device", "cpu"), ("backends.linear", REFERENCE)):
         r.refuse(
@@ -132,7 +132,7 @@ def _dsa_ranks(r: Rules) -> None:
     r.refuse(
         r[ranks] > 1 and not r["parallel.sequence_parallel"],
         "parallel.sequence_parallel",
-        f"must be true with DSA and {r.told(ranks)}",
+        f"must be true with DSA and {r.text(ranks)}",
     )
     r.refuse(
         r["parallel.context_parallel_size"] > 1 and r["parallel.cp_comm_type"] != ("all_gather",),

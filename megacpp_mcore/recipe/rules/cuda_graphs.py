@@ -33,7 +33,7 @@ def check(r: Rules) -> None:
     r.refuse(
         modules and r[IMPL] == "full_iteration",
         _MODULES,
-        f"must be left out with {r.told(IMPL)}, which captures every module",
+        f"must be left out with {r.text(IMPL)}, which captures every module",
     )
     r.refuse(
         "moe_preprocess" in modules and "moe_router" not in modules,
@@ -67,7 +67,7 @@ _CAPTURED = {  # key -> its value in a captured step, and why
 
 def _whole_step(r: Rules) -> None:
     """The host has no part in a captured step: sizes are known before, nothing is read back."""
-    captured = f"with {r.told(IMPL)}"
+    captured = f"with {r.text(IMPL)}"
     if r.has("E"):
         _experts(r, captured)
     for key, (value, why) in _CAPTURED.items():

@@ -43,7 +43,7 @@ def check(r: Rules) -> None:
         return
     for key, word in ((TYPE, words.type), (FLEX, words.flex)):
         if word is not None:
-            r.must_be(key, word, f"with {r.told(KEY)}, or be left out")
+            r.must_be(key, word, f"with {r.text(KEY)}, or be left out")
 
 
 def _in_ours(recipe: "Recipe", backend: str, origin: str) -> "Recipe":

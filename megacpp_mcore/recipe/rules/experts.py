@@ -57,12 +57,12 @@ def _experts(r: Rules) -> None:
     r.refuse(
         r["moe.moe_apply_probs_on_input"] and r["moe.moe_router_topk"] != 1,
         "moe.moe_apply_probs_on_input",
-        f"must be false with {r.told('moe.moe_router_topk')}: it works with one expert a token",
+        f"must be false with {r.text('moe.moe_router_topk')}: it works with one expert a token",
     )
     r.refuse(
         tp > 1 and not r["parallel.sequence_parallel"],
         "parallel.sequence_parallel",
-        f"must be true: experts with {r.told('parallel.tensor_model_parallel_size')} train only so",
+        f"must be true: experts with {r.text('parallel.tensor_model_parallel_size')} train only so",
     )
 
 

@@ -47,8 +47,8 @@ def _fp8_sizes(r: Rules) -> None:
         split["moe.moe_ffn_hidden_size"] = etp
         split["moe.moe_shared_expert_intermediate_size"] = tp
     for key, ranks in split.items():
-        told = "16 with precision.fp8" if ranks == 1 else f"16 x {ranks} ranks with precision.fp8"
-        r.multiple(key, told, 16 * ranks)
+        base = "16 with precision.fp8" if ranks == 1 else f"16 x {ranks} ranks with precision.fp8"
+        r.multiple(key, base, 16 * ranks)
     tokens = r["model.seq_length"] * r["schedule.micro_batch_size"] // r[_CP]
     r.refuse(
         tokens % 16,
@@ -59,7 +59,7 @@ def _fp8_sizes(r: Rules) -> None:
 
 def _optimizer(r: Rules) -> None:
     low, high = "optimizer.min_lr", "optimizer.lr"
-    r.refuse(r[low] > r[high], low, f"must be at most {r.told(high)}")
+    r.refuse(r[low] > r[high], low, f"must be at most {r.text(high)}")
     name, precise = r["optimizer.optimizer"], "optimizer.use_precision_aware_optimizer"
     r.refuse(
         r[precise] and (name != "adam" or not r["parallel.use_distributed_optimizer"]),
@@ -74,5 +74,5 @@ def _optimizer(r: Rules) -> None:
     r.refuse(
         name not in ("adam", "sgd") and r["precision.fp8_param_gather"],
         "precision.fp8_param_gather",
-        f"must be false with {r.told('optimizer.optimizer')}",
+        f"must be false with {r.text('optimizer.optimizer')}",
     )

@@ -43,7 +43,7 @@ def _world(r: Rules) -> None:
         virtual > 1 and r[_BATCH] % step == 0 and batches % pp,
         _BATCH,
         f"makes {batches} micro batches: the interleaved schedule of {virtual} virtual stages "
-        f"needs a multiple of {r.told(_PP)}",
+        f"needs a multiple of {r.text(_PP)}",
     )
 
 

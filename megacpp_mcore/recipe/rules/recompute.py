@@ -45,7 +45,7 @@ def _key(r: Rules, block: str) -> None:
         r.refuse(
             not megatrons and r["launch.cuda_graph_impl"] != "none",
             key,
-            f"may not have {shown(part)} with {r.told('launch.cuda_graph_impl')}: a captured graph "
+            f"may not have {shown(part)} with {r.text('launch.cuda_graph_impl')}: a captured graph "
             "recomputes nothing",
         )
 

@@ -50,7 +50,7 @@ def _schedule(r: Rules) -> None:
     warmup = "schedule.lr_warmup_iters"
     r.refuse(r[warmup] >= decay, warmup, f"must be less than the {decay} steps of the decay")
     start = "schedule.lr_warmup_init"
-    r.refuse(r[start] > r["optimizer.lr"], start, f"must be at most {r.told('optimizer.lr')}")
+    r.refuse(r[start] > r["optimizer.lr"], start, f"must be at most {r.text('optimizer.lr')}")
     r.refuse(
         r["schedule.lr_decay_style"] == "WSD" and r["schedule.lr_wsd_decay_iters"] is None,
         "schedule.lr_wsd_decay_iters",
@@ -84,7 +84,7 @@ def _data(r: Rules) -> None:
     r.refuse(
         r["data.train_data_path"] and r["schedule.eval_iters"] and not r["data.valid_data_path"],
         "data.valid_data_path",
-        f"is needed with {r.told('schedule.eval_iters')}",
+        f"is needed with {r.text('schedule.eval_iters')}",
     )
     documents = "packed documents are data.dataloader_inter_document_masking"
     r.refuse(
@@ -95,20 +95,20 @@ def _data(r: Rules) -> None:
     r.refuse(
         r["data.reset_position_ids"] and r["model.position_embedding_type"] != "learned_absolute",
         "data.reset_position_ids",
-        f"must be false with {r.told('model.position_embedding_type')}, which reads no position "
+        f"must be false with {r.text('model.position_embedding_type')}, which reads no position "
         f"ids; {documents}",
     )
     null = r["data.tokenizer_type"] == "NullTokenizer"
     r.refuse(
         not null and r["data.tokenizer_model"] is None,
         "data.tokenizer_model",
-        f"is needed with {r.told('data.tokenizer_type')}",
+        f"is needed with {r.text('data.tokenizer_type')}",
     )
     eod = r["data.null_tokenizer_eod_id"]
     r.refuse(
         null and eod is not None and eod >= r["model.vocab_size"],
         "data.null_tokenizer_eod_id",
-        f"must be less than {r.told('model.vocab_size')}",
+        f"must be less than {r.text('model.vocab_size')}",
     )
 
 
@@ -124,7 +124,7 @@ def _split(r: Rules) -> None:
     r.refuse(
         not validation and r["schedule.eval_iters"],
         key,
-        f"must leave data for validation with {r.told('schedule.eval_iters')}",
+        f"must leave data for validation with {r.text('schedule.eval_iters')}",
     )
 
 
@@ -134,7 +134,7 @@ def _checkpoint(r: Rules) -> None:
     r.refuse(
         r[keep] is not None and (r[every] is None or r[keep] % r[every]),
         keep,
-        f"must be a multiple of {r.told(every)}",
+        f"must be a multiple of {r.text(every)}",
     )
     r.refuse(
         r["checkpoint.keep_latest"] is not None and r[keep] is not None,

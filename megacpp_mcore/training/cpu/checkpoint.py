@@ -86,7 +86,7 @@ def save(directory: Path, trainer: Trainer, progress: Progress, keep: int | None
     except _ANY_FAILURE as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointWriteError(
-            f"the checkpoint {final} could not be written: {unpickling.told(error)}; the last good "
+            f"the checkpoint {final} could not be written: {unpickling.why(error)}; the last good "
             f"one is {latest(directory) or 'none'}"
         ) from error
     return final
@@ -154,7 +154,7 @@ def load(
         _restore(trainer, state)
     except _ANY_FAILURE as error:
         raise CheckpointError(
-            f"{checkpoint} cannot be loaded: {unpickling.told(error)}; {folder.advice(checkpoint)}"
+            f"{checkpoint} cannot be loaded: {unpickling.why(error)}; {folder.advice(checkpoint)}"
         ) from error
     return progress
 

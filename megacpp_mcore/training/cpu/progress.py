@@ -22,7 +22,7 @@ def held_out_line(iteration: int, loss: float) -> str:
 
 
 class TimeLeft:
-    """Until a run ends: its steps, evaluations and saves that are still to come.
+    """The time until a run ends: its steps, evaluations and saves that are still to come.
 
     One that has not been yet: an evaluation's batches take a third of a step's, its forward pass; a
     save is not counted. evaluation_s, save_s: what the last one took.
@@ -33,7 +33,7 @@ class TimeLeft:
         self.evaluation_s = self.save_s = 0.0
 
     def seconds(self, done: int, last: int, step_s: float) -> float:
-        """From step `done` to the end of step `last`. step_s: what a step takes."""
+        """Seconds from step `done` to the end of step `last`. step_s: what a step takes."""
         schedule, seconds = self._schedule, (last - done) * step_s
         if self._evaluates:
             evaluation_s = self.evaluation_s or step_s * schedule.eval_iters / 3

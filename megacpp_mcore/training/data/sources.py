@@ -128,7 +128,7 @@ def _matches(relative: str, include: Sequence[str]) -> bool:
 
 
 def _status(path: str) -> os.stat_result | None:
-    """Of the file, or of what a link names; None for a link to nothing."""
+    """The status of the file, or of what a link names; None for a link to nothing."""
     try:
         return os.stat(path)
     except OSError as error:

@@ -60,7 +60,7 @@ class TextOptions:
     held_out: float | None = None
 
     def describe(self) -> dict[str, Any]:
-        """For the manifest: what is not the default."""
+        """What is not the default, for the manifest."""
         found: dict[str, Any] = {
             name: True
             for name in ("dedup", "drop_generated", "strip_licence")
@@ -173,7 +173,7 @@ class TextFiles:
             advance(size)
 
     def _read_batch(self, at: Position) -> tuple[list[tuple[SourceFile, bytes]], int, int]:
-        """Of the next files: those kept, with their text; the index after them; their bytes.
+        """The next files: those kept, with their text; the index after them; their bytes.
 
         A batch does not reach over the boundary of the held-out folders.
         """

@@ -34,7 +34,7 @@ class OnGpu:
         mark.synchronize()
 
     def milliseconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
-        """Between two marks that have passed."""
+        """Milliseconds between two marks that have passed."""
         return first.elapsed_time(last)
 
     def to_host(self, tensor: Tensor) -> Tensor:
@@ -70,9 +70,10 @@ def this_device() -> OnGpu | OnHost:
 
 @dataclass(frozen=True)
 class Results:
-    """Of one step. milliseconds: from `started` to the step's last kernel, as the device measured.
-    The others are true where they are so on any rank. compiled: all waited for that one. wrong: a
-    loss or gradient norm is not finite. signalled: the rank was told to end."""
+    """The results of one step. milliseconds: from `started` to the step's last kernel, as the
+    device measured. The others are true where they are so on any rank. compiled: all waited for
+    that one. wrong: a loss or gradient norm is not finite. signalled: the rank got a signal to
+    end."""
 
     losses: dict[str, float]
     norm: float | None

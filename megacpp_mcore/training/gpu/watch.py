@@ -219,7 +219,8 @@ class Watch:
             self._read_oldest()
 
     def read_what_is_there(self) -> None:
-        """Of a run that has failed: no waiting for a GPU that may not answer, and no new error."""
+        """Read what a failed run has left, without waiting for a GPU that may not answer or an
+        error."""
         with suppress(MegacppError, RuntimeError):
             while self._unread and self._unread[0].sent.is_there():
                 self._read_oldest()

@@ -83,7 +83,7 @@ class _Buffer:
             self._buffer.reset = self.reset
 
     def reset(self) -> None:
-        """In place of Megatron's, which fills all of the buffer."""
+        """Reset the buffer in place of Megatron's, which fills all of it."""
         data = self._buffer.grad_data
         rest = [data[start:stop] for start, stop in self._others]
         torch._foreach_zero_([*rest, *self._buffer.extra_main_grads])
