@@ -2,7 +2,6 @@
 
 import html
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -256,8 +255,3 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     body = "".join(f"<tr>{''.join(cells(row, 'td'))}</tr>" for row in rows)
     header = f"<tr>{''.join(cells([_text(h) for h in head], 'th'))}</tr>"
     return f'<div class="scroll"><table><thead>{header}</thead><tbody>{body}</tbody></table></div>'
-
-
-def receipt_of(run: Path) -> Path:
-    """The receipt of a run's folder, or the file itself."""
-    return run / "receipt.json" if os.path.isdir(run) else run
