@@ -1,5 +1,6 @@
 """README.md and docs/: what is generated is up to date, no measured number is typed, every command
-in a `console` block runs, every link leads somewhere.
+in a `console` block runs, those in other blocks exist as they are written, every link leads
+somewhere.
 
 The commands of a page run in order in one folder, as a new user would, but for the start of
 Python, which `warm` shares: `megacpp` stands first on the PATH.
@@ -7,6 +8,7 @@ Python, which `warm` shares: `megacpp` stands first on the PATH.
 
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import receipt_samples as samples
 import warm
 
 from megacpp_mcore import receipts
+from megacpp_mcore.cli import build_parser
 from megacpp_mcore.pages import blocks, measurements
 from megacpp_mcore.recipe.notes import facts
 from megacpp_mcore.recipe.source import KEYS
@@ -53,6 +56,47 @@ def test_every_command_of_a_page_runs(name, tmp_path):
         )  # fmt: skip
         assert done.returncode == 0, f"{command}\n{done.stderr}"
         assert done.stdout.strip(), command
+
+
+def shown(text: str, program: str) -> list[str]:
+    """What follows the program's name wherever a block that is not run has it as a command."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    code = "\n".join(code for language, code in found if language != "console")
+    lines = code.replace("\\\n", " ").splitlines()
+    code = "\n".join(re.sub(r"(^|\s+)#.*", "", line) for line in lines)  # without comments
+    return re.findall(rf"(?<![\w./-]){program} ([^)\n]*)", code)
+
+
+SHOWN = [(name, line) for name in PAGES for line in shown(PAGES[name].text, "megacpp")]
+
+
+@pytest.mark.parametrize(("name", "line"), SHOWN)
+def test_a_command_that_is_only_shown_exists(name, line, capsys):
+    """With its options and keys; names and numbers are the reader's."""
+    try:
+        args = build_parser().parse_args(shlex.split(line))
+    except SystemExit:
+        pytest.fail(capsys.readouterr().err)
+    keys = {override.partition("=")[0] for override in getattr(args, "overrides", None) or ()}
+    assert keys <= set(KEYS)
+
+
+def test_the_commands_that_are_only_shown_are_found():
+    assert {"README.md", "docs/gpu.md", "docs/extending.md"} <= {name for name, _ in SHOWN}
+    text = "```\nA=1 megacpp a \\\n  --b '#c'  # megacpp d\nx $(megacpp e f) y.megacpp z\n```\n"
+    assert shown(text, "megacpp") == ["a    --b '#c'", "e f"]
+    assert shown("```console\n$ megacpp a\n```\n", "megacpp") == []
+
+
+@pytest.mark.parametrize("name", [*PAGES, "CONTRIBUTING.md"])
+def test_make_has_every_target_that_a_page_names(name):
+    text = (ROOT / name).read_text()
+    lines = [*shown(text, "make"), *re.findall(r"`make ([^`]*)`", text)]
+    for line in filter(None, map(str.strip, lines)):
+        done = subprocess.run(
+            ["make", "-n", *shlex.split(line)], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"make {line}: {done.stderr}"
 
 
 def test_the_readme_takes_five_minutes_and_leads_to_every_page():

@@ -25,15 +25,15 @@ _EXAMPLES = {
         "train nam56r --gpus 8 --set data.data_path=data/cpp --out runs/first",
     ),
     "report": (
-        "report show runs/nam56r-tiny/receipt.json",
-        "report compare runs/a/receipt.json runs/b/receipt.json",
+        "report show runs/nam56r-tiny",
+        "report compare runs/a runs/b",
     ),
     "report show": (
-        "report show runs/nam56r-tiny/receipt.json",
+        "report show runs/nam56r-tiny",
         "report show -v runs/nam56r-tiny/receipt.json",
     ),
     "report compare": (
-        "report compare runs/a/receipt.json runs/b/receipt.json",
+        "report compare runs/a runs/b",
         "report compare before.json after.json --margin 0.02 --json",
     ),
     "report html": ("report html runs/nam56r-tiny", "report html runs/a runs/b --out ab.html"),

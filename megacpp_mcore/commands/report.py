@@ -11,15 +11,15 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
     show = actions.add_parser("show", help="print a receipt as one page")
-    show.add_argument("receipt", type=Path)
+    show.add_argument("receipt", type=Path, metavar="RUN", help="a run's folder, or a receipt")
     show.add_argument("-v", "--verbose", action="store_true",
         help="with the reason of every backend, every slow step, and the formulas")  # fmt: skip
     show.add_argument("--json", action="store_true", help="the receipt itself, if it is valid")
     show.set_defaults(run=_show)
 
     compare = actions.add_parser("compare", help="compare B with A; prints keep, drop or undecided")
-    compare.add_argument("a", type=Path, metavar="A")
-    compare.add_argument("b", type=Path, metavar="B")
+    compare.add_argument("a", type=Path, metavar="A", help="a run's folder, or a receipt")
+    compare.add_argument("b", type=Path, metavar="B", help="what is compared with it")
     compare.add_argument("--margin", type=float, metavar="SHARE",
         help="a time must differ by more than this share to count (default 0.01)")  # fmt: skip
     compare.add_argument("--allow-unlike", action="store_true",
@@ -45,10 +45,12 @@ def _show(args: argparse.Namespace) -> int:
     from megacpp_mcore import receipts
     from megacpp_mcore.receipts.show import show
 
+    path = receipts.receipt_of(args.receipt)
+    receipt = receipts.read(path)
     if args.json:
-        print(json.dumps(receipts.read(args.receipt), indent=2))
+        print(json.dumps(receipt, indent=2))
         return 0
-    print(show(receipts.read(args.receipt), str(args.receipt), verbose=args.verbose))
+    print(show(receipt, str(path), verbose=args.verbose))
     return 0
 
 
@@ -57,7 +59,8 @@ def _compare(args: argparse.Namespace) -> int:
     from megacpp_mcore.receipts.compare import compare
     from megacpp_mcore.receipts.judge import MARGIN
 
-    a, b = receipts.read(args.a), receipts.read(args.b)
+    path_a, path_b = receipts.receipt_of(args.a), receipts.receipt_of(args.b)
+    a, b = receipts.read(path_a), receipts.read(path_b)
     margin = MARGIN if args.margin is None else args.margin
     if args.json:
         from megacpp_mcore.receipts.compare import document
@@ -66,15 +69,15 @@ def _compare(args: argparse.Namespace) -> int:
         print(json.dumps(found, indent=2))
         return 0
     text = compare(a, b, margin=margin, allow_unlike=args.allow_unlike)
-    print(f"A  {args.a}\nB  {args.b}\n\n{text}")
+    print(f"A  {path_a}\nB  {path_b}\n\n{text}")
     return 0
 
 
 def _html(args: argparse.Namespace) -> int:
     from megacpp_mcore import receipts
-    from megacpp_mcore.receipts.html import PAGE, page, receipt_of, write_page
+    from megacpp_mcore.receipts.html import PAGE, page, write_page
 
-    paths = [receipt_of(run) for run in args.runs]
+    paths = [receipts.receipt_of(run) for run in args.runs]
     out = args.out or paths[0].parent / PAGE
     runs = [(str(run), receipts.read(path)) for run, path in zip(args.runs, paths, strict=True)]
     write_page(page(runs), out)

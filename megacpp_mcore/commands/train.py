@@ -43,7 +43,8 @@ def register(subparsers: Any) -> None:
     add("-v", "--verbose", action="store_true",
         help="say why each backend was chosen, as MEGACPP_VERBOSE=1 does; the receipt says it "
         "always")  # fmt: skip
-    add("--json", action="store_true", help="print the receipt as JSON (a run on the CPU)")
+    add("--json", action="store_true", help="print the receipt as JSON to stdout when the run "
+        "ends, all else to stderr")  # fmt: skip
     parser.set_defaults(run=run)
 
 
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         return launcher.launch_ranks(
             args.recipe, args.overrides, args.gpus, args.out,
             yardstick=args.yardstick, resume=resumes, resume_from=args.resume_from,
+            as_json=args.json,
         )  # fmt: skip
     recipe = load_recipe(args.recipe, args.overrides)
     out = Path(args.out or f"runs/{recipe.name}")
@@ -95,10 +97,10 @@ def _check_options(args: argparse.Namespace, resumes: bool) -> None:
         )
     if args.resume_from is not None and args.resume_from < 0:
         raise MegacppError(f"--resume-from {args.resume_from}: an iteration is at least 0")
-    if args.gpus is not None and (args.steps is not None or args.overwrite or args.json):
+    if args.gpus is not None and (args.steps is not None or args.overwrite):
         raise MegacppError(
-            "--steps, --overwrite and --json are for CPU runs: with --gpus, set "
-            "schedule.train_iters=N, choose another --out, and read DIR/receipt.json"
+            "--steps and --overwrite are for CPU runs: with --gpus, set schedule.train_iters=N and "
+            "choose another --out"
         )
     if args.gpus is None and args.yardstick:
         raise MegacppError("--yardstick needs --gpus N: Megatron's own blocks run on GPUs only")

@@ -5,7 +5,7 @@
 """
 
 from megacpp_mcore.receipts.checks import ReceiptError, schema, validate
-from megacpp_mcore.receipts.reader import read
+from megacpp_mcore.receipts.reader import read, receipt_of
 from megacpp_mcore.receipts.writer import (
     ReceiptWriteError,
     bench_receipt,
@@ -18,5 +18,5 @@ from megacpp_mcore.receipts.writer import (
 
 __all__ = [
     "ReceiptError", "ReceiptWriteError", "bench_receipt", "bench_row", "plan_entry", "read",
-    "receipt_head", "recipe_entry", "schema", "validate", "write",
+    "receipt_head", "receipt_of", "recipe_entry", "schema", "validate", "write",
 ]  # fmt: skip

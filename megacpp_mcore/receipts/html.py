@@ -2,14 +2,13 @@
 
 import html
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megacpp_mcore.files import write_atomically
 from megacpp_mcore.receipts.checks import ReceiptError
 from megacpp_mcore.receipts.compare import compare
-from megacpp_mcore.receipts.reader import Receipt, points
+from megacpp_mcore.receipts.reader import Receipt, points, warm_rows
 from megacpp_mcore.receipts.show import show
 from megacpp_mcore.receipts.text import duration, gib, number, percent
 from megacpp_mcore.receipts.writer import ReceiptWriteError
@@ -18,6 +17,7 @@ from megacpp_mcore.terminal import printable
 PAGE = "report.html"  # in a run's folder
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito's
 _PARTS = {"step": 2, "compile": 4, "data": 5, "checkpoint": 0, "evaluation": 3, "lost": 1}
+_WARM = ", warm steps"  # the caption's end where the cold ones are left out
 _MOST_POINTS = 400  # of a curve
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 400, 180, 60, 24  # of a chart, in its own units
 _STYLE = """
@@ -26,13 +26,17 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-
 h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2rem; } h3 { font-size: 1rem; }
 .charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
 figure { margin: 0; } figcaption { font-weight: 600; } svg { width: 100%; height: auto; }
-svg text { fill: currentColor; font: 13px system-ui, sans-serif; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; }
+svg text { fill: currentColor; font: 13px system-ui, sans-serif;
+  paint-order: stroke; stroke: Canvas; stroke-width: 4px; }
+.scroll { overflow-x: auto; margin: .7rem 0 1.2rem; } table { border-collapse: collapse; }
 th, td { text-align: left; padding: .2rem .6rem; border-bottom: 1px solid var(--line);
   vertical-align: top; overflow-wrap: anywhere; min-width: 5rem; }
-th { overflow-wrap: normal; } td:last-child { min-width: 14rem; }
+th { overflow-wrap: normal; } td:first-child { min-width: 10.5rem; } td:last-child { min-width: 14rem; }
+.runs th, .runs td, .runs td:last-child { min-width: 3.5rem; } .runs td:first-child { min-width: 14rem; }
+.runs td:not(:first-child) { overflow-wrap: normal; } .runs .key { margin-left: 0; }
 td.n { text-align: right; font-variant-numeric: tabular-nums; }
 pre { background: var(--soft); padding: .7rem; overflow-x: auto; font-size: 12px; }
+@media (min-width: 60rem) { pre { white-space: pre-wrap; overflow-wrap: anywhere; } }
 .bar { display: flex; height: 1.2rem; border-radius: .3rem; overflow: hidden; background: var(--soft); }
 .key { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin: 0 .3em 0 .8em; }
 """  # noqa: E501
@@ -88,22 +92,24 @@ def _summary(runs: Sequence[tuple[str, Receipt]]) -> str:
         ]  # fmt: skip
         rows.append([f'<span class="key" style="background:{_colour(at)}"></span>{_text(name)}',
                      *map(_text, cells)])  # fmt: skip
-    return _table(head, rows)
+    told = [at for at in range(len(head)) if any(row[at] for row in rows)]
+    table = _table([head[at] for at in told], [[row[at] for at in told] for row in rows])
+    return f'<div class="runs">{table}</div>'
 
 
 def _charts(runs: Sequence[tuple[str, Receipt]]) -> str:
     asked = (
         ("Training loss, nats a token", "series", "loss", 1),
         ("Held-out loss, nats a token", "evaluations", "loss", 1),
-        ("Tokens a second", "series", "tokens_per_s", 1),
-        ("Time of a step, ms", "series", "ms", 1),
+        (f"Tokens a second{_WARM}", "series", "tokens_per_s", 1),
+        (f"Time of a step, ms{_WARM}", "series", "ms", 1),
         ("Gradient norm", "series", "grad_norm", 1),
         ("Peak memory, GiB", "series", "peak_memory_bytes", 2**30),
         ("Power of a GPU, W", "series", "power_w", 1),
     )
     figures = []
     for caption, group, column, unit in asked:
-        curves = [_points(run[group], column, unit) for _, run in runs]
+        curves = [_points(run, group, column, unit, caption.endswith(_WARM)) for _, run in runs]
         levels = _entropies(runs) if (group, column) == ("series", "loss") else {}
         if any(steps for steps, _ in curves):
             figures.append((caption, chart(curves, levels)))
@@ -127,8 +133,16 @@ def _entropies(runs: Sequence[tuple[str, Receipt]]) -> dict[str, float]:
     return {name.replace("_", " "): value for name, value in named if value is not None}
 
 
-def _points(group: Mapping[str, list], column: str, unit: int) -> tuple[list[int], list[float]]:
-    steps, values = points(group, column) if column in group else ([], [])
+def _points(
+    run: Receipt, group: str, column: str, unit: int, of_warm_steps: bool
+) -> tuple[list[int], list[float]]:
+    columns = run[group]
+    if column not in columns:
+        return [], []
+    if of_warm_steps:
+        rows = warm_rows(run)
+        columns = {name: [columns[name][row] for row in rows] for name in ("step", column)}
+    steps, values = points(columns, column)
     return steps, [value / unit for value in values]
 
 
@@ -257,8 +271,3 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     body = "".join(f"<tr>{''.join(cells(row, 'td'))}</tr>" for row in rows)
     header = f"<tr>{''.join(cells([_text(h) for h in head], 'th'))}</tr>"
     return f'<div class="scroll"><table><thead>{header}</thead><tbody>{body}</tbody></table></div>'
-
-
-def receipt_of(run: Path) -> Path:
-    """The receipt of a run's folder, or the file itself."""
-    return run / "receipt.json" if os.path.isdir(run) else run

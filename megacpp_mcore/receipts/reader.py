@@ -1,6 +1,7 @@
 """The one reading of a receipt: parsed, validated, and its figures by name."""
 
 import json
+import os
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,11 @@ from megacpp_mcore.receipts.checks import ReceiptError, validate
 
 Receipt = Mapping[str, Any]  # a valid one: the fields are the schema's
 Row = Mapping[str, Any]  # one backend and phase of a bench
+
+
+def receipt_of(run: Path) -> Path:
+    """The receipt of a run's folder, or the file itself."""
+    return run / "receipt.json" if os.path.isdir(run) else run
 
 
 def read(path: str | Path) -> dict[str, Any]:

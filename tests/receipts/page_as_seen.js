@@ -15,12 +15,18 @@
     const s = getComputedStyle(e), b = e.getBoundingClientRect(), svg = e.ownerSVGElement;
     const scale = svg ? e.getScreenCTM().a : 1, back = behind(svg ?? e);
     const frame = svg?.getBoundingClientRect();
-    return { text: e.textContent.trim().slice(0, 40), left: b.left, right: b.right, wide: b.width, tall: b.height,
+    const all = document.createRange(); all.selectNodeContents(e);
+    return { lines: new Set([...all.getClientRects()].map(r => r.top)).size, text: e.textContent.trim().slice(0, 40), left: b.left, right: b.right, wide: b.width, tall: b.height,
       px: parseFloat(s.fontSize) * scale, contrast: contrast(over(parse(svg ? s.fill : s.color), back), back),
       cut: frame ? b.left < frame.left - 1 || b.right > frame.right + 1 || b.bottom > frame.bottom + 1 : false,
-      scrolls: !!e.closest('.scroll, pre'), closed: !!e.closest('details:not([open])') && !e.closest('summary') } });
+      scrolls: !!e.closest('.scroll, pre'), halo: !!svg && s.paintOrder.startsWith('stroke') && parseFloat(s.strokeWidth) * scale >= 2
+        && over(parse(s.stroke), back).join() == back.join(),
+      names: !!e.closest('.runs td:first-child'), cell: e.closest('td')?.getBoundingClientRect().width,
+      cropped: e.scrollWidth > e.clientWidth + 1,
+      closed: !!e.closest('details:not([open])') && !e.closest('summary') } });
   const curves = [...document.querySelectorAll('polyline, circle')].map(e => {
     const b = e.getBoundingClientRect(), s = getComputedStyle(e), back = behind(e.ownerSVGElement);
     return { wide: b.width, tall: b.height, contrast: contrast(over(parse(s.stroke == 'none' ? s.fill : s.stroke), back), back) } });
-  return { texts, curves, across: document.documentElement.scrollWidth, width: innerWidth, canvas: behind(document.body) };
+  const summary = document.querySelector('.runs .scroll');
+  return { texts, curves, summary: summary && summary.scrollWidth - summary.clientWidth, across: document.documentElement.scrollWidth, width: innerWidth, canvas: behind(document.body) };
 })()

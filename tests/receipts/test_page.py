@@ -93,6 +93,18 @@ def test_a_curve_goes_through_its_values(two):
         assert height - min(heights) == pytest.approx((max(losses) - loss) / span * tall, abs=0.11)
 
 
+def test_times_are_those_of_warm_steps_and_what_no_run_has_has_no_column(two):
+    """The first step compiles: on one scale with it all others are on the ground."""
+    run = read(two[0] / "receipt.json")
+    said = parsed(page([("a", run)])).texts
+    top = said[said.index("Time of a step, ms, warm steps") + 1]
+    assert float(top) == pytest.approx(max(run["series"]["ms"][1:]), rel=1e-3)
+    assert "tokens/s" in said and "MFU" not in said
+    run["result"]["mfu"] = 0.5
+    said = parsed(page([("a", run), ("b", read(two[1] / "receipt.json"))])).texts
+    assert "MFU" in said
+
+
 def test_the_corpuss_entropies_are_levels_of_the_training_loss(two):
     run = read(two[0] / "receipt.json")
     losses = run["series"]["loss"]

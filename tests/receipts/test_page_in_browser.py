@@ -43,6 +43,8 @@ def url(tmp_path_factory):
         samples.train(folder / name / "receipt.json", ms=ms)
     nasty = json.loads(json.dumps(read(folder / "b" / "receipt.json")))
     nasty["recipe"]["name"] = "<img src=x onerror='document.title=1'>"
+    nasty["result"] |= {"mfu": 0.4825, "tflops_per_s_per_device": 477.4}
+    nasty["notes"] = ["a note that is longer than a screen is wide, " * 8]
     nasty["backends"][0]["reason"] = "<script>document.title = 1</script>" + "long" * 60
     write(folder / "b" / "receipt.json", nasty)
     out = folder / "page.html"
@@ -69,6 +71,13 @@ def test_the_page_is_read_without_effort(chromium, url, width, height, phone, sc
     assert (small, pale, outside, empty) == ([], [], [], [])
     (reason,) = {t["wide"] for t in shown if t["text"].startswith("<script>")}
     assert reason >= 200, "a sentence in a narrow column is a tower of words"
+    names = [t for t in shown if t["names"]]
+    assert len(names) == 2 and all(t["cell"] >= 160 for t in names)
+    assert {t["lines"] for t in shown if t["text"] == "complete"} == {1}
+    lettering = [t for t in shown if t["text"].startswith(("unigram", "bigram"))]
+    assert len(lettering) == 2 and all(t["halo"] for t in lettering), "a curve crosses words"
+    assert phone or seen["summary"] == 0, "the table of runs goes on beyond the screen"
+    assert phone or not [t for t in shown if t["cropped"]], "a line goes on beyond the screen"
     assert len(seen["curves"]) >= 4
     assert all(curve["wide"] > 50 and curve["contrast"] >= 3 for curve in seen["curves"])
     assert (sum(seen["canvas"][:3]) < 3 * 64) == (scheme == "dark")

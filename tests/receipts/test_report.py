@@ -57,6 +57,19 @@ def test_show_tells_where_what_and_how_well(cli, base):
     assert len(lines) < 60 and max(map(len, out.splitlines()[1:])) <= 110
 
 
+def test_a_runs_folder_stands_for_its_receipt(cli, tmp_path):
+    runs = [tmp_path / name for name in "ab"]
+    for run in runs:
+        samples.train(run / "receipt.json")
+    files = [run / "receipt.json" for run in runs]
+    assert cli("report", "show", runs[0]) == cli("report", "show", files[0])
+    assert cli("report", "show", runs[0], "--json") == cli("report", "show", files[0], "--json")
+    compared = cli("report", "compare", *runs)
+    assert compared[0] == 0 and compared[1].startswith(f"A  {files[0]}\n")
+    status, _, err = cli("report", "show", tmp_path)
+    assert status == 2 and "receipt.json" in err
+
+
 def test_show_tells_of_a_failure_a_gap_and_a_resume(cli, tmp_path):
     path = tmp_path / "r.json"
     samples.train(path, steps=20, status="running")

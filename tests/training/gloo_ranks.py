@@ -34,7 +34,8 @@ _TYPE = torch.Tensor.type
 class Run:
     """overrides: of nam56r-tiny, which trains in fp32. load: a checkpoint's folder, taken with
     `weights_alone` or with the optimizer. save: a folder, and after which step. sharding: the form
-    of the optimizer's checkpoints. fused: the optimizer's step in one pass."""
+    of the optimizer's checkpoints. fused: the optimizer's step in one pass. tokens: a text of which
+    the model that is saved tells every next token's logits (no pipelines)."""
 
     name: str
     ranks: int
@@ -47,11 +48,13 @@ class Run:
     bf16: bool = False
     fused: bool = False
     sharding: str = "fully_reshardable"
+    tokens: tuple[int, ...] = ()
 
 
 def launch(run: Run, folder: Path) -> dict[str, list[float]]:
     """The losses of every step, and the gradient norms, as all ranks together saw them; of the
-    parameters that M and R keep in float32, `kept` names, and `narrowed` what is not."""
+    parameters that M and R keep in float32, `kept` names, and `narrowed` what is not; `logits`, as
+    `Run.tokens` asks for them."""
     out = folder / f"{run.name}.json"
     ranks.start(_rank, (run, str(folder)), run.ranks)
     return json.loads(out.read_text())
@@ -67,7 +70,7 @@ def _rank(rank: int, run: Run, folder: str) -> None:
     training = _Training(run)
     losses, norms = training.steps()
     if rank == 0:
-        found = {"losses": losses, "norms": norms, **training.walk()}
+        found = {"losses": losses, "norms": norms, "logits": training.logits, **training.walk()}
         Path(folder, f"{run.name}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -149,6 +152,7 @@ class _Training:
         from megacpp_mcore.training.gpu.model import MegacppModelBuilder, model_config
 
         self.run = run
+        self.logits: list[list[float]] = []
         recipe = load_recipe("nam56r-tiny", run.overrides)
         os.environ.update(recipe.launch.environment)
         self.args = args = megatron_args(lower(recipe).argv)
@@ -249,6 +253,17 @@ class _Training:
         dist.all_reduce(total)
         return (total[0] / total[1]).item()
 
+    @torch.no_grad()
+    def _next_token_logits(self) -> torch.Tensor:
+        """Of the model as it trains, [tokens, V]: each rank of TP has a part of the vocabulary."""
+        from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+        model = self.chunks[0].module
+        model.eval()
+        part = model.next_token_logits(torch.tensor([self.run.tokens]))
+        model.train()
+        return gather_from_tensor_model_parallel_region(part)[0]
+
     def _template(self, is_loading: bool) -> dict[str, Any]:
         how = {"distrib_optim_sharding_type": self.run.sharding}
         state = {
@@ -267,6 +282,8 @@ class _Training:
         for chunk in self.chunks if self.args.overlap_param_gather else ():
             chunk.disable_forward_pre_hook()  # waits for this step's gather, as Megatron's loop
         dist_checkpointing.save(self._template(is_loading=False), folder)
+        if self.run.tokens:
+            self.logits = self._next_token_logits().tolist()
         for chunk in self.chunks if self.args.overlap_param_gather else ():
             chunk.enable_forward_pre_hook()
 

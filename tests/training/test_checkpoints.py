@@ -3,7 +3,11 @@
 import io
 import json
 import os
+import random
+import threading
+import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -211,6 +215,42 @@ def test_the_writer_sums_what_it_writes(tmp_path):
     assert json.loads((tmp_path / ".sum-__0_0.distcp").read_text()) == checksums.of_file(path)
     with pytest.raises(io.UnsupportedOperation), writer._SummedFile(str(path), "wb") as file:
         file.read()
+
+
+def test_the_sum_of_a_file_is_that_of_its_pieces(tmp_path):
+    for _ in range(20):
+        whole = os.urandom(random.randrange(1, 10_000))
+        at = random.randrange(len(whole) + 1)
+        first, second = zlib.crc32(whole[:at]), zlib.crc32(whole[at:])
+        assert checksums.joined(first, second, len(whole) - at) == zlib.crc32(whole)
+
+
+def test_the_writer_sums_while_it_writes(tmp_path, monkeypatch):
+    """Each waits for the other to begin, and several pieces of one tensor are summed at once."""
+    from megacpp_mcore.training.checkpoints import writer
+
+    together = threading.Barrier(3)  # the write, and two of the pieces
+    sums = iter(range(2))
+
+    class File(io.BytesIO):
+        def write(self, data):
+            together.wait(60)
+            return super().write(data)
+
+    def crc32(data, before=0):
+        if next(sums, None) is not None:
+            together.wait(60)
+        return zlib.crc32(data, before)
+
+    monkeypatch.setattr(writer, "zlib", SimpleNamespace(crc32=crc32))
+    monkeypatch.setattr(writer, "open", lambda path, mode: File(), raising=False)
+    data = os.urandom(3 * writer._PIECE + 17)
+    path = tmp_path / "__0_0.distcp"
+    with writer._SummedFile(str(path), "wb") as file:
+        file.write(data)
+    assert not [t for t in threading.enumerate() if "ThreadPoolExecutor" in t.name]
+    found = json.loads((tmp_path / ".sum-__0_0.distcp").read_text())
+    assert found == {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
 
 
 def test_a_save_is_on_the_disk_before_an_older_one_is_deleted(tmp_path, monkeypatch):

@@ -483,7 +483,8 @@ def test_a_checkpoint_that_a_kill_left_without_its_name_goes_on(small, one_step,
 
 
 def test_a_save_sums_every_byte_once_and_torch_sums_none(tmp_path, monkeypatch):
-    """So checksums cost a save no time: ours are instead of torch's own, which nobody reads."""
+    """So checksums cost no more than in Megatron's save: ours are instead of torch's own, which
+    nobody reads. test_checkpoints.py has that they are counted beside the write."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
 
@@ -500,13 +501,13 @@ def test_a_save_sums_every_byte_once_and_torch_sums_none(tmp_path, monkeypatch):
     torch.serialization.set_crc32_options(True)
     writer.install()
     writer.keep_no_process(asynchronous=False)
-    state = {"w": ShardedTensor.from_rank_offsets("w", torch.randn(1 << 16))}
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.randn(1 << 20))}
     saved = tmp_path / "saved"
     saved.mkdir()
     with quiet(), single_process(1):
         dist_checkpointing.save(state, str(saved))
     assert checksums.verify(saved)
-    assert sum(summed) == sum(path.stat().st_size for path in saved.glob("*.distcp")) > 1 << 18
+    assert sum(summed) == sum(path.stat().st_size for path in saved.glob("*.distcp")) > 1 << 22
     assert not torch.serialization.get_crc32_options()
 
 

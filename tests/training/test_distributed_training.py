@@ -1,15 +1,21 @@
-"""The losses of a run over several ranks are those of one; its checkpoints go on at another layout.
+"""The losses of a run over several ranks are those of one; its checkpoints go on at another layout,
+and answer on one device.
 
 With Megatron's own data-parallel wrapper, distributed optimizer, schedules and checkpoints, over
 gloo. All runs begin at one checkpoint, and read the same samples in the same order.
 """
 
+import functools
 import math
 from pathlib import Path
 
 import pytest
 import torch
 from gloo_ranks import Run, launch
+
+from megacpp_mcore.inference.loading import loaded
+from megacpp_mcore.inference.trained import Trained
+from megacpp_mcore.recipe import load_recipe
 
 STEPS, SAVED = 4, 2
 MODEL = (
@@ -46,6 +52,9 @@ LAYOUTS = {
 }
 # from the checkpoint of one layout to another: ranks, overrides
 RESUMED = {("dp2", "tp2"): (2, TP2), ("ep2", "ep4"): (4, ep(4))}
+# with a checkpoint that is asked for the logits behind these tokens
+ASKED = ("dp2", "ep2", "tp2-ep2")
+TOKENS = (256, 3, 7, 35, 0, 105, 2, 60)  # with TP, a multiple of it
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +76,18 @@ def train(folder: Path):
 
     seed = Run("seed", 1, (*MODEL, "launch.nproc_per_node=1"), save=(str(folder / "seed.saved"), 1))
     launch(seed, folder)
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(train):
+    """trained(name): the run of one of LAYOUTS, made once."""
+
+    @functools.cache
+    def run(name: str) -> dict:
+        how = {"saves": True, "tokens": TOKENS} if name in ASKED else {}
+        return train(name, *LAYOUTS[name], **how)
+
     return run
 
 
@@ -94,19 +115,37 @@ FP32 = torch.finfo(torch.float32).eps
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_has_the_losses_of_one_rank(name, train, one):
-    saves = name in dict(RESUMED)
-    assert_same(train(name, *LAYOUTS[name], saves=saves), one, FP32, name)
+def test_a_layout_has_the_losses_of_one_rank(name, trained, one):
+    assert_same(trained(name), one, FP32, name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("saved", "layout"), RESUMED, ids=str)
-def test_a_checkpoint_goes_on_at_another_layout(saved, layout, train, one, folder):
-    if not (folder / f"{saved}.saved").exists():
-        train(saved, *LAYOUTS[saved], saves=True)
+def test_a_checkpoint_goes_on_at_another_layout(saved, layout, train, trained, one):
+    trained(saved)
     found = train(f"{saved}-to-{layout}", *RESUMED[saved, layout], start=saved)
     assert len(found["losses"]) == STEPS - SAVED
     assert_same(found, one, FP32, f"{saved} to {layout}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ASKED)
+def test_a_checkpoint_of_several_ranks_answers_on_one_device(name, trained, folder, monkeypatch):
+    """As `megacpp generate` loads it: the logits are those of the ranks that saved it."""
+    expected = torch.tensor(trained(name)["logits"])
+    for variable in ("MEGACPP_RECIPE", "RANK", "WORLD_SIZE", "LOCAL_RANK"):  # loading sets them
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    ranks, overrides = LAYOUTS[name]
+    words = (*MODEL, *overrides, f"launch.nproc_per_node={ranks}")
+    recipe = load_recipe("nam56r-tiny", words).to_dict()
+    source = Trained(name, recipe, folder / f"{name}.saved", SAVED)
+    with loaded(source, device="cpu") as found, torch.no_grad():
+        logits = found.model.next_token_logits(torch.tensor([TOKENS]))[0]
+    # A logit passes the model once, 64 roundings or so, each of the largest one at most.
+    bound = FP32 / 2 * math.sqrt(64) * float(expected.abs().max())
+    torch.testing.assert_close(logits, expected, rtol=0, atol=bound)
+    assert expected.std() > 100 * bound
 
 
 @pytest.mark.slow

@@ -1,10 +1,14 @@
 """What `megacpp train --gpus N` hands to its ranks, and what it says of their end."""
 
+import json
 import os
+import subprocess
 from types import SimpleNamespace
 
 import pytest
+import receipt_samples as samples
 
+from megacpp_mcore import cli
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.training import heartbeat
 from megacpp_mcore.training.gpu import launcher, torchrun
@@ -33,6 +37,36 @@ def test_the_yardstick_has_m_in_the_place_of_r(started, yardstick):
     ours = load_recipe("nam56r").plan.megatron_pattern
     assert "G" in ours and pattern == (ours.replace("G", "M") if yardstick else ours)
     assert ("--megacpp-yardstick" in started) is yardstick
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_json_is_the_receipt_alone_and_the_rest_goes_to_stderr(
+    started, monkeypatch, tmp_path, capfd, status
+):
+    out = tmp_path / "run"
+
+    def ranks(module, argv, gpus):
+        subprocess.run(["sh", "-c", "echo step 1/2"], check=True)
+        samples.train(out / "receipt.json")
+        return RanksOutcome(status, "rank 0 of 1 failed" if status else None)
+
+    monkeypatch.setattr(launcher, "run_ranks", ranks)
+    words = ["train", "nam56r", "--gpus", "1", "--out", str(out)]
+    assert cli.main([*words, "--json"]) == status
+    printed = capfd.readouterr()
+    assert json.loads(printed.out) == json.loads((out / "receipt.json").read_text())
+    assert "step 1/2" in printed.err
+    assert cli.main(words) == status
+    assert capfd.readouterr().out == "step 1/2\n"
+
+
+def test_json_is_nothing_where_the_run_wrote_no_receipt(started, monkeypatch, tmp_path, capfd):
+    """Ranks that refuse leave the receipt of the run before in the folder."""
+    samples.train(tmp_path / "receipt.json")
+    monkeypatch.setattr(launcher, "run_ranks", lambda *words: RanksOutcome(2, "rank 0 of 1 failed"))
+    words = ["train", "nam56r", "--gpus", "1", "--out", str(tmp_path), "--json"]
+    assert cli.main(words) == 2
+    assert capfd.readouterr().out == ""
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import os
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megacpp_mcore.files import read_regular, write_atomically
 
 NAME = "checksums.json"
 _BLOCK = 4 << 20
+_POLYNOMIAL = 0xEDB88320  # CRC-32's, without x^32; the highest bit is the coefficient of 1
 _THREADS = 8  # files read at once: a rank 0 verifies the shards of all ranks
 
 
@@ -66,6 +68,34 @@ def of_file(path: Path) -> dict[str, Any]:
         while block := file.read(_BLOCK):
             crc, size = zlib.crc32(block, crc), size + len(block)
     return {"bytes": size, "crc32": f"{crc:08x}"}
+
+
+def joined(first: int, second: int, length: int) -> int:
+    """The CRC-32 of two pieces one after the other. length: bytes of the second."""
+    return _product(_behind(length), first) ^ second
+
+
+@lru_cache(256)
+def _behind(length: int) -> int:
+    """x^(8 length), modulo CRC-32's polynomial: the factor of what has `length` bytes behind it."""
+    power, square = 1 << 31, 1 << 23  # 1, and x^8
+    while length:
+        if length & 1:
+            power = _product(square, power)
+        square = _product(square, square)
+        length >>= 1
+    return power
+
+
+def _product(a: int, b: int) -> int:
+    """Of two polynomials over bits, modulo CRC-32's."""
+    product = 0
+    while a:
+        if a & 1 << 31:
+            product ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
 
 
 def missing(checkpoint: Path) -> list[str]:

@@ -2,8 +2,8 @@
 
 The writer opens every shard with `open`, writes it front to back, and syncs it. `install` counts
 the CRC-32 of what passes; it is kept in a file `.sum-NAME` beside the shard until rank 0, which
-writes `metadata.json` last of all, gathers them in `checksums.json`. torch counts a CRC-32 of every
-tensor, too, and never looks at it: that one is disabled, so a save takes no longer than before.
+writes `metadata.json` last of all, gathers them in `checksums.json`. Threads count it beside the
+write. torch counts a CRC-32 of every tensor, too, and never looks at it: that one is disabled.
 """
 
 import json
@@ -14,6 +14,7 @@ import signal
 import tempfile
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ _UNDISTURBED = "megacpp_mcore.training.checkpoints.undisturbed"
 _save_config = serialization.save_config
 _async_loop = PersistentAsyncCaller.async_loop
 _is_done = PersistentAsyncCaller.is_current_async_call_done
+_THREADS = 4  # that count checksums, of each file being written
+_PIECE = 2 << 20  # bytes that one of them takes; a shorter block is counted before it is written
 _LOOK_S = 0.5  # between two looks at the worker of asynchronous saves, while it is waited for
 
 
@@ -49,11 +52,21 @@ class _SummedFile:
         self._path = Path(path)
         self._file = open(path, mode)  # noqa: SIM115 (closed by __exit__)
         self._crc, self._bytes = 0, 0
+        self._threads = ThreadPoolExecutor(_THREADS)
 
     def write(self, data: Any) -> int:
-        self._crc = zlib.crc32(data, self._crc)
         self._bytes += len(data)
-        return self._file.write(data)
+        if len(data) < _PIECE:
+            self._crc = zlib.crc32(data, self._crc)
+            return self._file.write(data)
+        view = memoryview(data)
+        pieces = [view[at : at + _PIECE] for at in range(0, len(view), _PIECE)]
+        counting = [self._threads.submit(zlib.crc32, piece) for piece in pieces]
+        try:
+            return self._file.write(data)
+        finally:  # torch may free the data when this returns
+            for piece, crc in zip(pieces, counting, strict=True):
+                self._crc = checksums.joined(self._crc, crc.result(), len(piece))
 
     def fileno(self) -> int:
         """Flushed: Megatron calls it to sync the file, and would leave the last block behind."""
@@ -67,6 +80,7 @@ class _SummedFile:
         return self
 
     def __exit__(self, kind: Any, *error: object) -> None:
+        self._threads.shutdown()
         self._file.close()
         if kind is None:
             entry = {"bytes": self._bytes, "crc32": f"{self._crc:08x}"}

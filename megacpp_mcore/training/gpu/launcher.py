@@ -1,8 +1,11 @@
 """`megacpp train --gpus N`: start this machine's ranks, each running megacpp_mcore.pretrain."""
 
+import contextlib
 import ctypes
+import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megacpp_mcore import receipts
@@ -22,13 +25,15 @@ _REFUSED = 2  # exit status of a rank that has printed why it refuses to start
 def launch_ranks(
     name_or_path: str, overrides: Sequence[str], gpus: int, out: str | None, *,
     yardstick: bool = False, resume: bool = False, resume_from: int | None = None,
+    as_json: bool = False,
 ) -> int:  # fmt: skip
     """Train a recipe on `gpus` GPUs of this machine. Returns the first failed rank's exit status.
 
     yardstick: train Megatron's own blocks instead of ours, with the same sizes, data, arguments and
     loop; Mamba-2 replaces M and R, which Megatron does not have. resume: resume from the last
     complete checkpoint in checkpoint.load, or start if there is none. resume_from: resume from the
-    one of this iteration.
+    one of this iteration. as_json: what the ranks print goes to stderr, and the receipt, if they
+    have written one, to stdout when they have ended.
 
     Raises LaunchError when the machine has fewer GPUs, the recipe is for several machines, or the
     folder it loads from holds a checkpoint and `resume` is false; RecipeError as `load_recipe`;
@@ -56,12 +61,40 @@ def launch_ranks(
         for line in go_back(recipe.checkpoint.load, resume_from, verify=verify):
             print(f"megacpp: {line}", file=sys.stderr)
     own = [*recipe_argv(recipe), OUT, str(folder), *([YARDSTICK] if yardstick else [])]
-    outcome = run_ranks("megacpp_mcore.pretrain", own + lower(recipe).argv, gpus)
+    receipt = folder / "receipt.json"
+    before = _version(receipt)
+    with _stdout_to_stderr() if as_json else contextlib.nullcontext():
+        outcome = run_ranks("megacpp_mcore.pretrain", own + lower(recipe).argv, gpus)
     if outcome.reason is not None and outcome.status != _REFUSED:
         reason = outcome.reason.removesuffix(".")
         print(f"megacpp: {reason}. {_resume_hint(recipe)}", file=sys.stderr)
-        _mark_failed(folder / "receipt.json", outcome.reason)
+        _mark_failed(receipt, outcome.reason)
+    if as_json and _version(receipt) != before:
+        print(json.dumps(receipts.read(receipt), indent=2))
     return outcome.status
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Let processes that are started here print to stderr."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """Differs after every write of a file; None while there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _for_the_yardstick(recipe: Recipe) -> list[str]:
