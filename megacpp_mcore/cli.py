@@ -51,10 +51,12 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns its exit status: 0 done, 2 refused, 1 failed (why, on stderr), 130
-    after Ctrl-C, 143 after SIGTERM."""
-    signals = _Signals()
+    after Ctrl-C, 143 after SIGTERM. Without argv the process is the command: Ctrl-C is ignored from
+    its end on, as Python takes its handler away before the process is gone."""
+    signals = _Signals(last=argv is None)
     try:
-        return _run(sys.argv[1:] if argv is None else argv, signals)
+        with signals:
+            return _run(sys.argv[1:] if argv is None else argv, signals)
     except KeyboardInterrupt:
         pass
     except Exception:
@@ -70,7 +72,7 @@ def _run(words: list[str], signals: "_Signals") -> int:
             raise MegacppError("an argument has a NUL, which no name of a file can have")
         # the others would take longer than most commands do
         args = build_parser([w for w in words[:1] if w in COMMANDS] or COMMANDS).parse_args(words)
-        with signals, contextlib.redirect_stdout(Escaping(sys.stdout)):
+        with contextlib.redirect_stdout(Escaping(sys.stdout)):
             return args.run(args)
     except MegacppError as error:
         if signals.interrupted:
@@ -92,17 +94,19 @@ def _run(words: list[str], signals: "_Signals") -> int:
 class _Signals:
     """SIGTERM leaves the block as Ctrl-C does, so that no temporary file stays.
 
-    interrupted: whether Ctrl-C was pressed in it; a library may make another error of that. While
-    torch is imported it waits (a second Ctrl-C does not): torch imports NumPy from C++ and would
-    swallow the exception.
+    last: SIGINT is ignored after the block. interrupted: whether Ctrl-C was pressed in it; a
+    library may make another error of that. Where the exception would be swallowed (`_swallows`) it
+    waits (a second Ctrl-C does not), and where it was, as in any other callback of Python's, it is
+    raised again.
     """
 
-    def __init__(self) -> None:
-        self.interrupted = False
+    def __init__(self, last: bool) -> None:
+        self.interrupted, self._last = False, last
         self._before: dict[signal.Signals, Any] = {}
         self._timer: tuple[float, float] | None = None  # another's
 
     def __enter__(self) -> None:
+        self._unraisablehook, sys.unraisablehook = sys.unraisablehook, self._unraisable
         if threading.current_thread() is not threading.main_thread():
             return  # which alone may set a handler
         self._before = {signal.SIGTERM: signal.signal(signal.SIGTERM, self._leave)}
@@ -110,12 +114,16 @@ class _Signals:
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
 
     def __exit__(self, *error: object) -> None:
+        if self._last and signal.SIGINT in self._before:
+            self._before[signal.SIGINT] = signal.SIG_IGN
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self._timer is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._timer is not None:
             signal.setitimer(signal.ITIMER_REAL, *self._timer)
+        sys.unraisablehook = self._unraisablehook
 
     def _leave(self, *_: object) -> None:
         raise SystemExit(128 + signal.SIGTERM)
@@ -123,20 +131,42 @@ class _Signals:
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         first = number == signal.SIGALRM or not self.interrupted
         self.interrupted = True
-        if not (first and _imports_torch(frame)):
+        if not (first and _is_swallowed(frame)):
             raise KeyboardInterrupt
+        self._interrupt_soon()
+
+    def _unraisable(self, found: Any) -> None:
+        """What Python does with an exception that it swallows."""
+        if self.interrupted and issubclass(found.exc_type, KeyboardInterrupt):
+            self._interrupt_soon()
+        else:
+            self._unraisablehook(found)
+
+    def _interrupt_soon(self) -> None:
         handler = signal.signal(signal.SIGALRM, self._interrupt)
         self._before.setdefault(signal.SIGALRM, handler)
         timer = signal.setitimer(signal.ITIMER_REAL, 0.05)
         self._timer = self._timer or timer
 
 
-def _imports_torch(frame: FrameType | None) -> bool:
+def _is_swallowed(frame: FrameType | None) -> bool:
+    """Whether an exception raised in the frame would be."""
     while frame is not None:
-        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "torch":
+        if _swallows(frame):
             return True
         frame = frame.f_back
     return False
+
+
+def _swallows(frame: FrameType) -> bool:
+    """The import of torch (it imports NumPy from C++), a destructor, and the callback with which
+    importlib removes a lock."""
+    code = frame.f_code
+    if code.co_name == "<module>":
+        return frame.f_globals.get("__name__") == "torch"
+    if code.co_name == "cb":
+        return code.co_filename == "<frozen importlib._bootstrap>"
+    return code.co_name == "__del__"
 
 
 if __name__ == "__main__":

@@ -71,8 +71,8 @@ def _register_build(commands: Any) -> None:
     text.add_argument("--strip-licence", action="store_true",
         help="without the comments about a licence that files begin with")  # fmt: skip
     text.add_argument("--held-out-folders", type=float, metavar="SHARE",
-        help="hold out whole first folders below a source (repositories), about this share of the "
-        "bytes; prints the value of data.split")  # fmt: skip
+        help="hold out whole first folders below a source (repositories), those whose share of the "
+        "bytes is nearest to this; prints them and the value of data.split")  # fmt: skip
     text.add_argument("--resume", action="store_true",
         help="keep what is done when interrupted, and go on from what is kept")  # fmt: skip
     add("--json", action="store_true", help="print PREFIX.json when it is written")
@@ -232,6 +232,13 @@ def _print_manifest(manifest: dict[str, Any]) -> None:
         f"  tokens     {manifest['tokens']:,} (vocabulary {manifest['vocab_size']}, end of "
         f"document {manifest['eod_id']})"
     )
+    if held := manifest.get("held_out"):
+        more = ", ..." if held["folders"] > len(held["names"]) else ""
+        print(
+            f"  held out   {100 * held['tokens'] / manifest['tokens']:.2f} % of the tokens, "
+            f"{held['documents']:,} documents of {held['folders']} folders: "
+            f"{', '.join(held['names'])}{more}"
+        )
     for what, count in manifest["skipped"].items():
         print(f"  left out   {count:,} ({what})")
     print(f"  sha256     {manifest['bin_sha256']} (.bin)")

@@ -315,6 +315,14 @@ class Data:
         True, "--no-create-attention-mask-in-dataloader"
     )
 
+    @property
+    def tokenizer_json(self) -> str | None:
+        """The tokenizer.json that Megatron reads as `megacpp data build` does, without the package
+        transformers, which would take a folder or a name of the hub; None: none."""
+        model = self.tokenizer_model or ""
+        named = self.tokenizer_type == "HuggingFaceTokenizer" and model.endswith(".json")
+        return model if named else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:

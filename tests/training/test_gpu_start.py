@@ -14,6 +14,7 @@ import warm
 
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.recipe.lowering import lower
+from megacpp_mcore.training.data import tokenizer
 from megacpp_mcore.training.gpu.rank_setup import Launch, recipe_argv
 
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost",
@@ -26,7 +27,13 @@ from megacpp_mcore.training.gpu.rank_setup import launch
 
 bridges.before_megatron()
 with bridges.pretend_h200():
-    train.megatron_args(launch(sys.argv[1:]))
+    args = train.megatron_args(launch(sys.argv[1:]))
+"""
+TOKENIZER = """
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+found = build_tokenizer(args)
+assert found.detokenize(found.tokenize("int x;")) == "int x;" and found.eod == 0
+print(type(found._tokenizer).__name__)
 """
 
 
@@ -62,6 +69,15 @@ def test_transformers_is_imported_for_its_own_tokenizer_alone(small_recipe: Path
     named = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "name"]
     other = start(*named, executable=warm.python())
     assert "transformers is imported" in other.stderr
+    pytest.importorskip("tokenizers", reason="the extra [tokenizer] is not installed")
+    made = tokenizer.train([b"int x; int x;"], 257, tmp_path / "tokenizer.json", progress=False)
+    told = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_sha256": made.sha256,
+            "tokenizer_model": tmp_path / "tokenizer.json", "null_tokenizer_eod_id": 0}  # fmt: skip
+    changed += [f"data.{key}={value}" for key, value in told.items()]
+    recipe = load_recipe(str(small_recipe), changed)
+    ours = python(ARGUMENTS + TOKENIZER, *recipe_argv(recipe), *lower(recipe).argv,
+                  environment=RANK | {"PYTHONPATH": path})  # fmt: skip
+    assert ours.stdout.endswith("TokenizerJson\n"), ours.stderr
 
 
 def test_backends_are_checked_where_jax_is_not_found(monkeypatch, tmp_path):

@@ -83,3 +83,14 @@ def test_a_named_backend_that_cannot_serve_is_refused(monkeypatch):
     monkeypatch.setenv("MEGACPP_BACKENDS", "m2rnn=cuda")
     with pytest.raises(DispatchError, match="m2rnn"):
         check_backends(recipe)
+
+
+def test_a_tokenizer_json_needs_the_package_tokenizers_alone(installed):
+    named = ["data.tokenizer_type=HuggingFaceTokenizer", "data.tokenizer_model=tokenizer.json"]
+    installed("psutil", "transformer_engine", "tokenizers")
+    check_packages(load_recipe("nam56r", named))
+    with pytest.raises(MissingPackageError, match=r"transformers \(data.tokenizer_type\)"):
+        check_packages(load_recipe("nam56r", [*named, "data.tokenizer_model=folder"]))
+    installed("psutil", "transformer_engine", "transformers")
+    with pytest.raises(MissingPackageError, match=r"\[tokenizer\] \(data.tokenizer_model\)"):
+        check_packages(load_recipe("nam56r", named))

@@ -15,6 +15,8 @@ def check_data(recipe: Recipe) -> None:
     from the tokens, because reading a large corpus takes minutes. Raises DataError.
     """
     data, vocab_size = recipe.data, recipe.model.vocab_size
+    if data.tokenizer_json:
+        _check_tokenizer(recipe, data.tokenizer_json)
     for prefix in prefixes(recipe):
         manifest = read_pair(prefix).manifest
         if manifest is None:
@@ -33,11 +35,28 @@ def check_data(recipe: Recipe) -> None:
             )
         eod_id = data.null_tokenizer_eod_id
         eod_id = vocab_size - 1 if eod_id is None else eod_id  # as Megatron's NullTokenizer
-        if data.tokenizer_type == "NullTokenizer" and manifest["eod_id"] != eod_id:
+        known = data.tokenizer_type == "NullTokenizer" or data.tokenizer_json
+        if known and manifest["eod_id"] != eod_id:
             raise DataError(
                 f"{prefix}.json says documents end with token {manifest['eod_id']}, the recipe "
                 f"with {eod_id}: set data.null_tokenizer_eod_id={manifest['eod_id']}"
             )
+
+
+def _check_tokenizer(recipe: Recipe, path: str) -> None:
+    """Refuse a tokenizer.json that is not the one the recipe tells of."""
+    from megacpp_mcore.training.data.tokenizer import TextTokenizer
+
+    read = TextTokenizer.read(path)
+    told = {
+        "data.tokenizer_sha256": (recipe.data.tokenizer_sha256, read.sha256),
+        "data.null_tokenizer_eod_id": (recipe.data.null_tokenizer_eod_id, read.eod_id),
+        "model.vocab_size": (recipe.model.vocab_size, read.vocab_size),
+    }
+    for key, (asked, there) in told.items():
+        if asked != there:
+            raise DataError(f"{path} has {there}, the recipe {key}={asked}: set {key}={there}, or "
+                            "name another data.tokenizer_model")  # fmt: skip
 
 
 def prefixes(recipe: Recipe) -> list[str]:

@@ -24,6 +24,7 @@ from megacpp_mcore.training.data.files import (
     write_index,
 )
 from megacpp_mcore.training.data.resumable import Partial
+from megacpp_mcore.training.data.sources import MAX_NAMES
 from megacpp_mcore.training.data.text import TextFiles
 
 _DTYPE = np.uint16
@@ -161,19 +162,17 @@ def _finish(
     if not lengths.size:
         raise DataError(f"the sources hold no document (left out: {_listed(source.skipped)})")
     write_index(written[1], lengths, np.dtype(_DTYPE))
-    tokens = int(lengths.sum(dtype=np.int64))
-    return _manifest(source, written, lengths.size, tokens, bin_sha256)
+    return _manifest(source, written, lengths, bin_sha256)
 
 
 def _manifest(
-    source: DocumentSource, written: tuple[Path, Path, Path], documents: int, tokens: int,
-    bin_sha256: str,
+    source: DocumentSource, written: tuple[Path, Path, Path], lengths: np.ndarray, bin_sha256: str
 ) -> dict[str, Any]:  # fmt: skip
     """The manifest, also written and synced with the pair."""
     manifest = {
         "schema": MANIFEST_SCHEMA,
-        "documents": documents,
-        "tokens": tokens,
+        "documents": lengths.size,
+        "tokens": int(lengths.sum(dtype=np.int64)),
         "vocab_size": source.vocab_size,
         "eod_id": source.eod_id,
         "dtype": np.dtype(_DTYPE).name,
@@ -188,12 +187,20 @@ def _manifest(
             manifest["kinds"] = kinds
         if split := source.split():
             manifest["split"] = split
+            manifest["held_out"] = _held_out(source, lengths)
         if tokenizer := source.options.tokenizer:
             manifest["tokenizer"] = {"sha256": tokenizer.sha256}
     written[2].write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     for path in written:
         sync(path)
     return manifest
+
+
+def _held_out(source: TextFiles, lengths: np.ndarray) -> dict[str, Any]:
+    """The folders that are held out, and how much of the dataset is theirs."""
+    theirs, names = lengths[source.at.split :], source.held_out_folders
+    return {"folders": len(names), "names": names[:MAX_NAMES], "documents": theirs.size,
+            "tokens": int(theirs.sum(dtype=np.int64))}  # fmt: skip
 
 
 def _progress(source: DocumentSource, quiet: bool, done: int = 0) -> Progress:

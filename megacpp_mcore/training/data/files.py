@@ -47,6 +47,17 @@ def are_counts(value: Any) -> bool:
     return isinstance(value, dict) and all(map(is_count, value.values()))
 
 
+def _are_folders(value: Any) -> bool:
+    """Whether it can be what `build` says of held-out folders; None: none are."""
+    if value is None:
+        return True
+    if not isinstance(value, dict) or not isinstance(value.get("names"), list):
+        return False
+    counts = {key: number for key, number in value.items() if key != "names"}
+    known = set(counts) == {"folders", "documents", "tokens"} and are_counts(counts)
+    return known and all(isinstance(name, str) for name in value["names"])
+
+
 # key -> whether it can be what is there
 _MANIFEST_KEYS = {
     "documents": is_count,
@@ -54,6 +65,7 @@ _MANIFEST_KEYS = {
     "vocab_size": is_count,
     "eod_id": is_count,
     "skipped": are_counts,
+    "held_out": _are_folders,
     "bin_sha256": _digest,
     "idx_sha256": _digest,
 }

@@ -12,7 +12,7 @@ from typing import Any
 
 from megacpp_mcore.training.data.files import DataError
 
-_MAX_NAMES = 20  # keeps the manifest small when a shell has expanded *.parquet
+MAX_NAMES = 20  # keeps the manifest small when a shell has expanded *.parquet
 
 
 @dataclass(frozen=True, slots=True)  # there may be millions
@@ -76,7 +76,7 @@ def find_files(
 def describe_sources(sources: Sequence[str | os.PathLike]) -> dict[str, Any]:
     """Number and names of the sources, for the manifest, without paths of this machine."""
     names = [os.path.basename(os.path.abspath(source)) for source in sources]
-    return {"sources": len(names), "names": names[:_MAX_NAMES]}
+    return {"sources": len(names), "names": names[:MAX_NAMES]}
 
 
 def torch_headers() -> Path:

@@ -1,7 +1,6 @@
 """Text files as tokens: one document per file."""
 
 import hashlib
-import itertools
 import os
 import sys
 from collections import Counter
@@ -14,6 +13,7 @@ import numpy as np
 
 from megacpp_mcore.training.data.files import DataError
 from megacpp_mcore.training.data.filters import is_generated, without_licence
+from megacpp_mcore.training.data.held_out import nearest
 from megacpp_mcore.training.data.sources import SourceFile, describe_sources, find_files
 from megacpp_mcore.training.data.tokenizer import TextTokenizer, check_size
 
@@ -90,8 +90,9 @@ class TextFiles:
     Megatron's `--split` splits the corpus by position; in path order, the held-out part would be
     a few subfolders only. Files are therefore ordered by sha256(seed, source, path), which is the
     same on every machine and does not change when files are added. With `held_out` their first
-    folders are ordered so, and the files within each: then a split can fall between two folders
-    (a folder of checkouts: between two repositories).
+    folders are ordered so, and the files within each, and those whose share of the bytes is
+    nearest to it come last: a split falls between two folders (a folder of checkouts: between two
+    repositories). held_out_folders: their names.
 
     Any file without a NUL byte is text; without a tokenizer its bytes are its tokens, valid UTF-8
     or not, with one only UTF-8 is taken. What is left out is counted.
@@ -121,7 +122,7 @@ class TextFiles:
         self._sources = describe_sources(sources)
         by_folder = self.options.held_out is not None
         self._files = sorted(files, key=self._order_in_folders if by_folder else self._order)
-        self._boundary = self._first_held_out() if by_folder else None
+        self._boundary, self.held_out_folders = self._hold_out() if by_folder else (None, [])
         self.total = sum(file.size for file in files)
         self.max_tokens = self.total + len(files)
         self.max_documents = len(files)
@@ -246,7 +247,7 @@ class TextFiles:
         """What was read, for the manifest."""
         order = "sha256(seed, source, path)"
         if self._boundary is not None:
-            order = "sha256(seed, source, first folder), then " + order
+            order = "held-out folders last, sha256(seed, source, first folder), then " + order
         return {"kind": "text", "order": order, "seed": self.seed, **self._sources,
                 **self.options.describe()}  # fmt: skip
 
@@ -268,20 +269,21 @@ class TextFiles:
         key = f"{self.seed}\0folder\0".encode() + os.fsencode(repr(_folder(file)))
         return hashlib.sha256(key).digest(), self._order(file)
 
-    def _first_held_out(self) -> int:
-        """Index of the first file of the folders that are held out: the boundary between folders
-        whose share of the bytes after it is nearest to `held_out`."""
-        share, total = self.options.held_out, sum(file.size for file in self._files)
-        before, index, boundaries = 0, 0, []
-        for _, group in itertools.groupby(self._files, _folder):
-            if index:
-                boundaries.append((abs(before - (1 - share) * total), index))
-            files = list(group)
-            before, index = before + sum(file.size for file in files), index + len(files)
-        if not boundaries:
-            name = _folder(self._files[0])[1] or "the source itself"
+    def _hold_out(self) -> tuple[int, list[str]]:
+        """Put the files of the folders that are held out last; the index of the first of them, and
+        the folders' names."""
+        sizes: dict[tuple[int, str], int] = {}
+        for file in self._files:
+            sizes[_folder(file)] = sizes.get(_folder(file), 0) + file.size
+        folders = [folder for folder, size in sizes.items() if size]
+        if len(folders) < 2:
+            name = (folders or [*sizes])[0][1] or "the source itself"
             raise DataError(f"all files are in one folder, {name}: a split by folder needs two")
-        return min(boundaries)[1]
+        chosen = nearest([sizes[folder] for folder in folders], self.options.held_out)
+        last = {folders[index] for index in chosen}
+        self._files.sort(key=lambda file: _folder(file) in last)  # else the order stays
+        names = [folder[1] or "." for folder in folders if folder in last]
+        return sum(_folder(file) not in last for file in self._files), names
 
 
 def _folder(file: SourceFile) -> tuple[int, str]:

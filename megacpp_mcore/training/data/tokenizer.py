@@ -115,10 +115,11 @@ def parsed(path: str | os.PathLike, data: bytes) -> Any:
 
 
 class TextTokenizer:
-    """A `tokenizer.json` in use. sha256: of the file; a dataset and a recipe record it."""
+    """A `tokenizer.json` in use. library: its tokenizers.Tokenizer. sha256: of the file; a dataset
+    and a recipe record it."""
 
     def __init__(self, inner: Any, sha256: str) -> None:
-        self._inner, self.sha256 = inner, sha256
+        self.library, self.sha256 = inner, sha256
         self.vocab_size = int(inner.get_vocab_size())
         self.eod_id = inner.token_to_id(EOD)
 
@@ -141,7 +142,7 @@ class TextTokenizer:
         The library's threads share the work.
         """
         decoded = [_text(text) for text in texts]
-        encoded = iter(self._inner.encode_batch_fast(
+        encoded = iter(self.library.encode_batch_fast(
             [text for text in decoded if text is not None], add_special_tokens=False
         ))  # fmt: skip
         return [None if text is None else self._ended(next(encoded).ids) for text in decoded]
@@ -154,7 +155,7 @@ class TextTokenizer:
 
     def text(self, tokens: Sequence[int]) -> str:
         """What tokens stand for, without ends of documents."""
-        return self._inner.decode([int(token) for token in tokens], skip_special_tokens=True)
+        return self.library.decode([int(token) for token in tokens], skip_special_tokens=True)
 
 
 def check_size(tokens: np.ndarray, most: int) -> None:

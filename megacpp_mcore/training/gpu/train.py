@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -107,9 +108,11 @@ def megatron_args(launch: Launch) -> Any:
     # second one after it, and saves
     sys.argv = [sys.argv[0], *launch.argv, "--exit-signal-handler"]
     # Megatron imports the libraries of all tokenizers: transformers alone takes 3 s.
-    tokenizer = [pair for pair in pairwise(launch.argv) if pair[0].startswith("--tokenizer")]
-    is_null = tokenizer == [("--tokenizer-type", "NullTokenizer")]
-    with bridges.hide_packages(*(["transformers"] if is_null else [])), megatrons_refusals():
+    hidden = [] if _takes_transformers(launch.argv) else ["transformers"]
+    with bridges.hide_packages(*hidden), megatrons_refusals():
+        from megacpp_mcore.training.data import megatron_tokenizer
+
+        megatron_tokenizer.serve()
         args = parse_and_validate_args()
         core_transformer_config_from_args(args)  # validates, too
     check_agreement(launch, args)
@@ -125,6 +128,14 @@ def megatron_args(launch: Launch) -> Any:
         )
     check_logging(args)
     return args
+
+
+def _takes_transformers(argv: Sequence[str]) -> bool:
+    """Whether the tokenizer of Megatron's arguments may be one of the package's."""
+    named = dict(pair for pair in pairwise(argv) if pair[0].startswith("--tokenizer"))
+    kind, model = named.pop("--tokenizer-type", None), named.pop("--tokenizer-model", "")
+    is_ours = kind == "HuggingFaceTokenizer" and model.endswith(".json")
+    return bool(named) or not (is_ours or (kind == "NullTokenizer" and not model))
 
 
 def config_container(launch: Launch, args: Any) -> Any:
