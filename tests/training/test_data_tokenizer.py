@@ -299,6 +299,91 @@ def test_the_rate_is_of_what_was_read_since_the_build_was_resumed(repositories, 
     assert " 1.00 a token, 0.0 MB/s" in capsys.readouterr().out
 
 
+class Weighed:
+    """A library's tokenizer that tells how many bytes of text it has in hand at most."""
+
+    def __init__(self, inner):
+        self._inner, self.now, self.most = inner, 0, 0
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def encode_batch_fast(self, texts, **how):
+        found = self._inner.encode_batch_fast(texts, **how)
+        sizes = [len(text.encode()) for text in texts]
+        self.now += sum(sizes)
+        self.most = max(self.most, self.now)
+        return [Held(self, one.ids, size) for one, size in zip(found, sizes, strict=True)]
+
+
+class Held:
+    """What the library made of a text, in hand until it is dropped."""
+
+    def __init__(self, weighed, ids, size):
+        self._weighed, self.ids, self._size = weighed, ids, size
+
+    def __del__(self):
+        self._weighed.now -= self._size
+
+
+def test_the_library_has_few_bytes_in_hand_whatever_the_corpus_has(
+    tokenizer, tmp_path, monkeypatch
+):
+    """Many files, and one of many lines; a group is dropped as the next one is made."""
+    for number in range(400):
+        (tmp_path / f"{number}.h").write_text(SOURCE * 10)
+    (tmp_path / "long.h").write_text(SOURCE * 10_000)
+    monkeypatch.setattr(tokenizers, "_MOST_AT_ONCE", 1 << 16)
+    weighed = Weighed(tokenizer.library)
+    own = tokenizers.TextTokenizer(weighed, tokenizer.sha256)
+    source = TextFiles([tmp_path], options=TextOptions(own))
+    assert sum(tokens.size for tokens in source.documents(lambda size: None)) > 1_000_000
+    assert weighed.now == 0
+    assert 0 < weighed.most <= 2 * (1 << 16) < source.total / 10
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_text_that_is_encoded_in_parts_has_the_same_tokens(seed, tokenizer, monkeypatch):
+    drawn = random.Random(seed)
+    pieces = [
+        "\n",
+        "\r\n",
+        "\r",
+        "\t",
+        " ",
+        "  ",
+        "int",
+        "::",
+        "#include <a.h>",
+        "ö",
+        "\u2028",
+        "1",
+    ]
+    text = "".join(drawn.choices(pieces, k=400)).encode()
+    (whole,) = tokenizer.documents([text])
+    monkeypatch.setattr(tokenizers, "_MOST_AT_ONCE", drawn.choice([4, 16, 64]))
+    (parts,) = tokenizer.documents([text])
+    assert np.array_equal(parts, whole)
+
+
+def test_a_text_is_not_cut_for_a_tokenizer_that_may_have_tokens_of_two_lines(tmp_path, monkeypatch):
+    import tokenizers as library
+
+    made = library.Tokenizer(library.models.BPE())
+    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=262, special_tokens=[tokenizers.EOD], show_progress=False,
+        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    made.train_from_iterator(["x \n\n\n\ny;\n\n\n\n"] * 4, trainer)
+    made.save(str(tmp_path / "other.json"))
+    other = tokenizers.TextTokenizer.read(tmp_path / "other.json")
+    text = b"x \n\n\n\ny " * 20
+    (whole,) = other.documents([text])
+    monkeypatch.setattr(tokenizers, "_MOST_AT_ONCE", 16)
+    assert np.array_equal(other.documents([text])[0], whole)
+
+
 def test_what_is_kept_of_another_build_is_refused(repositories, tokenizer, tmp_path):
     with resumable.Partial(tmp_path / ".c.partial", TextFiles([repositories]).plan()) as partial:
         partial.commit(now=True)

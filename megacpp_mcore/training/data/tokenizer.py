@@ -8,7 +8,8 @@ before it, three digits, a run of punctuation (so `->` and `::` are tokens of th
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ _PIECES = (
     r"""(?:\r?\n)+[ \t]*|#[ \t]*include[ \t]*|<[\w./+-]+>|"[\w./+-]+\.[\w+]+"|"""
     r""" ?[A-Za-z_][A-Za-z0-9_]*|\d{1,3}| ?[^\s\w]+|[ \t]+|\s|\w+"""
 )
+_END_OF_LINE = re.compile(r"[^\r\n](?=\r?\n)")
 _MOST_BYTES = 1 << 30
+_MOST_AT_ONCE = 1 << 18  # bytes of text that are encoded at once
 
 
 class TokenizerError(MegacppError):
@@ -122,6 +125,7 @@ class TextTokenizer:
         self.library, self.sha256 = inner, sha256
         self.vocab_size = int(inner.get_vocab_size())
         self.eod_id = inner.token_to_id(EOD)
+        self._cuts_lines = _cuts_lines(json.loads(inner.to_str()))
 
     @classmethod
     def read(cls, path: str | os.PathLike) -> "TextTokenizer":
@@ -139,15 +143,31 @@ class TextTokenizer:
     def documents(self, texts: Sequence[bytes]) -> list[np.ndarray | None]:
         """uint16 tokens of each text followed by the end of document; None for what is no UTF-8.
 
-        The library's threads share the work.
+        The library's threads share the work. What it makes of a text is some 70 times as large, so
+        it gets _MOST_AT_ONCE bytes at once: a longer text in parts, where it cannot matter.
         """
+        return [tokens for group in _groups(texts) for tokens in self._documents(group)]
+
+    def _documents(self, texts: Sequence[bytes]) -> list[np.ndarray | None]:
         decoded = [_text(text) for text in texts]
-        encoded = iter(self.library.encode_batch_fast(
-            [text for text in decoded if text is not None], add_special_tokens=False
-        ))  # fmt: skip
+        if len(texts) == 1 and len(texts[0]) > _MOST_AT_ONCE and self._cuts_lines:
+            return [None if text is None else self._long(text) for text in decoded]
+        encoded = iter(self._encoded([text for text in decoded if text is not None]))
         return [None if text is None else self._ended(next(encoded).ids) for text in decoded]
 
-    def _ended(self, ids: list[int]) -> np.ndarray:
+    def _encoded(self, texts: list[str]) -> list[Any]:
+        return self.library.encode_batch_fast(texts, add_special_tokens=False)
+
+    def _long(self, text: str) -> np.ndarray:
+        """Of a text that is encoded in parts."""
+        parts = [
+            np.array(encoded.ids, np.uint16)
+            for part in _parts(text, _MOST_AT_ONCE // 4)  # a character has 4 bytes at most
+            for encoded in self._encoded([part])
+        ]
+        return self._ended(np.concatenate(parts))
+
+    def _ended(self, ids: list[int] | np.ndarray) -> np.ndarray:
         tokens = np.empty(len(ids) + 1, np.uint16)
         tokens[:-1] = ids
         tokens[-1] = self.eod_id
@@ -156,6 +176,36 @@ class TextTokenizer:
     def text(self, tokens: Sequence[int]) -> str:
         """What tokens stand for, without ends of documents."""
         return self.library.decode([int(token) for token in tokens], skip_special_tokens=True)
+
+
+def _cuts_lines(about: dict[str, Any]) -> bool:
+    """Whether no token of the tokenizer.json reaches over the begin of a line break: of ours."""
+    first = ((about["pre_tokenizer"] or {}).get("pretokenizers") or [{}])[0]
+    return first.get("pattern") == {"Regex": _PIECES} and about["normalizer"] is None
+
+
+def _parts(text: str, least: int) -> Iterator[str]:
+    """The text cut before line breaks: parts of at least so many characters, and of as few more as
+    the line has."""
+    begin = 0
+    while begin < len(text):
+        found = _END_OF_LINE.search(text, begin + least)
+        end = found.end() if found else len(text)
+        yield text[begin:end]
+        begin = end
+
+
+def _groups(texts: Sequence[bytes]) -> Iterator[list[bytes]]:
+    """The texts in order, in groups of _MOST_AT_ONCE bytes at most or of one text."""
+    group, size = [], 0
+    for text in texts:
+        if group and size + len(text) > _MOST_AT_ONCE:
+            yield group
+            group, size = [], 0
+        group.append(text)
+        size += len(text)
+    if group:
+        yield group
 
 
 def check_size(tokens: np.ndarray, most: int) -> None:
