@@ -343,7 +343,10 @@ def test_the_library_has_few_bytes_in_hand_whatever_the_corpus_has(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_text_that_is_encoded_in_parts_has_the_same_tokens(seed, tokenizer, monkeypatch):
+def test_a_text_that_is_encoded_in_parts_has_the_same_tokens(seed, tmp_path, monkeypatch):
+    """Also where line breaks in a row are one token."""
+    rows = b"int x;\n\n\n\n  y;\r\n\r\n\r\n z\n\n" * 4
+    tokenizer = tokenizers.train([rows], 268, tmp_path / "tokenizer.json", progress=False)
     drawn = random.Random(seed)
     pieces = [
         "\n",
