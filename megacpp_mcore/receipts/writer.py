@@ -160,6 +160,17 @@ def receipt_head(
         "recipe": recipe,
         "topology": topology,
         "backends": list(backends),
-        "environment": environment,
+        "environment": _without_home(environment),
         "notes": list(notes),
+    }
+
+
+def _without_home(environment: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """The values with ~ for the user's home: a receipt is shown to others."""
+    home = str(Path.home()).rstrip("/")
+    if not home:
+        return environment
+    return {
+        part: {name: value.replace(f"{home}/", "~/") for name, value in values.items()}
+        for part, values in environment.items()
     }

@@ -182,6 +182,17 @@ def test_a_bench_is_refused_when_it_is_built_not_when_it_is_written():
         )
 
 
+def test_a_receipt_does_not_tell_whose_home_it_was(monkeypatch):
+    monkeypatch.setenv("HOME", "/users/ada")
+    found = bench_receipt(
+        problem={"surface": "norm", "dtype": "float32", "sizes": {}},
+        rows=[bench_row("reference", "forward", [1.0])], baseline="reference", backends=[],
+        lane=samples.lane(), topology=samples.TOPOLOGY,
+        environment={"applied": {"CACHE": "/users/ada/.cache"}, "kept": {"A": "/users/ada-2/x"}},
+    )["environment"]  # fmt: skip
+    assert found == {"applied": {"CACHE": "~/.cache"}, "kept": {"A": "/users/ada-2/x"}}
+
+
 def test_many_problems_are_counted_not_all_listed(document):
     document["series"]["loss"] = ["x"] * 40
     with pytest.raises(ReceiptError, match="and 35 more") as caught:
