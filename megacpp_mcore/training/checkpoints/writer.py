@@ -55,11 +55,11 @@ class _SummedFile:
         self._threads = ThreadPoolExecutor(_THREADS)
 
     def write(self, data: Any) -> int:
-        self._bytes += len(data)
-        if len(data) < _PIECE:
+        view = memoryview(data).cast("B")
+        self._bytes += len(view)
+        if len(view) < _PIECE:
             self._crc = zlib.crc32(data, self._crc)
             return self._file.write(data)
-        view = memoryview(data)
         pieces = [view[at : at + _PIECE] for at in range(0, len(view), _PIECE)]
         counting = [self._threads.submit(zlib.crc32, piece) for piece in pieces]
         try:
