@@ -7,6 +7,7 @@ an expert's over those that hold the same experts. What a layer keeps is in `act
 
 from dataclasses import dataclass, field
 
+from megacpp_mcore.hybrid.letters.letter import BF16, FP32
 from megacpp_mcore.planner.activations import Sizes, bytes_per_token
 from megacpp_mcore.planner.backends import Serving
 from megacpp_mcore.planner.pipeline import (
@@ -23,7 +24,6 @@ from megacpp_mcore.surfaces.linear_cross_entropy import MEGATRON
 from megacpp_mcore.surfaces.router_gating import FP32_OUTPUT
 from megacpp_mcore.surfaces.support import TE
 
-_BF16, _FP32 = 2, 4
 # On Hopper a buffer of cuBLAS is 32 MiB; Transformer Engine's grouped products have four streams.
 _WORKSPACE, _GROUPED_STREAMS = 2**25, 4
 _HEAD_CHUNK = 2**28  # bytes of logits that the chunked head has at a time, as measured
@@ -68,7 +68,7 @@ def memory_of_stage(recipe: Recipe, sizes: Sizes, stage: int, skew: float) -> Me
     return Memory(
         stage=stage,
         parameters=round(own),
-        weights=own * (_BF16 if bf16 else _FP32),
+        weights=own * (BF16 if bf16 else FP32),
         gradients=own * summed_bytes(recipe),
         optimizer=state * optimized(recipe, sizes, dense, experts),
         workspace=_workspace(recipe, sizes, stage),
@@ -80,14 +80,14 @@ def kept_of_stage(recipe: Recipe, stage: int) -> float:
     """Bytes of weights, gradients and optimizer states on a rank of a stage, for any batch."""
     sizes = Sizes.of(recipe)
     dense, experts = parameters(recipe, sizes, stage)
-    weights = _BF16 if recipe.precision.bf16 else _FP32
+    weights = BF16 if recipe.precision.bf16 else FP32
     own = (dense + experts) * (weights + summed_bytes(recipe))
     return own + _state_bytes(recipe) * optimized(recipe, sizes, dense, experts)
 
 
 def _state_bytes(recipe: Recipe) -> int:
     """Bytes a parameter of AdamW's two moments and, with bf16 weights, of the fp32 ones."""
-    return 3 * _FP32 if recipe.precision.bf16 else 2 * _FP32
+    return 3 * FP32 if recipe.precision.bf16 else 2 * FP32
 
 
 # --- parameters ---
@@ -131,7 +131,7 @@ def optimized(recipe: Recipe, sizes: Sizes, dense: float, experts: float) -> flo
 
 def summed_bytes(recipe: Recipe) -> int:
     """Bytes of a main gradient, which is summed over micro batches and ranks."""
-    return _BF16 if recipe.precision.grad_reduce_in_bf16 else _FP32
+    return BF16 if recipe.precision.grad_reduce_in_bf16 else FP32
 
 
 # --- activations ---
@@ -147,7 +147,7 @@ def _activations(recipe: Recipe, sizes: Sizes, stage: int) -> dict[str, float]:
     depths = recipe.mtp.mtp_num_layers
     if depths and is_last(recipe, stage):
         # the inputs of both norms of a depth, and the two halves of the projection's input
-        hidden = _BF16 * recipe.model.hidden_size * sizes.tokens / sizes.cut
+        hidden = BF16 * recipe.model.hidden_size * sizes.tokens / sizes.cut
         kept["MTP frame"] = 4 * depths * hidden
     return kept
 
@@ -205,10 +205,10 @@ def _heads(recipe: Recipe, sizes: Sizes) -> float:
     nobody reads. Megatron's own keeps the logits in bf16 and their softmax in fp32."""
     vocabulary, hidden = recipe.model.vocab_size / sizes.tp, recipe.model.hidden_size
     heads = 1 + recipe.mtp.mtp_num_layers
-    rows = 2 * _BF16 * hidden * sizes.tokens / sizes.cut  # into the final norm and out of it
+    rows = 2 * BF16 * hidden * sizes.tokens / sizes.cut  # into the final norm and out of it
     if sizes.serving["linear_cross_entropy"] == MEGATRON.name:
         logits = sizes.tokens * vocabulary
-        return heads * (logits * (_BF16 + _FP32) + rows) + logits * _FP32
-    logits = min(_HEAD_CHUNK, _BF16 * vocabulary * sizes.tokens)
-    one = hidden * (_BF16 * sizes.tokens + _FP32 * vocabulary) + rows
-    return heads * one + max(logits, _BF16 * vocabulary * hidden)
+        return heads * (logits * (BF16 + FP32) + rows) + logits * FP32
+    logits = min(_HEAD_CHUNK, BF16 * vocabulary * sizes.tokens)
+    one = hidden * (BF16 * sizes.tokens + FP32 * vocabulary) + rows
+    return heads * one + max(logits, BF16 * vocabulary * hidden)

@@ -8,6 +8,7 @@ pipeline's bubble, the part of the data-parallel collectives that is not hidden,
 
 from dataclasses import dataclass, fields
 
+from megacpp_mcore.hybrid.letters.letter import BF16
 from megacpp_mcore.hybrid.plan import Layer
 from megacpp_mcore.planner.activations import Sizes, bytes_per_token
 from megacpp_mcore.planner.backends import PASSES_OF_OTHERS, passes_rate
@@ -26,7 +27,6 @@ from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces.moe_experts import FUSED, GROUPED_MM
 from megacpp_mcore.surfaces.support import TE
 
-_BF16 = 2
 _EXCHANGES = 4  # dispatch and combine, each way
 _GATHERS = 5  # of a layer's tokens under sequence parallelism: 2 forward, 3 backward
 _HEADS = ("head", "MTP head", "MTP projection")
@@ -140,7 +140,7 @@ def micro_batch(recipe: Recipe, rates: Rates, sizes: Sizes, stage: int) -> dict[
         found["products"] += sizes.tokens * heads / sizes.tp / rates["products"]
     found["moved"] += adding_gradients(recipe, rates, sizes, stage)
     if recipe.plan.pp > 1:
-        size = _BF16 * recipe.model.hidden_size * sizes.tokens / sizes.cut
+        size = BF16 * recipe.model.hidden_size * sizes.tokens / sizes.cut
         link = Link.of(recipe, rates, 2, recipe.world_size // recipe.plan.pp)
         found["pipeline"] += 2 * recipe.plan.vpp * (size / link.bytes_per_s + link.latency)
     return found
@@ -157,7 +157,7 @@ def adding_gradients(recipe: Recipe, rates: Rates, sizes: Sizes, stage: int) -> 
         dense = 0.0
         added = sizes.serving["moe_experts"] == TE or sizes.serving.gathers_tokens
         experts = 0.0 if added else experts
-    return (dense + experts) * (_BF16 + 2 * summed_bytes(recipe)) / rates["bytes"]
+    return (dense + experts) * (BF16 + 2 * summed_bytes(recipe)) / rates["bytes"]
 
 
 def flops_of(recipe: Recipe) -> Flops:
@@ -203,7 +203,7 @@ def _recomputed_share(recipe: Recipe, rates: Rates, layer: Layer) -> float:
 
 
 def _collectives(recipe: Recipe, rates: Rates, sizes: Sizes, layer: Layer) -> dict[str, float]:
-    row = _BF16 * recipe.model.hidden_size
+    row = BF16 * recipe.model.hidden_size
     within = Link.of(recipe, rates, sizes.tp, 1)
     found = {"tensor_parallel": _GATHERS * within.ring(sizes.tokens * row), "exchange": 0.0}
     if planned_of(layer).experts:
@@ -227,7 +227,7 @@ def _data_parallel(
         bucket = p.ddp_bucket_size or max(_BUCKET[0], _BUCKET[1] * ranks)
         link, messages = Link.of(recipe, rates, ranks, stride), -(-numbers // bucket)
         reduced += link.ring(summed * numbers, messages)
-        gathered += link.ring(_BF16 * numbers, messages)
+        gathered += link.ring(BF16 * numbers, messages)
     if not p.use_distributed_optimizer:  # an all-reduce: gradients are gathered, weights are not
         reduced, gathered = 2 * reduced, 0.0
 
