@@ -155,6 +155,16 @@ def state_bound(tanh):
     return (2**-12 * 1.5 + TANH[tanh]) / (1 - 0.5)
 
 
+@ONE_DEVICE
+def test_small_gates_keep_their_digits_in_float32(on_cpu):
+    """tanh is off by 2^-21 of itself where it is less than 1/4, else by 2^-21: 2^-19 of itself."""
+    q, k, v, W, f, initial = draw(1, 1, 3, dtype=torch.float32)
+    k = k * 2.0 ** -torch.arange(k.shape[-1]).remainder(16)
+    inputs = [q, k, v, W, f, torch.zeros_like(initial)]
+    state, truth = run(inputs)[1], expected(inputs)[1]
+    assert ((state - truth).abs() <= 2**-19 * truth.abs()).all()
+
+
 @pytest.mark.parametrize("heads", [(1, 3), (3, 1)], ids=str)
 def test_heads_of_q_and_k(on_cpu, heads):
     inputs = draw(2, 20, 3, q_heads=heads[0], k_heads=heads[1], dtype=torch.float16)

@@ -10,7 +10,7 @@ namespace m2rnn {
 struct BackwardFp32Shared {
   Inputs in;
   float h[kSteps][kRows * kColumns];  // the state before each step
-  float a[kSteps][kRows * kColumns];  // r of `step`, then the gradient of tanh's argument
+  float a[kSteps][kRows * kColumns];  // z of `step`, then the gradient of tanh's argument
   float df[kSteps][kThreads / 32];
 };
 
@@ -96,11 +96,11 @@ __device__ void backward_stage(BackwardFp32Shared& shared, const Params& p, cons
 #pragma unroll
     for (int j = 3; j >= 0; --j) {
       const int s = s0 + j;
-      const float4 decay = shared.in.decay[s];
+      const float2 decay = shared.in.decay[s];
       const float q = shared.in.q[s][place];
-      float before[4], r[4], v[4], dy[4], a[4], g[4];
+      float before[4], z[4], v[4], dy[4], a[4], g[4];
       load4(before, &shared.h[s][slot()]);
-      load4(r, &shared.a[s][slot()]);
+      load4(z, &shared.a[s][slot()]);
       load4(v, &shared.in.v[s][column]);
       load4(dy, &shared.in.dy[s][column]);
       dq[j] = dk[j] = df[j] = 0.f;
@@ -111,8 +111,8 @@ __device__ void backward_stage(BackwardFp32Shared& shared, const Params& p, cons
           dh[e] = dh[e] > p.clamp ? p.clamp : dh[e] < -p.clamp ? -p.clamp : dh[e];
         }
         g[e] = fmaf(q, dy[e], dh[e]);
-        a[e] = g[e] * (decay.w * fmaf(-r[e], r[e], r[e]));
-        df[j] = fmaf(g[e], fmaf(2.f, r[e], before[e] - 1.f), df[j]);
+        a[e] = g[e] * (decay.y * fmaf(-z[e], z[e], 1.f));
+        df[j] = fmaf(g[e], before[e] - z[e], df[j]);
         dq[j] = fmaf(h[e], dy[e], dq[j]);
         dk[j] = fmaf(a[e], v[e], dk[j]);
         h[e] = before[e];
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, 3) backward_fp32(const __grid_consta
   Weight w, transposed;
   w.load(p.W + at.head * kColumns * kColumns, kColumns, 1, kTwoLog2E);
   transposed.load(p.W + at.head * kColumns * kColumns, 1, kColumns, 1.f);
-  float dh[4] = {}, dW[2][4] = {}, h[4], r[4];
+  float dh[4] = {}, dW[2][4] = {}, h[4], z[4];
   float starts[kMaxStages][4];  // the state before each stage of the chunk
   if (p.d_final) load4(dh, p.d_final + at.chain * state_size(p) + at.state);
 
@@ -220,8 +220,8 @@ __global__ void __launch_bounds__(kThreads, 3) backward_fp32(const __grid_consta
       float v[4];
       load4(v, &shared.in.v[s][column]);
       if (!now.replay) store4(&shared.h[s][slot()], h);
-      step(h, r, w, shared.in.k[s][row], v, shared.in.decay[s]);
-      if (!now.replay) store4(&shared.a[s][slot()], r);
+      step(h, z, w, shared.in.k[s][row], v, shared.in.decay[s]);
+      if (!now.replay) store4(&shared.a[s][slot()], z);
     }
     if (now.replay) {
 #pragma unroll

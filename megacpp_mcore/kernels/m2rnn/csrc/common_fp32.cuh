@@ -64,21 +64,31 @@ __device__ inline void product(float (&main)[2][4], float (&rest)[2][4], const f
   }
 }
 
-// h <- f h + (1 - f) z with z = tanh(h W + k v^T) = 1 - 2 r, r = 1 / (1 + 2^x). `w` and k are
-// multiplied by 2 log2(e) beforehand, so that x is the exponent. decay: (f, 1 - f, -2 (1 - f), .).
-// Error of z beyond that of its argument: at most 2^-21 (2^x has 2 ulp, r has 1).
-__device__ inline void step(float (&h)[4], float (&r)[4], const Weight& w, float k,
-                            const float (&v)[4], const float4& decay) {
+// tanh of x / (2 log2(e)), so that x is an exponent of two. It is 1 - 2 / (1 + 2^x), off by at most
+// 2^-21 (2^x has 2 ulp, the reciprocal 1). A gate near zero would lose its digits to that: where
+// |tanh| < 1/4 it is the series y - y^3 / 3 + ..., whose first dropped term is 2^-26 of it there.
+__device__ inline float tanh_of_exponent(float x) {
+  float power, r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(power + 1.f));
+  const float y = x * (1.f / kTwoLog2E), square = y * y;
+  float series = fmaf(square, 62.f / 2835.f, -17.f / 315.f);
+  series = fmaf(series, square, 2.f / 15.f);
+  series = fmaf(series, square, -1.f / 3.f);
+  return fabsf(y) < 0.25f ? fmaf(series * square, y, y) : fmaf(-2.f, r, 1.f);
+}
+
+// h <- f h + (1 - f) z with z = tanh(h W + k v^T). `w` and k are multiplied by 2 log2(e)
+// beforehand. decay: (f, 1 - f).
+__device__ inline void step(float (&h)[4], float (&z)[4], const Weight& w, float k,
+                            const float (&v)[4], const float2& decay) {
   float main[2][4], rest[2][4];
   product(main, rest, h, w);
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     const int n = e / 2, i = e % 2;
-    const float x = (main[n][i] + main[n][2 + i]) + fmaf(k, v[e], rest[n][i]);
-    float power;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r[e]) : "f"(power + 1.f));
-    h[e] = fmaf(decay.z, r[e], fmaf(decay.x, h[e], decay.y));
+    z[e] = tanh_of_exponent((main[n][i] + main[n][2 + i]) + fmaf(k, v[e], rest[n][i]));
+    h[e] = fmaf(decay.y, z[e], decay.x * h[e]);
   }
 }
 
@@ -94,7 +104,7 @@ __device__ inline int row_place(int row) { return (row & 1) * (kRows / 2) + (row
 // which leaves state and gradients unchanged.
 struct Inputs {
   float q[kSteps][kRows], k[kSteps][kRows], v[kSteps][kColumns], dy[kSteps][kColumns];
-  float4 decay[kSteps];  // f, 1 - f, -2 (1 - f), 4 (1 - f)
+  float2 decay[kSteps];  // f, 1 - f
 };
 
 // A block's next inputs, prefetched into registers.
@@ -141,10 +151,7 @@ struct Stage {
     const int part = threadIdx.x % 64;
     float* row = threadIdx.x < 64 ? to.v[part / 4] : to.dy[part / 4];
     *reinterpret_cast<float4*>(row + part % 4 * 4) = v;
-    if (threadIdx.x < kSteps) {
-      const float rest = 1.f - f;
-      to.decay[threadIdx.x] = make_float4(f, rest, -2.f * rest, 4.f * rest);
-    }
+    if (threadIdx.x < kSteps) to.decay[threadIdx.x] = make_float2(f, 1.f - f);
   }
 };
 
