@@ -23,14 +23,18 @@ def tile_zeroed(x, other, axis):
 
 
 def one_is_anothers(x, other, axis):
-    """One head, an eighth into the axis, has the values of the one after it; of a tensor of few
-    values, two of which may be nearly equal, the one that differs most from the next."""
-    x, head = x.clone(), x.shape[axis] // 8
+    """One head, an eighth into the axis, has the values of the one after it; of an axis longer than
+    any of heads (tokens, vocabulary rows) a 128th of it, which a tile of a kernel covers. Of a
+    tensor of few values, two of which may be nearly equal, the one that differs most from the next.
+    """
+    x, size = x.clone(), x.shape[axis]
+    width = -(-size // 128)
+    head = min(size // 8, size - 2 * width)
     if x.numel() < 64:
         others = [other for other in range(x.dim()) if other != axis]
         steps = x.double().diff(dim=axis).square()
         head = int((steps.sum(others) if others else steps).argmax())
-    x.select(axis, head).copy_(x.select(axis, head + 1).clone())
+    x.narrow(axis, head, width).copy_(x.narrow(axis, head + width, width).clone())
     return x
 
 
