@@ -64,9 +64,9 @@ __device__ inline void product(float (&main)[2][4], float (&rest)[2][4], const f
   }
 }
 
-// tanh of x / (2 log2(e)), so that x is an exponent of two. It is 1 - 2 / (1 + 2^x), off by at most
+// tanh of y = x / (2 log2(e)): x is an exponent of two. It is 1 - 2 / (1 + 2^x), off by at most
 // 2^-21 (2^x has 2 ulp, the reciprocal 1). A gate near zero would lose its digits to that: where
-// |tanh| < 1/4 it is the series y - y^3 / 3 + ..., whose first dropped term is 2^-26 of it there.
+// |y| < 1/4 it is the series y - y^3 / 3 + ..., whose first dropped term is 2^-26 of it there.
 __device__ inline float tanh_of_exponent(float x) {
   float power, r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
