@@ -165,6 +165,22 @@ def test_small_gates_keep_their_digits_in_float32(on_cpu):
     assert ((state - truth).abs() <= 2**-19 * truth.abs()).all()
 
 
+def test_saturated_gates_keep_the_digits_of_their_slope_in_float32(on_cpu):
+    """One row and no state: dv is (1 - z^2) k times the state's gradient, value by value.
+
+    The slope's own error is a few roundings; a relative error of tanh's argument y, three roundings
+    here, comes in 2 |y| times: 16 * 3 * 2^-24 < 2^-18.
+    """
+    q, k, v, W, f, initial = draw(1, 1, 3, dtype=torch.float32)
+    k = torch.zeros_like(k)
+    k[..., 0] = 1.5
+    v = torch.linspace(-5.3, 5.3, v.numel()).view_as(v)
+    inputs = [torch.zeros_like(q), k, v, W, f, torch.zeros_like(initial)]
+    dv, truth = run(inputs)[NAMES.index("dv")], expected(inputs)[NAMES.index("dv")]
+    assert (truth != 0).sum() > 40
+    assert ((dv - truth).abs() <= 2**-17 * truth.abs()).all()
+
+
 @pytest.mark.parametrize("heads", [(1, 3), (3, 1)], ids=str)
 def test_heads_of_q_and_k(on_cpu, heads):
     inputs = draw(2, 20, 3, q_heads=heads[0], k_heads=heads[1], dtype=torch.float16)

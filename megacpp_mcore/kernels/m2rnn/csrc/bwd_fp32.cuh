@@ -10,7 +10,7 @@ namespace m2rnn {
 struct BackwardFp32Shared {
   Inputs in;
   float h[kSteps][kRows * kColumns];  // the state before each step
-  float a[kSteps][kRows * kColumns];  // z of `step`, then the gradient of tanh's argument
+  float a[kSteps][kRows * kColumns];  // gates of `step`, then the gradient of tanh's argument
   float df[kSteps][kThreads / 32];
 };
 
@@ -98,9 +98,9 @@ __device__ void backward_stage(BackwardFp32Shared& shared, const Params& p, cons
       const int s = s0 + j;
       const float2 decay = shared.in.decay[s];
       const float q = shared.in.q[s][place];
-      float before[4], z[4], v[4], dy[4], a[4], g[4];
+      float before[4], gates[4], v[4], dy[4], a[4], g[4];
       load4(before, &shared.h[s][slot()]);
-      load4(z, &shared.a[s][slot()]);
+      load4(gates, &shared.a[s][slot()]);
       load4(v, &shared.in.v[s][column]);
       load4(dy, &shared.in.dy[s][column]);
       dq[j] = dk[j] = df[j] = 0.f;
@@ -111,8 +111,9 @@ __device__ void backward_stage(BackwardFp32Shared& shared, const Params& p, cons
           dh[e] = dh[e] > p.clamp ? p.clamp : dh[e] < -p.clamp ? -p.clamp : dh[e];
         }
         g[e] = fmaf(q, dy[e], dh[e]);
-        a[e] = g[e] * (decay.y * fmaf(-z[e], z[e], 1.f));
-        df[j] = fmaf(g[e], before[e] - z[e], df[j]);
+        const Gate gate{gates[e]};
+        a[e] = g[e] * (decay.y * gate.slope());
+        df[j] = fmaf(g[e], before[e] - gate.z(), df[j]);
         dq[j] = fmaf(h[e], dy[e], dq[j]);
         dk[j] = fmaf(a[e], v[e], dk[j]);
         h[e] = before[e];
@@ -188,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, 3) backward_fp32(const __grid_consta
   Weight w, transposed;
   w.load(p.W + at.head * kColumns * kColumns, kColumns, 1, kTwoLog2E);
   transposed.load(p.W + at.head * kColumns * kColumns, 1, kColumns, 1.f);
-  float dh[4] = {}, dW[2][4] = {}, h[4], z[4];
+  float dh[4] = {}, dW[2][4] = {}, h[4], gates[4];
   float starts[kMaxStages][4];  // the state before each stage of the chunk
   if (p.d_final) load4(dh, p.d_final + at.chain * state_size(p) + at.state);
 
@@ -220,8 +221,8 @@ __global__ void __launch_bounds__(kThreads, 3) backward_fp32(const __grid_consta
       float v[4];
       load4(v, &shared.in.v[s][column]);
       if (!now.replay) store4(&shared.h[s][slot()], h);
-      step(h, z, w, shared.in.k[s][row], v, shared.in.decay[s]);
-      if (!now.replay) store4(&shared.a[s][slot()], z);
+      step(h, gates, w, shared.in.k[s][row], v, shared.in.decay[s]);
+      if (!now.replay) store4(&shared.a[s][slot()], gates);
     }
     if (now.replay) {
 #pragma unroll

@@ -64,31 +64,53 @@ __device__ inline void product(float (&main)[2][4], float (&rest)[2][4], const f
   }
 }
 
-// tanh of y = x / (2 log2(e)): x is an exponent of two. It is 1 - 2 / (1 + 2^x), off by at most
-// 2^-21 (2^x has 2 ulp, the reciprocal 1). A gate near zero would lose its digits to that: where
-// |y| < 1/4 it is the series y - y^3 / 3 + ..., whose first dropped term is 2^-26 of it there.
-__device__ inline float tanh_of_exponent(float x) {
-  float power, r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(power + 1.f));
-  const float y = x * (1.f / kTwoLog2E), square = y * y;
-  float series = fmaf(square, 62.f / 2835.f, -17.f / 315.f);
-  series = fmaf(series, square, 2.f / 15.f);
-  series = fmaf(series, square, -1.f / 3.f);
-  return fabsf(y) < 0.25f ? fmaf(series * square, y, y) : fmaf(-2.f, r, 1.f);
+__device__ inline float reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
 }
 
+// z = tanh(y) and its slope 1 - z^2, of one number in which both have all their digits. With
+// p = e^(2 |y|) and r = 1 / (1 + p), |z| = 1 - 2 r is off by at most 2^-21 (p has 2 ulp, r has 1),
+// which is too much for a small gate: where |y| < 1/4 the number is z itself, the series
+// y - y^3 / 3 + ..., whose first dropped term is 2^-26 of it there. Elsewhere it is 1 + p with the
+// sign of z: the slope 4 r (1 - r) of a saturated gate is far smaller than z's rounding.
+struct Gate {
+  float kept;
+
+  // y is x / (2 log2(e)): |x| is the exponent of p as a power of two.
+  __device__ static Gate of_exponent(float x) {
+    float p;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(p) : "f"(fabsf(x)));
+    const float y = x * (1.f / kTwoLog2E), square = y * y;
+    float series = fmaf(square, 62.f / 2835.f, -17.f / 315.f);
+    series = fmaf(series, square, 2.f / 15.f);
+    series = fmaf(series, square, -1.f / 3.f);
+    return {fabsf(y) < 0.25f ? fmaf(series * square, y, y) : copysignf(1.f + p, x)};
+  }
+  __device__ bool small() const { return fabsf(kept) < 1.f; }
+  __device__ float z() const {
+    return small() ? kept : copysignf(fmaf(-2.f, reciprocal(fabsf(kept)), 1.f), kept);
+  }
+  __device__ float slope() const {
+    const float r = reciprocal(fabsf(kept));
+    return small() ? fmaf(-kept, kept, 1.f) : 4.f * fmaf(-r, r, r);
+  }
+};
+
 // h <- f h + (1 - f) z with z = tanh(h W + k v^T). `w` and k are multiplied by 2 log2(e)
-// beforehand. decay: (f, 1 - f).
-__device__ inline void step(float (&h)[4], float (&z)[4], const Weight& w, float k,
+// beforehand. decay: (f, 1 - f). gates: what `Gate` keeps of each z.
+__device__ inline void step(float (&h)[4], float (&gates)[4], const Weight& w, float k,
                             const float (&v)[4], const float2& decay) {
   float main[2][4], rest[2][4];
   product(main, rest, h, w);
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     const int n = e / 2, i = e % 2;
-    z[e] = tanh_of_exponent((main[n][i] + main[n][2 + i]) + fmaf(k, v[e], rest[n][i]));
-    h[e] = fmaf(decay.y, z[e], decay.x * h[e]);
+    const Gate gate =
+        Gate::of_exponent((main[n][i] + main[n][2 + i]) + fmaf(k, v[e], rest[n][i]));
+    gates[e] = gate.kept;
+    h[e] = fmaf(decay.y, gate.z(), decay.x * h[e]);
   }
 }
 

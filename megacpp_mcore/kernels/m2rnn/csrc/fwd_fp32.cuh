@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kThreads, 4) forward_fp32(const __grid_constan
       static_cast<float*>(p.checkpoints) + at.first_chunk * state_size(p) + at.state;
   Weight w;
   w.load(p.W + at.head * kColumns * kColumns, kColumns, 1, kTwoLog2E);
-  float h[4] = {}, z[4];
+  float h[4] = {}, gates[4];
   if (p.initial) load4(h, p.initial + at.chain * state_size(p) + at.state);
 
   Stage next;
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, 4) forward_fp32(const __grid_constan
     for (int s = 0; s < kSteps; ++s) {
       float v[4];
       load4(v, &shared.in.v[s][column]);
-      step(h, z, w, shared.in.k[s][row], v, shared.in.decay[s]);
+      step(h, gates, w, shared.in.k[s][row], v, shared.in.decay[s]);
       store4(&shared.h[s][slot()], h);
     }
     __syncthreads();
