@@ -115,7 +115,7 @@ def truth_of(
     """The definition in dtype `wide`, from the values that the tensors of `dtype` hold.
 
     directions: one gradient an output; by default random ones, rounded to the outputs' dtypes so
-    that a backend gets the same. by_region: also computed in `dtype`, regions.DRAWS times, so that
+    that a backend gets the same. by_region: also computed in `dtype`, several times, so that
     `errors` judges each region of each tensor.
     """
     widened = {n: t.to(wide) if t.is_floating_point() else t for n, t in tensors.items()}
@@ -145,7 +145,8 @@ def _draws(case: Case, tensors: Tensors, directions: Tensors) -> dict[str, list[
     """The definition in the tensors' own dtypes: of the tensors, and of others in which one value
     in four of each input is the next to it, up or down."""
     bound, found = BoundBackend(case.reference), {}
-    for number in range(regions.DRAWS):
+    values = sum(tensors[name].numel() for name in case.inputs)
+    for number in range(regions.number_of_draws(values)):
         given = dict(tensors)
         for name in case.inputs if number else ():
             given[name] = regions.jittered(tensors[name], number)

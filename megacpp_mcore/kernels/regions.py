@@ -7,10 +7,10 @@ along each pair of axes into tiles, and in every region
     rms(error) <= factor * rms(rounding) + allowed * rms(truth) + floor
 
 `rounding` is the error of the definition itself, computed in the model's dtype instead of the wide
-one: measured in that region, in DRAWS computations whose inputs differ by single roundings, so that
-no lucky one counts. Where a region's own is less than the tensor's median (in units of the truth)
-the median counts. `allowed` and `floor` are for roundings that a backend has and the definition
-has not: the first as large as the truth, the second as large everywhere.
+one: measured in that region, in several computations whose inputs differ by single roundings, so
+that no lucky one counts (`number_of_draws`). Where a region's own is less than the tensor's median
+(in units of the truth) the median counts. `allowed` and `floor` are for roundings that a backend
+has and the definition has not: the first as large as the truth, the second as large everywhere.
 
 A factor common to a region is found long before its rms is too large, since roundings are as often
 up as down: `scale` is (error . truth) / (truth . truth), and its bound that of the draws, an
@@ -28,6 +28,9 @@ import torch
 from torch import Tensor
 
 DRAWS = 3
+# Of few values a region's error may be that of one number, a head's scale: one in seven of a normal
+# distribution is beyond twice the rms of three draws, one in 2,000 beyond twice the largest of 16.
+DRAWS_OF_FEW, _FEW = 16, 2**12
 # A backend rounds in other places and orders than the definition. Where its rounding is coarse, no
 # more than twice may be allowed, or 1.05 times a gradient passes; float32's is far finer than that.
 FACTOR, FACTOR_OF_FINE, _FINE = 2.0, 8.0, 1e-4
@@ -58,8 +61,9 @@ class Rounding:
 
     @property
     def squared(self) -> Tensor:
-        """The mean of the draws' squared errors, on the grid."""
-        return torch.stack([draw.squared for draw in self.draws]).mean(0)
+        """The draws' squared errors on the grid: of DRAWS their mean, of more the largest."""
+        squared = torch.stack([draw.squared for draw in self.draws])
+        return squared.amax(0) if len(squared) > DRAWS else squared.mean(0)
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,11 @@ class Distance:
         if self.bound:
             return self.error / self.bound
         return math.inf if self.error else 0.0
+
+
+def number_of_draws(values: int) -> int:
+    """How many computations show the rounding of a case whose inputs have so many values."""
+    return DRAWS_OF_FEW if values <= _FEW else DRAWS
 
 
 def grid(values: Tensor) -> Tensor:
