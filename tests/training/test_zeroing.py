@@ -15,7 +15,7 @@ def outcomes(tmp_path_factory):
     return {kind: zeroing_rank.found(path, kind) for kind in zeroing_rank.KINDS}
 
 
-@pytest.mark.parametrize("kind", ["ours", "ours-overlap"])
+@pytest.mark.parametrize("kind", ["ours", "ours-overlap", "apart"])
 def test_gradients_of_every_step_are_megatrons_to_the_bit(outcomes, kind):
     """The buffers held NaN before each step. Two micro batches: the first written, then added."""
     for found, expected in zip(
@@ -27,8 +27,10 @@ def test_gradients_of_every_step_are_megatrons_to_the_bit(outcomes, kind):
             assert torch.equal(found[name], gradient), name
 
 
-def test_the_experts_weights_alone_are_not_zeroed(outcomes):
-    found = outcomes["ours"]
+@pytest.mark.parametrize("kind", ["ours", "apart"])
+def test_the_experts_weights_alone_are_not_zeroed(outcomes, kind):
+    found = outcomes[kind]
+    assert found["buffers"] == [1, int(kind == "apart")]
     assert found["experts"] and found["spared"] == found["bytes"]
     assert found["left"] == [found["experts"]] * zeroing_rank.STEPS
     assert outcomes["megatron"]["left"] == [set()] * zeroing_rank.STEPS

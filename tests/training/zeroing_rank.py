@@ -12,6 +12,7 @@ from main_grad_ranks import MICRO_BATCHES, _train
 from ranks import meet, start
 
 from megacpp_mcore.kernels import main_grad
+from megacpp_mcore.layers import experts
 from megacpp_mcore.layers.experts import FusedExperts
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.recipe.lowering import lower
@@ -25,7 +26,8 @@ STEPS = 3
 MODEL = ("model.pattern=AE", "model.depth=4", "mtp.pattern=E", "mtp.mtp_num_layers=1",
          "moe.num_experts=5", "moe.moe_router_topk=2", "moe.moe_ffn_hidden_size=8",
          "moe.moe_shared_expert_intermediate_size=8", "backends.moe_experts=fused_moe")  # fmt: skip
-KINDS = ("megatron", "ours", "ours-overlap", "idle", "local")
+KINDS = ("megatron", "ours", "ours-overlap", "apart", "idle", "local")
+# "apart": the experts' weights have a buffer to themselves, as with expert parallelism.
 IDLE = "decoder.layers.1."  # of "idle": its experts do not run
 
 
@@ -47,6 +49,7 @@ def _rank(rank: int, folder: str) -> None:
     _without_cuda()
     meet(rank, 1)
     parallel_state.initialize_model_parallel()
+    _with_weights_apart()
     for surface, name in (("moe_experts", "fused_moe"), ("moe_dispatch", "unmoved")):
         backends = tuple(
             replace(b, supports=always) if b.name == name else b for b in REGISTRY[surface].backends
@@ -79,6 +82,7 @@ def _outcome(kind: str) -> dict:
         "main_grad": sums, "spared": spared, "left": left,
         "experts": {names[p] for m in fused for p in m.parameters()},
         "bytes": sum(4 * p.numel() for m in fused for p in m.parameters()),
+        "buffers": [len(chunk.buffers), len(chunk.expert_parallel_buffers)],
         "due": [names[p] for p in names if main_grad.is_due(p)],
     }  # fmt: skip
 
@@ -96,12 +100,27 @@ def _built(kind: str) -> tuple:
     config = model_config(args, recipe)
     config.transformer.gradient_accumulation_fusion = True
     torch.manual_seed(1)
+    _Apart.wanted = kind == "apart"
     with quiet():
         (chunk,) = MegacppModelBuilder(config).build_distributed_models(
             ProcessGroupCollection.use_mpu_process_groups(), get_megatron_ddp_config(args),
             mixed_precision_wrapper=None,
         )  # fmt: skip
     return chunk, args
+
+
+class _Apart:
+    wanted = False
+
+
+def _with_weights_apart() -> None:
+    plain = experts._Weights.__init__
+
+    def init(self, *args, **kwargs) -> None:
+        plain(self, *args, **kwargs)
+        self.weight.allreduce &= not _Apart.wanted
+
+    experts._Weights.__init__ = init
 
 
 def _do_not_run(model: torch.nn.Module, names: dict) -> None:

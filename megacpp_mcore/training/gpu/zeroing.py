@@ -85,7 +85,9 @@ class _Buffer:
     def reset(self) -> None:
         """Reset the buffer in place of Megatron's, which fills all of it."""
         data = self._buffer.grad_data
-        rest = [data[start:stop] for start, stop in self._others]
-        torch._foreach_zero_([*rest, *self._buffer.extra_main_grads])
+        zeroed = [data[start:stop] for start, stop in self._others]
+        zeroed += self._buffer.extra_main_grads
+        if zeroed:  # with expert parallelism the experts' weights have a buffer to themselves
+            torch._foreach_zero_(zeroed)
         for weight in self.overwritten:
             main_grad.expect_first(weight)
