@@ -7,10 +7,12 @@ import no_sync_rank
 import pytest
 import torch
 from synchronisations import waits_inside
+from torch.autograd import DeviceType
 
 
-def event(name: str, start: int, end: int) -> SimpleNamespace:
-    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
+def event(name: str, start: int, end: int, device: DeviceType = DeviceType.CPU) -> SimpleNamespace:
+    time_range = SimpleNamespace(start=start, end=end)
+    return SimpleNamespace(name=name, time_range=time_range, device_type=device)
 
 
 PROFILE = [
@@ -21,6 +23,7 @@ PROFILE = [
     event("cudaStreamWaitEvent", 13, 14),
     event("cudaStreamSynchronize", 14, 15),
     event("cudaStreamSynchronize", 19, 25),
+    event("a step", 18, 35, DeviceType.CUDA),  # its kernels end while the host reads
     event("a read", 30, 40),
     event("cudaEventSynchronize", 31, 39),
     event("cudaDeviceSynchronize", 50, 51),
