@@ -1,6 +1,7 @@
 """A small HybridModel trained once: its gradients, and what it keeps for the backward pass."""
 
 import os
+import weakref
 
 import pytest
 import torch
@@ -21,6 +22,14 @@ GPU_SIZES = [
     "launch.distributed_backend=nccl", "launch.use_cpu_initialization=false",
     "model.transformer_impl=transformer_engine", "moe.moe_token_dispatcher_type=alltoall",
 ]  # fmt: skip
+
+
+class _Saved:
+    """A tensor that a graph holds for its backward pass, alive as long as that needs it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
 
 Kept = tuple[dict[str, torch.Tensor], int]
 
@@ -49,24 +58,26 @@ def _train_once(recipe: Recipe, device: str, modules: list[str] | None) -> Kept:
         if args.bf16:
             model = model.bfloat16()
         own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        kept: dict[int, int] = {}
+        kept = weakref.WeakSet()
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
+        def pack(tensor: torch.Tensor) -> _Saved:
+            saved = _Saved(tensor)
+            if tensor.untyped_storage().data_ptr() not in own:
+                kept.add(saved)
+            return saved
 
         generator = torch.Generator().manual_seed(1)
         tokens = torch.randint(256, (2, recipe.model.seq_length + 1), generator=generator)
         tokens = tokens.to(device)
         positions = torch.arange(recipe.model.seq_length, device=device).expand(2, -1)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
             losses = model(
                 input_ids=tokens[:, :-1], position_ids=positions, attention_mask=None,
                 labels=tokens[:, 1:].contiguous(), loss_mask=torch.ones_like(positions).float(),
             )  # fmt: skip
-        size = sum(kept.values())
+        # Counted now: what is discarded to be recomputed has given its storage back since.
+        storages = (saved.tensor.untyped_storage() for saved in kept)
+        size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         losses.float().mean().backward()
         found = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
     return {"losses": losses.detach().cpu(), **found}, size
