@@ -1,11 +1,17 @@
 """GPU tests on several workers: a GPU for each, the longest first, and notes of every outcome."""
 
+import fcntl
 import json
 import os
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
 
+LONGEST_WAIT_S = 120  # for memory, of the 300 s that a test may take
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")  # "gw3"
 NOTES = os.environ.get("MEGACPP_GPU_TEST_NOTES")  # set by run.sh
 if WORKER and NOTES:
@@ -30,9 +36,22 @@ def _place(item: pytest.Item) -> int:
     return -place if item.get_closest_marker("alone") else place
 
 
+def _spread(items: list, some: list, among: list) -> None:
+    """Put `some` of the items between those of `among`, as evenly as their numbers allow."""
+    each = len(among) // len(some)
+    for number, item in enumerate(some):
+        items.remove(item)
+        items.insert(items.index(among[number * each]) + 1, item)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
     items.sort(key=_place)
+    # One at a time on each GPU: workers that wait for one another would be idle.
+    large = [item for item in items if "memory_to_itself" in item.fixturenames]
+    small = [item for item in items if item.path.stem == "test_kernels_gpu"]
+    if large and len(small) > len(large):
+        _spread(items, large, small)
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +68,26 @@ def memory_for_the_others():
         if WORKER:
             os._exit(1)
         pytest.exit(f"the CUDA context is lost: {error}", returncode=1)
+
+
+@pytest.fixture
+def memory_to_itself():
+    """A function that waits until that many GiB of the GPU are free, and keeps other tests that
+    wait so from taking them: a neighbour's hundredth of a second too late is out of memory."""
+    with ExitStack() as held:
+
+        def wait(gib: float) -> None:
+            if not WORKER:
+                return
+            name = f"megacpp-gpu-tests-{torch.cuda.get_device_properties(0).uuid}.lock"
+            lock = held.enter_context(open(Path(tempfile.gettempdir(), name), "w"))
+            held.callback(torch.cuda.empty_cache)
+            deadline = time.monotonic() + LONGEST_WAIT_S
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            while torch.cuda.mem_get_info()[0] < gib * 2**30 and time.monotonic() < deadline:
+                time.sleep(0.2)
+
+        yield wait
 
 
 def note(**what) -> None:

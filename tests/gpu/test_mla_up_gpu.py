@@ -22,7 +22,8 @@ pytestmark = [
 NAM56R = {"batch": 4, "seq": 4096, "heads": 56, "plain": 64, "pos": 64, "v": 64, "q_rank": 64,
           "kv_rank": 64}  # fmt: skip
 REPEATS = 50
-MOST_FOR_DOCUMENTS = 1.1  # eight a row, of the time of whole rows
+# What packed documents take more than whole rows: eight small launches that look their angles up.
+MOST_FOR_DOCUMENTS = 8 * 0.010  # ms
 
 
 def linears_and_rope(
@@ -124,4 +125,4 @@ def test_it_is_faster_than_what_it_replaces():
                 times
             )
         packed = times["ours", phase, 8]
-        assert packed <= MOST_FOR_DOCUMENTS * times["ours", phase, 0], times
+        assert packed <= times["ours", phase, 0] + MOST_FOR_DOCUMENTS, times
