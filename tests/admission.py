@@ -39,6 +39,7 @@ from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _SEED = "MEGACPP_TEST_SEED"
+BY_CHANCE = 1.5  # times the bound: beyond it an error is wrong whatever it is with other inputs
 _OPCHECK = ("test_schema", "test_autograd_registration", "test_faketensor",
             "test_aot_dispatch_dynamic")  # fmt: skip
 
@@ -287,28 +288,38 @@ def _compare(
 
     arrange: another layout for inputs and gradients. direction: a gradient instead of random ones.
     may_refuse: a MegacppError is an answer, too. poison: fresh memory holds NaN during the call.
-    by_region: each region of each tensor is judged by what rounding does to the definition there.
+    by_region: each region of each tensor is judged by what rounding does to the definition there,
+    which says of a few draws how far another may be off. What is beyond that by less than BY_CHANCE
+    must be within it with other inputs.
     """
+
+    def judged(case: Case, dtype: torch.dtype, seed: int) -> list[parity.Error] | None:
+        """None: the backend refuses it."""
+        tensors = parity.drawn(case, dtype, subject.device, seed)
+        bound = subject.bind(case, dtype)
+        if may_refuse and _refuses(bound, tensors):
+            return None
+        truth = parity.truth_of(case, tensors, dtype, torch.float64, by_region=by_region)
+        if direction is not None:
+            given = {n: direction(y).to(y.device) for n, y in truth.directions.items()}
+            truth = parity.truth_of(case, tensors, dtype, torch.float64, given)
+        if arrange is not None:
+            tensors = {n: arrange(t) for n, t in tensors.items()}
+            rearranged = {n: arrange(d) for n, d in truth.directions.items()}
+            truth = replace(truth, directions=rearranged)
+        with poisoned_memory(subject.device) if poison else contextlib.nullcontext():
+            values = parity.run(case, bound, tensors, truth.directions)
+        return parity.errors(case, values, truth, dtype)
+
     with single_process(0, subject.device):
         tested = 0
         for what, case, dtype in subject.samples(start):
-            seed = _seed()
-            tensors = parity.drawn(case, dtype, subject.device, seed)
-            bound = subject.bind(case, dtype)
-            if may_refuse and _refuses(bound, tensors):
-                tested += 1
-                continue
-            truth = parity.truth_of(case, tensors, dtype, torch.float64, by_region=by_region)
-            if direction is not None:
-                given = {n: direction(y).to(y.device) for n, y in truth.directions.items()}
-                truth = parity.truth_of(case, tensors, dtype, torch.float64, given)
-            if arrange is not None:
-                tensors = {n: arrange(t) for n, t in tensors.items()}
-                rearranged = {n: arrange(d) for n, d in truth.directions.items()}
-                truth = replace(truth, directions=rearranged)
-            with poisoned_memory(subject.device) if poison else contextlib.nullcontext():
-                values = parity.run(case, bound, tensors, truth.directions)
-            _assert_within(f"{what}, {_SEED}={seed}", parity.errors(case, values, truth, dtype))
+            for _ in range(2):
+                seed = _seed()
+                errors = judged(case, dtype, seed)
+                if not (errors and 1 < errors[0].share <= BY_CHANCE and _SEED not in os.environ):
+                    break
+            _assert_within(f"{what}, {_SEED}={seed}", errors or [])
             tested += 1
     # What dispatch does not serve, it has refused.
     assert tested or may_refuse, f"no {start!r} sample is served on {subject.device}"

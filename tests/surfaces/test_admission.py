@@ -1,5 +1,6 @@
 """The admission suite finds what it is there to find: every check fails on a norm broken for it."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 from admission import CHECKS, Subject, admit
 
 from megacpp_mcore import dispatch
+from megacpp_mcore.kernels import parity
 from megacpp_mcore.kernels.case import case_class
 from megacpp_mcore.kernels.norm import rms_norm
+from megacpp_mcore.kernels.parity import Error
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend
 from megacpp_mcore.surfaces.registry import REGISTRY
 from megacpp_mcore.surfaces.support import always
@@ -161,6 +164,29 @@ def test_a_broken_backend_fails(check, register):
     cls, message = BROKEN[check]
     with pytest.raises((AssertionError, RuntimeError), match=message):
         admit(register(cls), check)
+
+
+@pytest.mark.parametrize(
+    ("shares", "passes"), [((1.2, 0.9), True), ((1.2, 1.2), False), ((1.6, 0.9), False)]
+)
+def test_what_is_just_beyond_a_bound_must_be_within_it_with_other_inputs(
+    shares, passes, register, monkeypatch
+):
+    found = iter([share, 1.0] for share in shares)
+    monkeypatch.setattr(
+        parity, "errors", lambda *judged: [Error("y", share, 1.0) for share in next(found, [0.5])]
+    )
+    with contextlib.nullcontext() if passes else pytest.raises(AssertionError, match="y: error"):
+        admit(register(Norm), "parity")
+
+
+def test_a_seed_that_is_given_is_judged_once(register, monkeypatch):
+    monkeypatch.setenv("MEGACPP_TEST_SEED", "3")
+    judged = []
+    monkeypatch.setattr(parity, "errors", lambda *_: judged.append(1) or [Error("y", 1.2, 1.0)])
+    with pytest.raises(AssertionError, match="MEGACPP_TEST_SEED=3: y: error"):
+        admit(register(Norm), "parity")
+    assert judged == [1]
 
 
 def test_a_fallback_that_is_wrong_fails(register, monkeypatch):
