@@ -148,11 +148,13 @@ class Mamba3ScanCase(Case):
     def floors(
         self, truth: Tensors, directions: Tensors, dtype: torch.dtype, **tensors: Tensor
     ) -> dict[str, float | Tensor]:
-        return {
+        walks = {
             name: random_walk_bound(truth[name], self.seq, dtype)
             for name in ("dangles", "ddt")
             if name in truth
         }
+        # Where scan and skip cancel, the scan's own rounding does not.
+        return walks | {name: turned(truth[name], dtype) for name in ("y", "dz") if name in truth}
 
     def summands(
         self, values: Tensors, directions: Tensors, *, v: Tensor, z: Tensor, **tensors: Tensor
@@ -175,6 +177,14 @@ class Mamba3ScanCase(Case):
         rank = self.rank or 1
         state = self.heads * self.state_dim * self.head_dim
         return 4 * self.batch * self.seq * state * rank
+
+
+def turned(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The floor of y and of its gate's gradient, x (B, S, H, P), one a head: the angles between q
+    and k, up to 2 pi, may be kept in the dtype, with an error as likely anywhere within half an
+    epsilon of that."""
+    rms = x.double().square().mean((0, 1, 3), keepdim=True).sqrt().nan_to_num(0.0)
+    return (2 * math.pi / 3**0.5 * torch.finfo(dtype).eps / 2 * rms).to(x.dtype)
 
 
 def random_walk_bound(gradient: Tensor, seq: int, dtype: torch.dtype) -> float:
