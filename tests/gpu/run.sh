@@ -2,7 +2,8 @@
 # The GPU tests, side by side on every GPU: tests/gpu/run.sh FOLDER [FILE or TEST ...]
 #
 # FOLDER gets a log for each file: commit or tree, device, every test's outcome and seconds. WORKERS
-# (8) processes share a GPU; tests marked `alone` follow, one a GPU. TEST_LIMIT (300) is what a test
+# (4) processes share a GPU, which has 16 cores to compile their kernels: with 7 they took longer.
+# Tests marked `alone` follow, one a GPU. TEST_LIMIT (300) is what a test
 # may take that does not say it itself, LIMIT and ALONE_LIMIT (3600) what either part may take, in
 # seconds: what was not run by then is listed so. The exit status is 1 unless all ran and passed.
 set -uo pipefail
@@ -48,7 +49,7 @@ for pid in Marked(sys.argv[1]).pids():
     print("killed what a test had left:", open(f"/proc/{pid}/cmdline").read().replace("\0", " "))
     os.kill(pid, 9)' "$mark"
 }
-part "${LIMIT:-3600}" $((${WORKERS:-8} * gpus)) "gpu and not alone" "$@"
+part "${LIMIT:-3600}" $((${WORKERS:-4} * gpus)) "gpu and not alone" "$@"
 logs >/dev/null # for whoever stops this script in its second part
 part "${ALONE_LIMIT:-3600}" "$gpus" "gpu and alone" "$@"
 logs

@@ -18,6 +18,7 @@ SCRIPTS = Path(__file__).parent / "reproducers"
 PATCHES = ("mla-rope-head-mask", "mimo-grouped-backward", "saved-tensors-once")
 
 
+@pytest.mark.timeout(600)  # two fresh processes, which compile the scan's kernels
 @pytest.mark.parametrize("name", PATCHES)
 def test_the_defect_shows_on_the_gpu_without_the_lane_and_not_with_it(name):
     lane = manifest.load()
