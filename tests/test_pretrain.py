@@ -568,6 +568,7 @@ def test_the_receipt_is_gathered_inside_the_loop(watched, tmp_path):
     assert "launch_s" not in result  # no launcher
     assert result["flops_per_token"] == flops.training_flops(watch.launch.recipe)
     assert result["triton_cache_entries_at_start"] == 0
+    assert result["triton_kernels_compiled"] == 0 and result["torch_compile_s"] >= 0
     assert result["tflops_per_s_per_device"] > 0 and result["mfu"] is None  # no known peak
     assert result["parameter_bytes"] == 4 * (2 * 3 + 3)
     seconds = receipt["goodput"]["seconds"]

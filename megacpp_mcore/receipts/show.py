@@ -51,6 +51,11 @@ _LABELS = {  # a result's name -> what it is, where the name alone does not say 
     "cold_start_s": "process start to end of step 1, s",
     "launch_s": "launcher before that, s",
     "first_step_ms": "first step, ms",
+    "triton_cache_entries_at_start": "Triton's kernels in the cache before",
+    "triton_kernels_compiled": "Triton's kernels compiled by the end of step 1",
+    "triton_compile_s": "time to compile them, s",
+    "slowest_kernels_compiled": "the slowest to compile",
+    "torch_compile_s": "time of torch.compile by then, s",
     "rank_parameters": "parameters of rank 0",
 }
 _DETAILS = ("flops_formula", "mfu_peak", "flops_per_token", "mfu_peak_tflops")  # with verbose only

@@ -1,29 +1,35 @@
-"""What this process has compiled and captured: how often, how many bytes, and its release."""
+"""What this process has compiled and captured: how often, how long, how many bytes, and its
+release."""
 
 import contextlib
 import functools
 import gc
 import sys
 from collections.abc import Iterator
+from typing import Any
+
+_SLOWEST = 5
 
 
 @functools.cache
-def _triton() -> list[int]:
-    """The number of Triton kernels compiled, in a list of one; a kernel read from a cache is none.
+def _triton() -> list[tuple[str, float]]:
+    """The Triton kernels compiled since the first call, each with its seconds; a kernel read from
+    a cache is none.
 
-    The counter takes Triton's one listener, and calls the listener that was there before.
+    Takes Triton's one listener, and calls the listener that was there before.
     """
     import triton
 
-    count, earlier = [0], triton.knobs.compilation.listener
+    compiled, earlier = [], triton.knobs.compilation.listener
 
-    def listen(*, cache_hit: bool, **more) -> None:
-        count[0] += not cache_hit
+    def listen(*, src: Any, times: Any, cache_hit: bool, **more: Any) -> None:
+        if not cache_hit:
+            compiled.append((src.name, times.total / 1e6))
         if earlier:
-            earlier(cache_hit=cache_hit, **more)
+            earlier(src=src, times=times, cache_hit=cache_hit, **more)
 
     triton.knobs.compilation.listener = listen
-    return count
+    return compiled
 
 
 def compilations() -> int:
@@ -34,10 +40,34 @@ def compilations() -> int:
     import torch
 
     return (
-        _triton()[0]
+        len(_triton())
         + torch._dynamo.utils.counters["stats"]["unique_graphs"]
         + sum(graph is not None for graph in _steps())
     )
+
+
+def compile_times() -> dict[str, int | float | str]:
+    """Where this process's time of compilation went, as results of its receipt: Triton's kernels,
+    the slowest of them, and torch.compile, Triton's time within it included.
+
+    The kernels that torch.compile's own workers compile are in its time alone; what others compile
+    (FlashAttention-4, cuDNN's searches) is in the first step's alone.
+    """
+    from torch._dynamo.utils import compilation_time_metrics
+
+    kernels = sorted(_triton(), key=lambda kernel: -kernel[1])
+    found = {
+        "triton_kernels_compiled": len(kernels),
+        "triton_compile_s": round(sum(seconds for _, seconds in kernels), 3),
+        "torch_compile_s": round(sum(compilation_time_metrics.get(_WHOLE, ())), 3),
+    }
+    if kernels:
+        slowest = (f"{name} {seconds:.1f} s" for name, seconds in kernels[:_SLOWEST])
+        found["slowest_kernels_compiled"] = ", ".join(slowest)
+    return found
+
+
+_WHOLE = "_compile.compile_inner"  # of a graph, from bytecode to machine code
 
 
 def _steps() -> list:

@@ -34,7 +34,7 @@ from megacpp_mcore.training.gpu import (
     step_end,
     zeroing,
 )
-from megacpp_mcore.training.gpu.compilations import captured_bytes, compilations
+from megacpp_mcore.training.gpu.compilations import captured_bytes, compilations, compile_times
 from megacpp_mcore.training.gpu.gather_check import GatherCheck
 from megacpp_mcore.training.gpu.loop import WatchError, wrapped
 from megacpp_mcore.training.gpu.process_start import start_times
@@ -259,7 +259,7 @@ class Watch:
             self._results["cuda_graph_bytes"] = captured_bytes()
         if unread.first:
             self._results["first_step_ms"] = round(results.milliseconds, 3)
-            self._results |= start_times() | self._memory_results()
+            self._results |= start_times() | compile_times() | self._memory_results()
             if self._power and (limit := self._power.limit_w()) is not None:
                 self._results["power_limit_w"] = limit
             self.write("running")
