@@ -4,14 +4,19 @@ HybridModel and Megatron's data-parallel wrapper."""
 import pytest
 import torch
 import zeroing_rank
+from made_once import made_once
 
 pytestmark = pytest.mark.slow
 
 
+def outcomes_in(folder):
+    folder.mkdir()
+    zeroing_rank.run(folder)
+
+
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    path = tmp_path_factory.mktemp("zeroing")
-    zeroing_rank.run(path)
+def outcomes():
+    path = made_once("zeroing", outcomes_in)
     return {kind: zeroing_rank.found(path, kind) for kind in zeroing_rank.KINDS}
 
 
