@@ -106,15 +106,22 @@ def launch_rank(
 
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 PACKED = [*EAGER, "data.dataloader_inter_document_masking=true"]
+TP2 = [*EAGER, "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
+STEPS = [
+    pytest.param(sets, gpus, gpus, marks=TWO_GPUS if gpus == 2 else (), id=f"{name}-{gpus}")
+    for name, sets in {"eager": EAGER, "graph": GRAPH, "packed": PACKED}.items()
+    for gpus in (1, 2)
+]
 
 
-@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=TWO_GPUS)])
-@pytest.mark.parametrize("sets", [EAGER, GRAPH, PACKED], ids=["eager", "graph", "packed"])
-def test_no_step_waits_for_the_host(corpus, tmp_path, sets, gpus):
+@pytest.mark.parametrize(
+    ("sets", "gpus", "dp"), [*STEPS, pytest.param(TP2, 2, 1, marks=TWO_GPUS, id="tp-2")]
+)
+def test_no_step_waits_for_the_host(corpus, tmp_path, sets, gpus, dp):
     own = ["schedule.train_iters=8", "schedule.log_interval=100", f"launch.nproc_per_node={gpus}"]
     launch_rank("no_sync_rank.py", tmp_path, words(tmp_path, corpus, *sets, *own), ranks=gpus)
     receipt = receipts.read(tmp_path / "out" / "receipt.json")
-    assert receipt["result"]["steps"] == 8 and receipt["topology"]["dp"] == gpus
+    assert receipt["result"]["steps"] == 8 and receipt["topology"]["dp"] == dp
     for rank in range(gpus):
         waits = json.loads((tmp_path / "out" / f"waits-{rank}.json").read_text())
         assert waits["step"] == {} and waits["read"], waits

@@ -87,19 +87,33 @@ def test_alone_the_update_and_its_norm_are_not_read():
     def megatrons():
         raise AssertionError("Megatron's reduction reads the GPU")
 
-    assert step_end.update_was_done(megatrons, {"input": True, "group": ALONE}) is True
-    assert step_end.update_was_done(megatrons, {"input": False, "group": ALONE}) is False
-    found = step_end.largest(megatrons, {"stat": norm, "group": ALONE})
+    reductions = step_end.Reductions()
+    assert reductions.update_was_done(megatrons, {"input": True, "group": ALONE}) is True
+    assert reductions.update_was_done(megatrons, {"input": False, "group": ALONE}) is False
+    found = reductions.largest(megatrons, {"stat": norm, "group": ALONE})
     assert found.data_ptr() == norm.data_ptr() and f"{found:.3f}" == "0.500"  # as it is logged
-    assert step_end.largest(megatrons, {"stat": 0.25, "group": ALONE}) == 0.25
-    assert step_end.largest(megatrons, {"stat": None, "group": ALONE}) is None
+    assert reductions.largest(megatrons, {"stat": 0.25, "group": ALONE}) == 0.25
+    assert reductions.largest(megatrons, {"stat": None, "group": ALONE}) is None
 
 
-def test_over_model_parallel_ranks_megatrons_reductions_stay():
+def test_what_a_loss_scaler_may_refuse_megatron_reduces():
+    reductions = step_end.Reductions()
     for group in (SEVERAL, None):
         given = {"input": True, "stat": 1.0, "group": group}
-        assert step_end.update_was_done(lambda: "asked", given) == "asked"
-        assert step_end.largest(lambda: "asked", given) == "asked"
+        assert reductions.update_was_done(lambda: "asked", given) == "asked"
+    assert reductions.largest(lambda: "asked", {"stat": 1.0, "group": None}) == "asked"
+    scaled = SimpleNamespace(grad_scaler=object())
+    assert step_end.keep_loss_scale_on_the_host(scaled) is False
+    reductions.always_updated = True
+    assert reductions.update_was_done(megatrons_reads, {"input": True, "group": SEVERAL}) is True
+
+
+def megatrons_reads():
+    raise AssertionError("Megatron's reduction reads the GPU")
+
+
+def test_model_parallel_ranks_reduce_without_a_read(tmp_path):
+    ranks.run_ranks(watch_ranks.check_reductions, tmp_path)
 
 
 def test_zeros_of_a_log_are_made_on_the_device():

@@ -12,6 +12,7 @@ from megatron.training import global_vars, training
 
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.training.gpu.readback import Sent
+from megacpp_mcore.training.gpu.step_end import Reductions
 from megacpp_mcore.training.gpu.watch import NotFiniteError, Watch
 from megacpp_mcore.training.heartbeat import Heartbeat
 
@@ -36,6 +37,33 @@ def check_results(rank: int, folder: str) -> None:
         assert list(results.losses) == ["lm loss"] * here and results.norm == 0.25
         assert bool(results.not_finite()) == (wrong and here)
         assert results.milliseconds == 100
+
+
+def check_reductions(rank: int, folder: str) -> None:
+    """Each rank's largest value, with Megatron's own reduction on a rank that has none."""
+    reductions, read = Reductions(), torch.Tensor.item
+    own = {"norm": torch.tensor([0.5 + rank]), "rate": 0.25, "of one": torch.tensor(3.0)}
+
+    def largest(stat: Any) -> Any:
+        given = {"stat": stat, "group": dist.group.WORLD}
+        return reductions.largest(lambda: _megatrons(stat, read), given)
+
+    torch.Tensor.item = None
+    try:
+        norm, rate = largest(own["norm"]), largest(own["rate"])
+        of_one = largest(own["of one"] if rank == 1 else None)
+    finally:
+        torch.Tensor.item = read
+    assert norm.shape == () and norm.item() == 1.5 and own["norm"].item() == 0.5 + rank
+    assert rate == 0.25 and float(of_one) == 3.0
+
+
+def _megatrons(stat: None, read: Any) -> float:
+    """As reduce_max_stat_across_model_parallel_group, on the CPU."""
+    assert stat is None
+    reduced = torch.tensor([-1.0], dtype=torch.float32)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
+    return read(reduced)
 
 
 def check_poisoned(rank: int, folder: str) -> None:

@@ -6,7 +6,7 @@ the host for each loss and copies that to the GPU, gathers who has had a signal,
 documents reads what attention's work was. Every one of them waits for all of the GPU's work.
 
 What it reads every `log_interval` steps, and every `tensorboard_log_interval` where it writes such
-a log, stays: a log is of values. So does what tensor- and pipeline-parallel ranks reduce.
+a log, stays: a log is of values. So does what pipeline-parallel ranks wait for within a step.
 """
 
 import contextlib
@@ -16,18 +16,41 @@ from typing import Any
 import torch
 from megatron.training import global_vars
 
-
-def update_was_done(call: Callable, given: dict[str, Any]) -> bool:
-    """Megatron's logical_and_across_model_parallel_group."""
-    return given["input"] is True if _alone(given["group"]) else call()
+from megacpp_mcore.surfaces.workload import current_device
 
 
-def largest(call: Callable, given: dict[str, Any]) -> Any:
-    """Megatron's reduce_max_stat_across_model_parallel_group. A value on the GPU stays there."""
-    stat = given["stat"]
-    if not _alone(given["group"]):
+class Reductions:
+    """What Megatron reduces over tensor- and pipeline-parallel ranks, and reads: reduced, not read.
+
+    always_updated: no rank's optimizer skips an update, as only a loss scaler lets it.
+    """
+
+    def __init__(self) -> None:
+        self.always_updated = False
+
+    def update_was_done(self, call: Callable, given: dict[str, Any]) -> bool:
+        """Megatron's logical_and_across_model_parallel_group."""
+        if self.always_updated or _alone(given["group"]):
+            return given["input"] is True
         return call()
-    return stat.reshape(()) if isinstance(stat, torch.Tensor) else stat
+
+    def largest(self, call: Callable, given: dict[str, Any]) -> Any:
+        """Megatron's reduce_max_stat_across_model_parallel_group. A value on the GPU stays there.
+
+        A number of the host's, the learning rate, is one of all ranks that have it; those without
+        parameters have None, and take it from the reduction.
+        """
+        stat, group = given["stat"], given["group"]
+        if _alone(group):
+            return stat.reshape(()) if isinstance(stat, torch.Tensor) else stat
+        if stat is None or group is None:
+            return call()
+        # A copy: the reduction is in place, and other ranks may be in Megatron's, of a float32.
+        reduced = torch.empty((1,), dtype=torch.float32, device=current_device())
+        tensor = isinstance(stat, torch.Tensor)
+        reduced.copy_(stat.detach().reshape(1)) if tensor else reduced.fill_(stat)
+        torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MAX, group=group)
+        return reduced.reshape(()) if tensor else stat
 
 
 def _alone(group: Any) -> bool:
@@ -63,15 +86,17 @@ def _is_one_number(data: Any) -> bool:
     return isinstance(data, list) and len(data) == 1 and isinstance(data[0], (bool, int, float))
 
 
-def keep_loss_scale_on_the_host(optimizer: Any) -> None:
-    """Megatron logs the scale, which is 1 unless a scaler changes it (fp16)."""
+def keep_loss_scale_on_the_host(optimizer: Any) -> bool:
+    """Megatron logs the scale, which is 1 unless a scaler changes it (fp16). Returns whether it
+    stays 1."""
     own = getattr(optimizer, "chained_optimizers", None) or [optimizer]
     if any(getattr(one, "grad_scaler", None) is not None for one in own):
-        return
+        return False
     scale = optimizer.get_loss_scale()
     known = scale.cpu()
     optimizer.scale_loss = lambda loss: scale * loss  # as it was: on the device
     optimizer.get_loss_scale = lambda: known
+    return True
 
 
 class Signals:

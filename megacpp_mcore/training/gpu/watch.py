@@ -85,6 +85,7 @@ class Watch:
         self._power_from: tuple[Reading, float] | None = None  # and when that was read
         self._device = this_device()
         self._signals = step_end.Signals()
+        self._reductions = step_end.Reductions()
         self._unread: deque[_Unread] = deque()
 
     def installed(self) -> AbstractContextManager[None]:
@@ -101,11 +102,11 @@ class Watch:
                 "evaluate": (self._losses, ()),
                 "get_signal_handler": (self._signals.handler, ()),
                 "logical_and_across_model_parallel_group": (
-                    step_end.update_was_done,
+                    self._reductions.update_was_done,
                     ("input", "group"),
                 ),
                 "reduce_max_stat_across_model_parallel_group": (
-                    step_end.largest,
+                    self._reductions.largest,
                     ("stat", "group"),
                 ),
                 "training_log": (step_end.logged, ()),
@@ -135,7 +136,7 @@ class Watch:
 
     def _optimizer(self, call: Callable, given: dict[str, Any]) -> Any:
         built = call()
-        step_end.keep_loss_scale_on_the_host(built)
+        self._reductions.always_updated = step_end.keep_loss_scale_on_the_host(built)
         if not self.launch.yardstick:
             fused_update.install(built, self.launch.recipe.optimizer.fused_update)
         return built
