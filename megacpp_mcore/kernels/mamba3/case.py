@@ -154,7 +154,9 @@ class Mamba3ScanCase(Case):
             if name in truth
         }
         # Where scan and skip cancel, the scan's own rounding does not.
-        return walks | {name: turned(truth[name], dtype) for name in ("y", "dz") if name in truth}
+        return walks | {
+            name: angle_rounding(truth[name], dtype) for name in ("y", "dz") if name in truth
+        }
 
     def summands(
         self, values: Tensors, directions: Tensors, *, v: Tensor, z: Tensor, **tensors: Tensor
@@ -179,10 +181,12 @@ class Mamba3ScanCase(Case):
         return 4 * self.batch * self.seq * state * rank
 
 
-def turned(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The floor of y and of its gate's gradient, x (B, S, H, P), one a head: the angles between q
-    and k, up to 2 pi, may be kept in the dtype, with an error as likely anywhere within half an
-    epsilon of that."""
+def angle_rounding(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The floor of y or its gate's gradient, x (B, S, H, P) -> (1, 1, H, 1).
+
+    A backend may keep the angle that rotates q and k, up to 2 pi, in the dtype: an error spread
+    evenly over half an epsilon of it to either side.
+    """
     rms = x.double().square().mean((0, 1, 3), keepdim=True).sqrt().nan_to_num(0.0)
     return (2 * math.pi / 3**0.5 * torch.finfo(dtype).eps / 2 * rms).to(x.dtype)
 

@@ -45,12 +45,14 @@ class Reductions:
             return stat.reshape(()) if isinstance(stat, torch.Tensor) else stat
         if stat is None or group is None:
             return call()
-        # A copy: the reduction is in place, and other ranks may be in Megatron's, of a float32.
-        reduced = torch.empty((1,), dtype=torch.float32, device=current_device())
-        tensor = isinstance(stat, torch.Tensor)
-        reduced.copy_(stat.detach().reshape(1)) if tensor else reduced.fill_(stat)
+        # One float32, as in Megatron's reduction, which a rank without a value is in.
+        on_gpu = isinstance(stat, torch.Tensor)
+        if on_gpu:
+            reduced = stat.detach().reshape(1).to(torch.float32, copy=True)
+        else:
+            reduced = torch.full((1,), stat, dtype=torch.float32, device=current_device())
         torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MAX, group=group)
-        return reduced.reshape(()) if tensor else stat
+        return reduced.reshape(()) if on_gpu else stat
 
 
 def _alone(group: Any) -> bool:
