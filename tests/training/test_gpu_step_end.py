@@ -102,8 +102,6 @@ def test_what_a_loss_scaler_may_refuse_megatron_reduces():
         given = {"input": True, "stat": 1.0, "group": group}
         assert reductions.update_was_done(lambda: "asked", given) == "asked"
     assert reductions.largest(lambda: "asked", {"stat": 1.0, "group": None}) == "asked"
-    scaled = SimpleNamespace(grad_scaler=object())
-    assert step_end.keep_loss_scale_on_the_host(scaled) is False
     reductions.always_updated = True
     assert reductions.update_was_done(megatrons_reads, {"input": True, "group": SEVERAL}) is True
 
@@ -116,10 +114,14 @@ def test_model_parallel_ranks_reduce_without_a_read(tmp_path):
     ranks.run_ranks(watch_ranks.check_reductions, tmp_path)
 
 
-def test_zeros_of_a_log_are_made_on_the_device():
-    made = torch.tensor
+def test_zeros_of_a_log_are_made_on_the_device(monkeypatch):
+    made, full, filled = torch.tensor, torch.full, []
+    monkeypatch.setattr(
+        torch, "full", lambda *what, **how: filled.append(what) or full(*what, **how)
+    )
     with step_end.zeros_made_on_the_device():
         found = torch.tensor([0.0], dtype=torch.float, device="meta")
+        assert filled == [((1,), 0.0)]
         assert found.shape == (1,) and found.dtype == torch.float32 and found.is_meta
         assert torch.tensor([3]).tolist() == [3]  # on the host it is Megatron's
         assert torch.tensor([1.0, 2.0], device="meta").shape == (2,)
@@ -140,12 +142,12 @@ def test_the_loss_scale_is_read_once():
     scale = torch.tensor([1.0])
     own = SimpleNamespace(grad_scaler=None)
     optimizer = SimpleNamespace(chained_optimizers=[own], get_loss_scale=lambda: scale)
-    step_end.keep_loss_scale_on_the_host(optimizer)
+    assert step_end.keep_loss_scale_on_the_host(optimizer) is True
     assert optimizer.get_loss_scale().item() == 1.0
     assert optimizer.get_loss_scale().device.type == "cpu"
     assert optimizer.scale_loss(torch.tensor([3.0])).tolist() == [3.0]
     scaled = SimpleNamespace(grad_scaler=object(), get_loss_scale=lambda: scale)
-    step_end.keep_loss_scale_on_the_host(scaled)
+    assert step_end.keep_loss_scale_on_the_host(scaled) is False
     assert scaled.get_loss_scale() is scale and not hasattr(scaled, "scale_loss")
 
 
