@@ -253,6 +253,22 @@ def test_the_writer_sums_while_it_writes(tmp_path, monkeypatch):
     assert found == {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
 
 
+@pytest.mark.parametrize("pieces", [1, 2, 7, 8, 9, 40])
+def test_a_block_is_summed_in_a_few_pieces(tmp_path, monkeypatch, pieces):
+    """Handing a piece out and joining it costs the same, however long it is."""
+    from megacpp_mcore.training.checkpoints import writer
+
+    lengths, crc32 = [], zlib.crc32
+    monkeypatch.setattr(writer, "zlib", SimpleNamespace(
+        crc32=lambda data, *before: (lengths.append(len(data)), crc32(data, *before))[1]
+    ))  # fmt: skip
+    data, path = os.urandom(pieces * writer._PIECE - 3), tmp_path / "__0_0.distcp"
+    with writer._SummedFile(str(path), "wb") as file:
+        file.write(data)
+    assert sum(lengths) == len(data) and len(lengths) == min(pieces, writer._PIECES)
+    assert json.loads((tmp_path / ".sum-__0_0.distcp").read_text()) == checksums.of_file(path)
+
+
 def test_a_save_is_on_the_disk_before_an_older_one_is_deleted(tmp_path, monkeypatch):
     """Every file, and the names of file and folder: a power loss after pruning costs nothing."""
     from megatron.core.dist_checkpointing.core import CheckpointingConfig

@@ -35,7 +35,8 @@ _save_config = serialization.save_config
 _async_loop = PersistentAsyncCaller.async_loop
 _is_done = PersistentAsyncCaller.is_current_async_call_done
 _THREADS = 4  # that count checksums, of each file being written
-_PIECE = 2 << 20  # bytes that one of them takes; a shorter block is counted before it is written
+_PIECE = 2 << 20  # bytes, the least that one of them takes; a shorter block is counted before
+_PIECES = 2 * _THREADS  # of a block, at most: handing one out and joining it takes 10 us
 _LOOK_S = 0.5  # between two looks at the worker of asynchronous saves, while it is waited for
 
 
@@ -60,7 +61,8 @@ class _SummedFile:
         if len(view) < _PIECE:
             self._crc = zlib.crc32(data, self._crc)
             return self._file.write(data)
-        pieces = [view[at : at + _PIECE] for at in range(0, len(view), _PIECE)]
+        size = max(_PIECE, -(-len(view) // _PIECES))
+        pieces = [view[at : at + size] for at in range(0, len(view), size)]
         counting = [self._threads.submit(zlib.crc32, piece) for piece in pieces]
         try:
             return self._file.write(data)
