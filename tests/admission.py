@@ -10,9 +10,8 @@ but its case (`megacpp_mcore.kernels.case`), and nothing of a backend but its en
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import model_slice
 import pytest
@@ -23,68 +22,21 @@ from admission_probes import (
     environment,
     graphs,
     operators,
-    poisoned_memory,
     strided,
     transposed,
 )
+from admission_subject import Subject, assert_within, compare, fresh_seed
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels import parity
-from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors, case_class
-from megacpp_mcore.surfaces.backend import REFERENCE, Backend, load
+from megacpp_mcore.kernels.case import Case
+from megacpp_mcore.surfaces.backend import REFERENCE
 from megacpp_mcore.surfaces.registry import REGISTRY
 from megacpp_mcore.surfaces.support import always
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 
-_DTYPES = (torch.float32, torch.bfloat16)
-_SEED = "MEGACPP_TEST_SEED"
-BY_CHANCE = 1.5  # times the bound: beyond it an error is wrong whatever it is with other inputs
 _OPCHECK = ("test_schema", "test_autograd_registration", "test_faketensor",
             "test_aot_dispatch_dynamic")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A backend under test on one device.
-
-    beyond_dispatch: dispatch would not serve it on this device; what it is made of runs all the
-    same, so that it can be tested where there is no GPU.
-    """
-
-    surface: str
-    backend: str
-    device: str
-    beyond_dispatch: bool = False
-
-    @property
-    def entry(self) -> Backend:
-        (entry,) = (b for b in REGISTRY[self.surface].backends if b.name == self.backend)
-        return entry
-
-    def reason(self, case: Case, dtype: torch.dtype) -> str | None:
-        """Why dispatch would not serve the case in this dtype."""
-        return dispatch.verdicts(self.surface, case.workload(self.device, dtype))[self.backend]
-
-    def takes(self, case: Case, dtype: torch.dtype) -> bool:
-        if _name(dtype) in self.entry.skips:
-            return False
-        return self.beyond_dispatch or self.reason(case, dtype) is None
-
-    def bind(self, case: Case, dtype: torch.dtype) -> BoundBackend:
-        return case.bind(load(self.entry.benched), self.device, dtype)
-
-    def samples(self, start: str) -> Iterator[tuple[str, Case, torch.dtype]]:
-        """The small cases whose name starts with `start`, in each dtype that is served.
-
-        Those of whole tiles are a GPU's kernels': on a CPU there would be the reference alone.
-        """
-        for name, case in case_class(self.surface).samples().items():
-            if name.endswith("tiles") and (self.backend, self.device) == (REFERENCE, "cpu"):
-                continue
-            for dtype in _DTYPES:
-                if name.startswith(start) and self.takes(case, dtype):
-                    yield f"{name}, {dtype}", case, dtype
 
 
 def suite(surface: str, device: str = "cpu", beyond_dispatch: tuple[str, ...] = ()) -> Callable:
@@ -126,40 +78,36 @@ def admit(subject: Subject, check: str) -> None:
     CHECKS[check](subject)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _everything(surface: str) -> Iterator[tuple[str, Case, torch.dtype]]:
     return Subject(surface, REFERENCE, "", beyond_dispatch=True).samples("")
 
 
 def check_parity(subject: Subject) -> None:
     """Outputs and gradients against the definition in float64, on fresh random inputs."""
-    _compare(subject, "plain", by_region=True)
+    compare(subject, "plain", by_region=True)
 
 
 def check_odd_shapes(subject: Subject) -> None:
     """The same for sizes that are no multiples of a tile, one token, one expert."""
-    _compare(subject, "odd", by_region=True)
+    compare(subject, "odd", by_region=True)
 
 
 def check_zero_size(subject: Subject) -> None:
     """Nothing in: nothing out and gradients of zero, or a refusal of ours."""
-    _compare(subject, "empty", may_refuse=True)
+    compare(subject, "empty", may_refuse=True)
 
 
 def check_non_contiguous(subject: Subject) -> None:
     """Inputs and gradients in any strides, among NaN that nobody may read."""
-    _compare(subject, "plain", arrange=strided, by_region=True)
-    _compare(subject, "plain", arrange=transposed, by_region=True)
-    _compare(subject, "plain", direction=lambda y: torch.ones((), dtype=y.dtype).expand(y.shape))
+    compare(subject, "plain", arrange=strided, by_region=True)
+    compare(subject, "plain", arrange=transposed, by_region=True)
+    compare(subject, "plain", direction=lambda y: torch.ones((), dtype=y.dtype).expand(y.shape))
 
 
 def check_poisoned(subject: Subject) -> None:
     """Fresh memory is full of NaN, from the allocator and from torch.empty."""
-    _compare(subject, "plain", poison=True, by_region=True)
-    _compare(subject, "odd", poison=True, by_region=True)
+    compare(subject, "plain", poison=True, by_region=True)
+    compare(subject, "odd", poison=True, by_region=True)
 
 
 def check_opcheck(subject: Subject) -> None:
@@ -168,7 +116,7 @@ def check_opcheck(subject: Subject) -> None:
         for what, case, dtype in subject.samples("plain"):
             if dtype != torch.float32 and subject.takes(case, torch.float32):
                 continue  # the schema and the fake do not depend on the dtype
-            tensors = parity.drawn(case, dtype, subject.device, _seed())
+            tensors = parity.drawn(case, dtype, subject.device, fresh_seed())
             found = operators(subject.bind(case, dtype), case, tensors)
             overwrites = any(operator._schema.is_mutable for operator, *_ in found)
             for operator, args, kwargs in found:
@@ -192,7 +140,7 @@ def check_graph(subject: Subject) -> None:
     with single_process(0, subject.device):
         name, case, dtype = list(subject.samples("plain"))[-1]
         expected = _graphs_of_the_reference(subject.surface, name, case, dtype, subject.device)
-        tensors = parity.drawn(case, dtype, subject.device, _seed())
+        tensors = parity.drawn(case, dtype, subject.device, fresh_seed())
         found = graphs(subject.bind(case, dtype), case, tensors)
     assert found.count <= expected.count, f"{found.count} graphs, the reference {expected.count}"
     marks, wanted = ([mark for graph in g.around for mark in graph] for g in (found, expected))
@@ -206,7 +154,7 @@ def _graphs_of_the_reference(
     surface: str, name: str, case: Case, dtype: torch.dtype, device: str
 ) -> Graphs:
     bound = Subject(surface, REFERENCE, device).bind(case, dtype)
-    return graphs(bound, case, parity.drawn(case, dtype, device, _seed()))
+    return graphs(bound, case, parity.drawn(case, dtype, device, fresh_seed()))
 
 
 def check_fallback(subject: Subject) -> None:
@@ -219,12 +167,12 @@ def check_fallback(subject: Subject) -> None:
         for what, case, dtype in subject.samples("plain"):
             decision = dispatch.choose(subject.surface, case.workload(subject.device, dtype))
             assert (decision.requested, decision.observed) == (forced, forced)
-            tensors = parity.drawn(case, dtype, subject.device, _seed())
+            tensors = parity.drawn(case, dtype, subject.device, fresh_seed())
             truth = parity.truth_of(case, tensors, dtype, torch.float64, by_region=True)
             served = Subject(subject.surface, decision.observed, subject.device)
             for bound in (subject.bind(case, dtype), served.bind(case, dtype)):
                 values = parity.run(case, bound, tensors, truth.directions)
-                _assert_within(what, parity.errors(case, values, truth, dtype))
+                assert_within(what, parity.errors(case, values, truth, dtype))
 
 
 def check_determinism(subject: Subject) -> None:
@@ -235,7 +183,7 @@ def check_determinism(subject: Subject) -> None:
     """
     with single_process(0, subject.device):
         for what, case, dtype in subject.samples("plain"):
-            tensors = parity.drawn(case, dtype, subject.device, _seed())
+            tensors = parity.drawn(case, dtype, subject.device, fresh_seed())
             truth = parity.truth_of(case, tensors, dtype, torch.float64)
             bound = subject.bind(case, dtype)
             try:
@@ -272,76 +220,6 @@ CHECKS: dict[str, Callable[[Subject], None]] = {
     "determinism": check_determinism,
     "model_slice": check_model_slice,
 }
-
-
-def _compare(
-    subject: Subject,
-    start: str,
-    *,
-    arrange: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    direction: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    may_refuse: bool = False,
-    poison: bool = False,
-    by_region: bool = False,
-) -> None:
-    """Parity of the samples whose name starts with `start`.
-
-    arrange: another layout for inputs and gradients. direction: a gradient instead of random ones.
-    may_refuse: a MegacppError is an answer, too. poison: fresh memory holds NaN during the call.
-    by_region: each region of each tensor is judged by what rounding does to the definition there,
-    which says of a few draws how far another may be off. What is beyond that by less than BY_CHANCE
-    must be within it with other inputs.
-    """
-
-    def judged(case: Case, dtype: torch.dtype, seed: int) -> list[parity.Error] | None:
-        """None: the backend refuses it."""
-        tensors = parity.drawn(case, dtype, subject.device, seed)
-        bound = subject.bind(case, dtype)
-        if may_refuse and _refuses(bound, tensors):
-            return None
-        truth = parity.truth_of(case, tensors, dtype, torch.float64, by_region=by_region)
-        if direction is not None:
-            given = {n: direction(y).to(y.device) for n, y in truth.directions.items()}
-            truth = parity.truth_of(case, tensors, dtype, torch.float64, given)
-        if arrange is not None:
-            tensors = {n: arrange(t) for n, t in tensors.items()}
-            rearranged = {n: arrange(d) for n, d in truth.directions.items()}
-            truth = replace(truth, directions=rearranged)
-        with poisoned_memory(subject.device) if poison else contextlib.nullcontext():
-            values = parity.run(case, bound, tensors, truth.directions)
-        return parity.errors(case, values, truth, dtype)
-
-    with single_process(0, subject.device):
-        tested = 0
-        for what, case, dtype in subject.samples(start):
-            for _ in range(2):
-                seed = _seed()
-                errors = judged(case, dtype, seed)
-                if not (errors and 1 < errors[0].share <= BY_CHANCE and _SEED not in os.environ):
-                    break
-            _assert_within(f"{what}, {_SEED}={seed}", errors or [])
-            tested += 1
-    # What dispatch does not serve, it has refused.
-    assert tested or may_refuse, f"no {start!r} sample is served on {subject.device}"
-
-
-def _assert_within(what: str, errors: list[parity.Error]) -> None:
-    wrong = [str(error) for error in errors if error.share > 1]
-    assert not wrong, f"{what}: " + "; ".join(wrong)
-
-
-def _refuses(bound: BoundBackend, tensors: Tensors) -> bool:
-    try:
-        bound.put(tensors)
-        bound.call(**tensors)
-    except MegacppError:
-        return True
-    return False
-
-
-def _seed() -> int:
-    """A fresh one, or the one that a failure printed."""
-    return int(os.environ.get(_SEED) or int.from_bytes(os.urandom(3)))
 
 
 @contextlib.contextmanager
