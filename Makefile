@@ -54,10 +54,10 @@ lint: $(STAMP) ## ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# Four workers for two cores, as tests of ranks and launchers wait; tests/conftest.py says which
+# Five workers for two cores, as tests of ranks and launchers wait; tests/conftest.py says which
 # files stay on one of them. Bytecode is kept: else each worker, and each Python that a test starts,
 # compiles what it imports of this checkout.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 5
 
 test: lint ## lint and the test suite, six minutes on two cores
 	$(PYTEST)
