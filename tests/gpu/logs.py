@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 _PRINTED = 600  # characters of what a test that passed has printed
 _PRINTED_BY_FAILED = 3000
 
@@ -53,6 +54,11 @@ def counts(tests: list[Test]) -> str:
     return f"{', '.join(words) or 'no tests'}, {sum(test.s for test in tests):.0f} s of tests"
 
 
+def relative(text: str) -> str:
+    """With paths of this checkout as they are in any other."""
+    return text.replace(f"{ROOT}/", "")
+
+
 def log(head: str, tests: dict[str, Test]) -> str:
     lines = [head.rstrip(), ""]
     for name, test in sorted(tests.items()):
@@ -65,7 +71,7 @@ def log(head: str, tests: dict[str, Test]) -> str:
             lines += ["", f"---- {name}", test.said]
             if printed := test.printed.strip()[-_PRINTED_BY_FAILED:]:
                 lines += ["-- printed, at its end:", printed]
-    return "\n".join([*lines, "", counts([*tests.values()]), ""])
+    return relative("\n".join([*lines, "", counts([*tests.values()]), ""]))
 
 
 def main(notes: str, folder: str) -> int:

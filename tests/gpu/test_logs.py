@@ -57,5 +57,15 @@ def test_what_failed_or_was_not_run_fails_the_run(run, notes):
         assert len(found["test_a"]) < 4000
 
 
+def test_paths_of_the_checkout_are_relative(run):
+    root = logs.ROOT
+    said = f'E  File "{root}/tests/x.py"; {root}/megacpp_mcore/y.py; {root}-other/z.py'
+    printed = f"saved to {root}/runs"
+    _, found = run(*NOTES, FAILED | {"said": said, "printed": printed})
+    assert 'E  File "tests/x.py"; megacpp_mcore/y.py; ' in found["test_a"]
+    assert f"{root}-other/z.py" in found["test_a"] and "saved to runs" in found["test_a"]
+    assert f"{root}/" not in found["test_a"]
+
+
 def test_a_run_of_no_tests_fails(run):
     assert run()[0] == 1
