@@ -82,8 +82,8 @@ def memory_to_itself():
             name = f"megacpp-gpu-tests-{torch.cuda.get_device_properties(0).uuid}.lock"
             lock = held.enter_context(open(Path(tempfile.gettempdir(), name), "w"))
             held.callback(torch.cuda.empty_cache)
-            deadline = time.monotonic() + LONGEST_WAIT_S
             fcntl.flock(lock, fcntl.LOCK_EX)
+            deadline = time.monotonic() + LONGEST_WAIT_S
             while torch.cuda.mem_get_info()[0] < gib * 2**30 and time.monotonic() < deadline:
                 time.sleep(0.2)
 

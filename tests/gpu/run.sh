@@ -3,9 +3,9 @@
 #
 # FOLDER gets a log for each file: commit or tree, device, every test's outcome and seconds. WORKERS
 # (4) processes share a GPU, which has 16 cores to compile their kernels: with 7 they took longer.
-# Tests marked `alone` follow, one a GPU. TEST_LIMIT (300) is what a test
-# may take that does not say it itself, LIMIT and ALONE_LIMIT (3600) what either part may take, in
-# seconds: what was not run by then is listed so. The exit status is 1 unless all ran and passed.
+# Tests marked `alone` follow, one a GPU. TEST_LIMIT (300) is what a test may take that does not say
+# it itself, LIMIT and ALONE_LIMIT (3600) what either part may take, in seconds: what was not run by
+# then is listed so. The exit status is 1 unless all ran and passed.
 set -uo pipefail
 folder=$1
 shift

@@ -29,13 +29,13 @@ def switch(monkeypatch):
     are off."""
     for owner, name in ((filesystem_async, "open"), (serialization, "save_config")):
         monkeypatch.setattr(owner, name, getattr(owner, name, builtins.open), raising=False)
-    plain = serialization.save_config
     writer.keep_no_process(asynchronous=False)
 
     def switch(on: bool) -> None:
         writer.install()
         if not on:
-            filesystem_async.open, serialization.save_config = builtins.open, plain
+            filesystem_async.open = builtins.open
+            serialization.save_config = writer._save_config
 
     yield switch
     torch.serialization.set_crc32_options(True)

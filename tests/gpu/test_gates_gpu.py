@@ -36,7 +36,8 @@ OPERATORS = [
 # of what the gradient's values usually are may be rounding, and a twentieth cannot be told from it.
 # Other floors are of some regions or columns alone, or smaller than that: the rest is judged.
 WITHIN_ROUNDINGS = {("mamba3_scan", "dangles"), ("mamba3_scan", "ddt")}
-GIB = {True: 48, False: 24}  # of attention in float64, a row's scores at a time, and of the rest
+# What a test may take; attention in float64 has a row's scores at a time.
+GIB, ATTENTION_GIB = 24, 48
 LAYERS = {
     "A": "core_attention=sdpa_flash,mla_rope=megatron",
     "E": "moe_experts=grouped_mm,router_gating=reference",
@@ -61,7 +62,7 @@ def built(target):
 @pytest.mark.parametrize("operator", OPERATORS, ids=named)
 def test_an_operators_backends_are_right_and_wrong_values_refused(operator, memory_to_itself):
     surface, words = operator
-    memory_to_itself(GIB[surface == "core_attention"])
+    memory_to_itself(ATTENTION_GIB if surface == "core_attention" else GIB)
     target = built(OperatorTarget(surface, load_for_bench(RECIPE, words)))
     for backend in target.entered:
         verdict = backend.reason or f"{backend.worst.share:.2f} of the bound, {backend.worst}"
@@ -91,7 +92,7 @@ def test_an_operators_backends_are_right_and_wrong_values_refused(operator, memo
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_layer_is_its_references(layer, memory_to_itself):
-    memory_to_itself(GIB[layer == "A"])
+    memory_to_itself(ATTENTION_GIB if layer == "A" else GIB)
     recipe = load_for_bench(RECIPE, layer_overrides(layer))
     target = built(LayerTarget(recipe, (LAYERS[layer],)))
     (own,) = target.compared

@@ -18,6 +18,7 @@ from megacpp_mcore import receipts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 CLI = [sys.executable, "-m", "megacpp_mcore.cli"]
 EAGER = ["launch.cuda_graph_impl=none", "schedule.train_iters=20"]
 GRAPH = [*EAGER, "launch.cuda_graph_impl=full_iteration"]
@@ -63,11 +64,7 @@ def run(folder: Path, corpus: Path, name: str, sets: list[str], *more: str, gpus
     return receipts.read(out / "receipt.json")
 
 
-@pytest.mark.parametrize(
-    "gpus",
-    [1, pytest.param(2, marks=pytest.mark.skipif(
-        torch.cuda.device_count() < 2, reason="needs two GPUs"))],
-)  # fmt: skip
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=TWO_GPUS)])
 def test_a_captured_step_computes_what_the_eager_one_does(corpus, tmp_path, gpus):
     eager = run(tmp_path, corpus, "eager", EAGER + EVALUATION, gpus=gpus)
     graph = run(tmp_path, corpus, "graph", GRAPH + EVALUATION, gpus=gpus)
@@ -104,7 +101,6 @@ def launch_rank(
     subprocess.run([*launcher, str(rank), *before, *listed, *out], check=True)
 
 
-TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 PACKED = [*EAGER, "data.dataloader_inter_document_masking=true"]
 TP2 = [*EAGER, "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
 STEPS = [

@@ -82,18 +82,17 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(tmp_path):
 
 
 def test_alone_the_update_and_its_norm_are_not_read():
-    norm = torch.tensor([0.5])
-
-    def megatrons():
-        raise AssertionError("Megatron's reduction reads the GPU")
-
-    reductions = step_end.Reductions()
-    assert reductions.update_was_done(megatrons, {"input": True, "group": ALONE}) is True
-    assert reductions.update_was_done(megatrons, {"input": False, "group": ALONE}) is False
-    found = reductions.largest(megatrons, {"stat": norm, "group": ALONE})
+    norm, reductions = torch.tensor([0.5]), step_end.Reductions()
+    assert reductions.update_was_done(megatrons_reads, {"input": True, "group": ALONE}) is True
+    assert reductions.update_was_done(megatrons_reads, {"input": False, "group": ALONE}) is False
+    found = reductions.largest(megatrons_reads, {"stat": norm, "group": ALONE})
     assert found.data_ptr() == norm.data_ptr() and f"{found:.3f}" == "0.500"  # as it is logged
-    assert reductions.largest(megatrons, {"stat": 0.25, "group": ALONE}) == 0.25
-    assert reductions.largest(megatrons, {"stat": None, "group": ALONE}) is None
+    assert reductions.largest(megatrons_reads, {"stat": 0.25, "group": ALONE}) == 0.25
+    assert reductions.largest(megatrons_reads, {"stat": None, "group": ALONE}) is None
+
+
+def megatrons_reads():
+    raise AssertionError("Megatron's reduction reads the GPU")
 
 
 def test_what_a_loss_scaler_may_refuse_megatron_reduces():
@@ -104,10 +103,6 @@ def test_what_a_loss_scaler_may_refuse_megatron_reduces():
     assert reductions.largest(lambda: "asked", {"stat": 1.0, "group": None}) == "asked"
     reductions.always_updated = True
     assert reductions.update_was_done(megatrons_reads, {"input": True, "group": SEVERAL}) is True
-
-
-def megatrons_reads():
-    raise AssertionError("Megatron's reduction reads the GPU")
 
 
 def test_model_parallel_ranks_reduce_without_a_read(tmp_path):

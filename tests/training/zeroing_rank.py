@@ -1,9 +1,11 @@
 """A model's gradients over steps in Megatron's data-parallel wrapper on the CPU, with the buffers
 zeroed by Megatron and by `training.gpu.zeroing`."""
 
+import contextlib
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 from gloo_ranks import _without_cuda
@@ -49,7 +51,6 @@ def _rank(rank: int, folder: str) -> None:
     _without_cuda()
     meet(rank, 1)
     parallel_state.initialize_model_parallel()
-    _with_weights_apart()
     for surface, name in (("moe_experts", "fused_moe"), ("moe_dispatch", "unmoved")):
         backends = tuple(
             replace(b, supports=always) if b.name == name else b for b in REGISTRY[surface].backends
@@ -100,8 +101,7 @@ def _built(kind: str) -> tuple:
     config = model_config(args, recipe)
     config.transformer.gradient_accumulation_fusion = True
     torch.manual_seed(1)
-    _Apart.wanted = kind == "apart"
-    with quiet():
+    with quiet(), _weights_apart() if kind == "apart" else contextlib.nullcontext():
         (chunk,) = MegacppModelBuilder(config).build_distributed_models(
             ProcessGroupCollection.use_mpu_process_groups(), get_megatron_ddp_config(args),
             mixed_precision_wrapper=None,
@@ -109,18 +109,15 @@ def _built(kind: str) -> tuple:
     return chunk, args
 
 
-class _Apart:
-    wanted = False
-
-
-def _with_weights_apart() -> None:
+def _weights_apart() -> contextlib.AbstractContextManager:
+    """Experts that are built inside say of their weights what they say with several ranks."""
     plain = experts._Weights.__init__
 
     def init(self, *args, **kwargs) -> None:
         plain(self, *args, **kwargs)
-        self.weight.allreduce &= not _Apart.wanted
+        self.weight.allreduce = False
 
-    experts._Weights.__init__ = init
+    return mock.patch.object(experts._Weights, "__init__", init)
 
 
 def _do_not_run(model: torch.nn.Module, names: dict) -> None:

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-_SLOWEST = 5
+_SLOWEST = 5  # kernels that a receipt names
+_WHOLE = "_compile.compile_inner"  # torch.compile's name of a graph, from bytecode to machine code
 
 
 @functools.cache
@@ -65,9 +66,6 @@ def compile_times() -> dict[str, int | float | str]:
         slowest = (f"{name} {seconds:.1f} s" for name, seconds in kernels[:_SLOWEST])
         found["slowest_kernels_compiled"] = ", ".join(slowest)
     return found
-
-
-_WHOLE = "_compile.compile_inner"  # of a graph, from bytecode to machine code
 
 
 def _steps() -> list:

@@ -79,7 +79,7 @@ class Watch:
         self._saves = Saves(launch.recipe.checkpoint.keep_latest)
         self._gathers: GatherCheck | None = None
         self._evaluated: dict[str, Any] | None = None
-        self._results: dict[str, float | int] = {}
+        self._results: dict[str, float | int | str] = {}
         self._memory: memory.MemoryWatch | None = None
         self._power: PowerMeter | None = None
         self._power_from: tuple[Reading, float] | None = None  # and when that was read
