@@ -103,16 +103,19 @@ def launch_rank(
 
 PACKED = [*EAGER, "data.dataloader_inter_document_masking=true"]
 TP2 = [*EAGER, "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
+PP2 = [*EAGER, "parallel.pipeline_model_parallel_size=2", "model.pattern=AEM|EARME"]
 STEPS = [
     pytest.param(sets, gpus, gpus, marks=TWO_GPUS if gpus == 2 else (), id=f"{name}-{gpus}")
     for name, sets in {"eager": EAGER, "graph": GRAPH, "packed": PACKED}.items()
     for gpus in (1, 2)
 ]
+SPLIT_MODELS = [
+    pytest.param(sets, 2, 1, marks=TWO_GPUS, id=name)
+    for name, sets in {"tp-2": TP2, "pp-2": PP2}.items()
+]
 
 
-@pytest.mark.parametrize(
-    ("sets", "gpus", "dp"), [*STEPS, pytest.param(TP2, 2, 1, marks=TWO_GPUS, id="tp-2")]
-)
+@pytest.mark.parametrize(("sets", "gpus", "dp"), [*STEPS, *SPLIT_MODELS])
 def test_no_step_waits_for_the_host(corpus, tmp_path, sets, gpus, dp):
     own = ["schedule.train_iters=8", "schedule.log_interval=100", f"launch.nproc_per_node={gpus}"]
     launch_rank("no_sync_rank.py", tmp_path, words(tmp_path, corpus, *sets, *own), ranks=gpus)

@@ -184,15 +184,16 @@ def run(chunks, batches):
     for chunk in chunks:
         chunk.config.finalize_model_grads_func = finalize_model_grads
         chunk.train()
-    reports = get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
-        model=chunks if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(batches),
-        seq_length=SEQ,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    with mock.patch.object(torch.cuda, "synchronize", side_effect=RuntimeError("the step waits")):
+        reports = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(batches),
+            seq_length=SEQ,
+            micro_batch_size=1,
+            forward_only=False,
+        )
     return [report["loss"].item() for report in reports]
 
 

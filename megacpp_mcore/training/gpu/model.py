@@ -162,6 +162,9 @@ def model_config(
     DispatchError when a named backend cannot serve, SpecError when the spec cannot be imported.
     """
     config = hybrid_config_from_args(args, model_config_cls=config_class)
+    # Megatron synchronises the device after each exchange of pipeline stages, and no argument turns
+    # it off. It was for a race of `batch_isend_irecv` that torch mended in 2022 (pytorch #82450).
+    config.transformer.batch_p2p_sync = False
     settings = settings_of(recipe)
     attach(config.transformer, settings)
     if isinstance(config.hybrid_stack_spec, StackSpec):
