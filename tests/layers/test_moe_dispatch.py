@@ -25,27 +25,27 @@ def layer(cls, dispatcher: str, experts, seed: int = 3, **more):
 
     from megacpp_mcore.layers.settings import PluginSettings, attach
 
-    ranks = dist.get_world_size()
     config = TransformerConfig(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=2, num_moe_experts=EXPERTS,
         moe_router_topk=TOPK, moe_ffn_hidden_size=24, moe_token_dispatcher_type="allgather",
         moe_router_score_function="sigmoid", moe_router_dtype="fp32", gated_linear_unit=True,
         activation_func=torch.nn.functional.silu, add_bias_linear=False, moe_grouped_gemm=False,
         bias_activation_fusion=False, use_cpu_initialization=True,
-        moe_router_load_balancing_type="none", expert_model_parallel_size=ranks, **more,
+        moe_router_load_balancing_type="none",
+        **({"expert_model_parallel_size": dist.get_world_size()} | more),
     )  # fmt: skip
     attach(config, PluginSettings(backends={"moe_dispatch": dispatcher}))
     submodules = get_moe_module_spec(use_te=False, num_experts=1).keywords["submodules"]
     submodules.experts = experts
     built = cls(config, submodules, layer_number=1)
-    first = dist.get_rank() * built.num_local_experts
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in built.named_parameters():
         of_experts = ".experts." in f".{name}" and "shared" not in name
-        count = EXPERTS if of_experts else 1
+        # A rank has some of the experts, or a part of each.
+        count = built.num_local_experts * dist.get_world_size() if of_experts else 1
         whole = 0.3 * torch.randn(count, *parameter.shape[-2:], generator=generator)
         with torch.no_grad():
-            part = whole[first : first + built.num_local_experts] if of_experts else whole
+            part = whole.chunk(dist.get_world_size())[dist.get_rank()] if of_experts else whole
             parameter.copy_(part.view(parameter.shape))
     return built
 
@@ -126,6 +126,36 @@ def check_values(rank: int, folder: str) -> None:
 @pytest.mark.slow
 def test_two_ranks_compute_what_megatrons_dispatcher_does(tmp_path):
     run_ranks(check_values, tmp_path)
+
+
+SPLIT = {
+    "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2, "sequence_parallel": True,
+    "expert_model_parallel_size": 1,
+}  # fmt: skip
+
+
+def check_split_experts(rank: int, folder: str) -> None:
+    """Each rank has half of every expert, and of the tokens."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from megacpp_mcore.layers.experts import FusedExperts, GroupedMMExperts
+    from megacpp_mcore.layers.moe import MegacppMoELayer
+
+    parallel_state.initialize_model_parallel(2, expert_tensor_parallel_size=2)
+    for tokens, skew in ((1, False), (7, False), (9, True)):
+        # As above; what a rank returns is a sum over both.
+        bound = 8 * torch.finfo(torch.float32).eps * max(2 * 24 * 3, 4 * tokens)
+        expected = run(layer(MoELayer, "reference", GroupedMMExperts, **SPLIT), tokens, skew)
+        ours = layer(MegacppMoELayer, "allgather", FusedExperts, **SPLIT)
+        assert ours.delivered_whole
+        worst = deviation(run(ours, tokens, skew), expected)
+        assert worst <= bound, (tokens, skew, worst / bound)
+
+
+@pytest.mark.slow
+def test_experts_split_by_tensor_parallelism_compute_what_megatrons_dispatcher_does(tmp_path):
+    run_ranks(check_split_experts, tmp_path)
 
 
 def check_memory(rank: int, folder: str) -> None:
@@ -266,6 +296,19 @@ def test_all_gather_is_taken_where_it_was_faster_and_elsewhere_by_name(no_deep_e
     assert reason in decision.reason.partition("allgather: ")[2]
     named = dispatch.choose("moe_dispatch", workload, {"moe_dispatch": "allgather"})
     assert named.observed == "allgather"
+
+
+TP2 = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true",
+       "parallel.expert_model_parallel_size=1"]  # fmt: skip
+
+
+def test_experts_split_by_tensor_parallelism_get_each_token_once(no_deep_ep):
+    for hosts in ([], ["launch.nproc_per_node=1", "launch.nnodes=2"]):
+        assert dispatch.choose("moe_dispatch", asked(*TP2, *hosts)).observed == "allgather"
+    sorted_rows = asked(*TP2, "backends.moe_experts=grouped_mm")
+    assert dispatch.choose("moe_dispatch", sorted_rows).observed == "alltoall"
+    both = asked(*TP2[:2], "launch.nproc_per_node=4")
+    assert "expert_tensor_parallel_size 2: not" in dispatch.choose("moe_dispatch", both).reason
 
 
 @pytest.mark.parametrize("named", ["allgather", "reference"])
