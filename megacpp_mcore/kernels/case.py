@@ -5,6 +5,7 @@ a backend that has been loaded is called. The bench and the admission suite know
 surface but its case.
 """
 
+import contextlib
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -107,6 +108,11 @@ class Case(ABC):
     @abstractmethod
     def reference(self, **tensors: Tensor) -> Tensors:
         """The outputs by the definition, in the dtype of the tensors; differentiable."""
+
+    def as_backends_round(self, dtype: torch.dtype) -> contextlib.AbstractContextManager:
+        """Inside, `reference` also rounds what a right backend may keep in `dtype`: what rounding
+        does to the definition is measured so."""
+        return contextlib.nullcontext()
 
     @abstractmethod
     def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:

@@ -129,7 +129,10 @@ def truth_of(
         for name, terms in case.summands(values, directions, **widened).items()
     }
     sums = case.sums(directions, **widened) | {n: _largest(x) for n, x in spreads.items()}
-    draws = _draws(case, tensors, directions) if by_region else {}
+    draws = {}
+    if by_region:
+        with case.as_backends_round(dtype):
+            draws = _draws(case, tensors, directions)
     rounding = {
         name: regions.Rounding([regions.Draw.of(value, values[name]) for value in found])
         for name, found in draws.items()

@@ -1,5 +1,6 @@
 """The mamba3_scan surface's case: gated and with the skip, from a zero state."""
 
+import contextlib
 import functools
 import math
 from dataclasses import dataclass
@@ -13,7 +14,11 @@ from torch.nn import functional
 from megacpp_mcore.hybrid.block_settings import Mamba3Settings
 from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
 from megacpp_mcore.kernels.mamba3.inputs import prepare
-from megacpp_mcore.kernels.mamba3.reference import mamba3_chunked, mamba3_sequential
+from megacpp_mcore.kernels.mamba3.reference import (
+    angles_kept_in,
+    mamba3_chunked,
+    mamba3_sequential,
+)
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces import mamba3_scan
 from megacpp_mcore.surfaces.workload import Workload
@@ -121,6 +126,9 @@ class Mamba3ScanCase(Case):
             return {"y": mamba3_chunked(inputs, self.chunk_size, None)[0]}
         return {"y": mamba3_sequential(inputs)[0]}
 
+    def as_backends_round(self, dtype: torch.dtype) -> contextlib.AbstractContextManager:
+        return angles_kept_in(dtype)
+
     def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
         return BoundBackend(
             lambda **tensors: {"y": implementation(**tensors, chunk_size=self.chunk_size)}
@@ -148,14 +156,10 @@ class Mamba3ScanCase(Case):
     def floors(
         self, truth: Tensors, directions: Tensors, dtype: torch.dtype, **tensors: Tensor
     ) -> dict[str, float | Tensor]:
-        walks = {
+        return {
             name: random_walk_bound(truth[name], self.seq, dtype)
             for name in ("dangles", "ddt")
             if name in truth
-        }
-        # Where scan and skip cancel, the scan's own rounding does not.
-        return walks | {
-            name: angle_rounding(truth[name], dtype) for name in ("y", "dz") if name in truth
         }
 
     def summands(
@@ -179,16 +183,6 @@ class Mamba3ScanCase(Case):
         rank = self.rank or 1
         state = self.heads * self.state_dim * self.head_dim
         return 4 * self.batch * self.seq * state * rank
-
-
-def angle_rounding(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The floor of y or its gate's gradient, x (B, S, H, P) -> (1, 1, H, 1).
-
-    A backend may keep the angle that rotates q and k, up to 2 pi, in the dtype: an error spread
-    evenly over half an epsilon of it to either side.
-    """
-    rms = x.double().square().mean((0, 1, 3), keepdim=True).sqrt().nan_to_num(0.0)
-    return (2 * math.pi / 3**0.5 * torch.finfo(dtype).eps / 2 * rms).to(x.dtype)
 
 
 def random_walk_bound(gradient: Tensor, seq: int, dtype: torch.dtype) -> float:

@@ -13,7 +13,9 @@ and y = sum_r y^r * mimo_out[r]. Source: the Mamba-3 paper and state-spaces/mamb
 Both functions compute in float32 (float64 for float64 inputs) throughout, for every input dtype.
 """
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,19 @@ from torch import Tensor
 from megacpp_mcore.kernels.mamba3.inputs import Mamba3Inputs, Mamba3State
 
 _TWO_PI = 2 * math.pi
+_kept_in: torch.dtype | None = None  # the dtype of angles, see `angles_kept_in`
+
+
+@contextlib.contextmanager
+def angles_kept_in(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, q and k are rotated by angles rounded to `dtype`, as mamba-ssm's kernels keep them:
+    what such a backend is compared with. Gradients pass the rounding unchanged."""
+    global _kept_in
+    before, _kept_in = _kept_in, dtype
+    try:
+        yield
+    finally:
+        _kept_in = before
 
 
 def mamba3_sequential(
@@ -47,7 +62,7 @@ def advance(inputs: Mamba3Inputs, t: int, state: Mamba3State) -> tuple[Tensor, M
     decay = torch.exp(inputs.adt[:, t])
     rotation = math.pi * torch.tanh(inputs.angles[:, t]) * dt.unsqueeze(-1)
     angle = torch.remainder(state.angle + rotation, _TWO_PI)
-    cos, sin = torch.cos(angle).unsqueeze(1), torch.sin(angle).unsqueeze(1)
+    cos, sin = (x.unsqueeze(1) for x in _cos_sin(angle))
     q = rotate(per_head(inputs.q[:, t], inputs.q_bias), cos, sin, inputs.is_mimo)
     k = rotate(per_head(inputs.k[:, t], inputs.k_bias), cos, sin, inputs.is_mimo)
     v = inputs.v[:, t]
@@ -93,7 +108,7 @@ def mamba3_chunked(
     decays = _ChunkDecays(split(inputs.adt), inputs.document)
 
     angle = angles_of(split(inputs.angles), split(dt), state.angle)
-    cos, sin = torch.cos(angle).unsqueeze(4), torch.sin(angle).unsqueeze(4)
+    cos, sin = (x.unsqueeze(4) for x in _cos_sin(angle))
     q, k = (
         rotate(split(per_head(x, bias).transpose(2, 3)), cos, sin, inputs.is_mimo)
         for x, bias in ((inputs.q, inputs.q_bias), (inputs.k, inputs.k_bias))
@@ -160,6 +175,12 @@ def angles_of(angles: Tensor, dt: Tensor, start: Tensor) -> Tensor:
     totals = F.pad(local[:, :, :-1, -1].double(), (0, 0, 1, 0))
     offset = torch.remainder(totals.cumsum(2) + start.unsqueeze(2), _TWO_PI).to(local.dtype)
     return torch.remainder(local + offset.unsqueeze(3), _TWO_PI)
+
+
+def _cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
+    if _kept_in is not None:
+        angle = angle + (angle.detach().to(_kept_in).to(angle.dtype) - angle.detach())
+    return torch.cos(angle), torch.sin(angle)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, halves: bool) -> Tensor:
