@@ -1,6 +1,7 @@
 """A backend under test, and its values compared with the definition's."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels import parity
 from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors, case_class
+from megacpp_mcore.kernels.parity import Truth
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, load
 from megacpp_mcore.surfaces.registry import REGISTRY
 from megacpp_mcore.training.cpu.megatron_setup import single_process
@@ -93,7 +95,7 @@ def compare(
         bound = subject.bind(case, dtype)
         if may_refuse and _refuses(bound, tensors):
             return None
-        truth = parity.truth_of(case, tensors, dtype, torch.float64, by_region=by_region)
+        truth = truth_of(case, dtype, subject.device, seed, by_region)
         if direction is not None:
             given = {n: direction(y).to(y.device) for n, y in truth.directions.items()}
             truth = parity.truth_of(case, tensors, dtype, torch.float64, given)
@@ -108,8 +110,8 @@ def compare(
     with single_process(0, subject.device):
         tested = 0
         for what, case, dtype in subject.samples(start):
-            for _ in range(2):
-                seed = fresh_seed()
+            for attempt in range(2):
+                seed = seed_of(attempt)
                 errors = judged(case, dtype, seed)
                 if not (errors and 1 < errors[0].share <= BY_CHANCE and _SEED not in os.environ):
                     break
@@ -117,6 +119,19 @@ def compare(
             tested += 1
     # What dispatch does not serve, it has refused.
     assert tested or may_refuse, f"no {start!r} sample is served on {subject.device}"
+
+
+@functools.cache
+def seed_of(attempt: int) -> int:
+    """One for all checks of a process, so that they have one truth."""
+    return fresh_seed()
+
+
+@functools.lru_cache(maxsize=32)
+def truth_of(case: Case, dtype: torch.dtype, device: str, seed: int, by_region: bool) -> Truth:
+    """What the definition makes of the seed's tensors: most of a check's time."""
+    tensors = parity.drawn(case, dtype, device, seed)
+    return parity.truth_of(case, tensors, dtype, torch.float64, by_region=by_region)
 
 
 def assert_within(what: str, errors: list[parity.Error]) -> None:

@@ -129,6 +129,17 @@ def test_a_backend_may_keep_angles_in_the_dtype(seed, name):
     assert shares(case, values | {name: wrong}, truth, dtype)[name] > 1
 
 
+def test_the_only_value_of_a_tensor_may_cancel():
+    """One value that is left of two, in float32: it is off by ten epsilons of itself."""
+    case, dtype = case_class("mla_up").samples()["odd-one-token"], torch.float32
+    truth, values = judged(case, dtype, seed=12816820)
+    assert max(shares(case, values, truth, dtype).values()) < 0.5
+    without_draws = dataclasses.replace(truth, rounding={})
+    assert shares(case, values, without_draws, dtype)["dkv_latent"] > 1
+    for wrong in (-values["dkv_latent"], 1.001 * values["dkv_latent"], 0 * values["dkv_latent"]):
+        assert shares(case, values | {"dkv_latent": wrong}, truth, dtype)["dkv_latent"] > 1
+
+
 def test_the_small_end_of_a_causal_gradient_is_judged_too():
     """dv of the last tokens, a thousandth of the first's, may not be zero."""
     case = CoreAttentionCase(1, 1024, 2, 2, 16, 8)
