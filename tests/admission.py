@@ -101,7 +101,12 @@ def check_non_contiguous(subject: Subject) -> None:
     """Inputs and gradients in any strides, among NaN that nobody may read."""
     compare(subject, "plain", arrange=strided, by_region=True)
     compare(subject, "plain", arrange=transposed, by_region=True)
-    compare(subject, "plain", direction=lambda y: torch.ones((), dtype=y.dtype).expand(y.shape))
+    compare(subject, "plain", direction=expanded_ones, by_region=True)
+
+
+def expanded_ones(y: torch.Tensor) -> torch.Tensor:
+    """The gradient of a sum, which has one element in memory."""
+    return torch.ones((), dtype=y.dtype).expand(y.shape)
 
 
 def check_poisoned(subject: Subject) -> None:

@@ -127,7 +127,7 @@ def seed_of(attempt: int) -> int:
     return fresh_seed()
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=64)
 def truth_of(case: Case, dtype: torch.dtype, device: str, seed: int, by_region: bool) -> Truth:
     """What the definition makes of the seed's tensors: most of a check's time."""
     tensors = parity.drawn(case, dtype, device, seed)

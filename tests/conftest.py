@@ -210,6 +210,8 @@ def pytest_xdist_make_scheduler(config, log):
             file = nodeid.split("::")[0]
             if file in ON_ONE_WORKER:
                 return file
+            if "admission" in nodeid.partition("[")[0]:  # one definition for all backends
+                return nodeid.partition("[")[0]
             # What a GPU test compiles, those with the same first parameter take as well.
             return nodeid.split("-")[0] if file.startswith("tests/gpu/") else nodeid
 
