@@ -111,7 +111,7 @@ def compare(
         tested = 0
         for what, case, dtype in subject.samples(start):
             for attempt in range(2):
-                seed = seed_of(attempt)
+                seed = fresh_seed(attempt)
                 errors = judged(case, dtype, seed)
                 if not (errors and 1 < errors[0].share <= BY_CHANCE and _SEED not in os.environ):
                     break
@@ -121,10 +121,12 @@ def compare(
     assert tested or may_refuse, f"no {start!r} sample is served on {subject.device}"
 
 
-@functools.cache
-def seed_of(attempt: int) -> int:
-    """One for all checks of a process, so that they have one truth."""
-    return fresh_seed()
+_SEEDS = [int.from_bytes(os.urandom(3)) for _ in range(2)]
+
+
+def fresh_seed(attempt: int = 0) -> int:
+    """The same for all checks of a process, which so have one truth; or what a failure printed."""
+    return int(os.environ.get(_SEED) or _SEEDS[attempt])
 
 
 @functools.lru_cache(maxsize=64)
@@ -146,8 +148,3 @@ def _refuses(bound: BoundBackend, tensors: Tensors) -> bool:
     except MegacppError:
         return True
     return False
-
-
-def fresh_seed() -> int:
-    """A fresh one, or the one that a failure printed."""
-    return int(os.environ.get(_SEED) or int.from_bytes(os.urandom(3)))

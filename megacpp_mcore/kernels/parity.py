@@ -190,8 +190,9 @@ def errors(case: Case, actual: Tensors, truth: Truth, dtype: torch.dtype) -> lis
             floor = truth.floors.get(name, 0.0)
             far = regions.worst(actual[name], expected, rounding, allowed, floor)
             region = Error(name, far.error, far.bound, where=far.where)
-            # So few values may all be sums that cancel: only the draws say what rounding does then.
-            one = region if expected.numel() <= _FEW else max(one, region, key=_share)
+            # So few values may all cancel: what is left of them is no size to judge an error by.
+            cancel = expected.numel() <= _FEW and name not in truth.sums
+            one = region if cancel else max(one, region, key=_share)
         linked = truth.links.error(name, actual, dtype) if truth.links and not what else None
         found.append(max(one, linked or one, key=_share))
     return sorted(found, key=lambda error: -error.share)
