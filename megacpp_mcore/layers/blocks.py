@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayerSubmodules
@@ -48,6 +47,7 @@ from megacpp_mcore.layers.mla import AbsorbedMLASelfAttention, MLALayer, MLASelf
 from megacpp_mcore.layers.moe import MegacppMoELayer
 from megacpp_mcore.layers.moe_block import MoEBlock
 from megacpp_mcore.layers.parts import Linears
+from megacpp_mcore.layers.residual import get_residual_add
 
 _RESIDUAL_NORM = partial(DispatchedNorm, has_residual=True)
 _CAUSAL = {"attn_mask_type": AttnMaskType.causal}
@@ -73,7 +73,7 @@ def mamba3_layer(parts: StackParts) -> ModuleSpec:
     return ModuleSpec(
         module=Mamba3Layer,
         submodules=MambaLayerSubmodules(
-            norm=parts.residual_norm, mixer=mixer, mamba_bda=get_bias_dropout_add
+            norm=parts.residual_norm, mixer=mixer, mamba_bda=get_residual_add
         ),
     )
 
@@ -87,7 +87,7 @@ def mixer_layer(
         submodules=TransformerLayerSubmodules(
             input_layernorm=parts.residual_norm,
             self_attention=self_attention,
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=get_residual_add,
             **more,
         ),
     )
@@ -189,7 +189,7 @@ def mlp_layer(parts: StackParts) -> ModuleSpec:
     submodules = TransformerLayerSubmodules(
         pre_mlp_layernorm=parts.residual_norm,
         mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
-        mlp_bda=get_bias_dropout_add,
+        mlp_bda=get_residual_add,
         sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
     )
     return ModuleSpec(module=MLPLayer, submodules=submodules)
@@ -204,6 +204,6 @@ def moe_layer(parts: StackParts) -> ModuleSpec:
     submodules = TransformerLayerSubmodules(
         pre_mlp_layernorm=parts.residual_norm,
         mlp=partial(MegacppMoELayer, submodules=moe),
-        mlp_bda=get_bias_dropout_add,
+        mlp_bda=get_residual_add,
     )
     return ModuleSpec(module=MoEBlock, submodules=submodules)

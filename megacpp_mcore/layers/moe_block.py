@@ -1,12 +1,12 @@
 """The layer around a mixture of experts: norm, router and experts, residual."""
 
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.transformer.transformer_layer import MoETransformerLayer
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megacpp_mcore.layers.moe import MegacppMoELayer
+from megacpp_mcore.layers.residual import get_residual_add
 
 
 class MoEBlock(MoETransformerLayer):
@@ -41,7 +41,7 @@ class MoEBlock(MoETransformerLayer):
         return (
             isinstance(mlp, MegacppMoELayer)
             and mlp.takes_residual
-            and self.mlp_bda is get_bias_dropout_add
+            and self.mlp_bda is get_residual_add
             and not (self.training and self.hidden_dropout)
             and not config.fp32_residual_connection
             and hidden_states.dtype == mlp.experts.linear_fc2.weight.dtype

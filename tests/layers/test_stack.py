@@ -82,6 +82,15 @@ def test_every_letter_of_nam56r_is_there_and_every_parameter_gets_a_gradient(env
         assert any(part in name for name in gradients), letter
 
 
+def test_no_block_asks_megatron_for_a_plain_sum(environment):
+    """Which torch.compile makes, in seconds, at the first step of a run on GPUs."""
+    from megatron.core.fusions import fused_bias_dropout
+
+    for name in ("bias_dropout_add_fused_train", "bias_dropout_add_unfused"):
+        environment.setattr(fused_bias_dropout, name, None)
+    assert gradients_after_one_step(small())
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
