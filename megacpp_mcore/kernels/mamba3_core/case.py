@@ -1,6 +1,5 @@
 """The mamba3_core surface's case: the output of an M block's input projection."""
 
-import contextlib
 import functools
 import itertools
 import math
@@ -16,7 +15,6 @@ from megacpp_mcore.hybrid.block_settings import Mamba3Settings
 from megacpp_mcore.hybrid.row_padding import row_padding
 from megacpp_mcore.kernels.case import OperatorCase, Tensors
 from megacpp_mcore.kernels.mamba3.case import WALKS, random_walk_bound
-from megacpp_mcore.kernels.mamba3.reference import angles_kept_in
 from megacpp_mcore.kernels.mamba3_core.reference import mamba3_core
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces import mamba3_core as surface
@@ -103,9 +101,6 @@ class Mamba3CoreCase(OperatorCase):
             "heads", "head_dim", "groups", "state_dim", "angles", "decay", "decay_floor", "eps"
         )  # fmt: skip
         return {"y": operator(**tensors, **{name: getattr(self, name) for name in sizes})}
-
-    def as_backends_round(self, dtype: torch.dtype) -> contextlib.AbstractContextManager:
-        return angles_kept_in(dtype)
 
     def roundings(self, name: str) -> float:
         """The scan's roundings, three products' operands and the result, a gradient as many
