@@ -25,7 +25,7 @@ from admission_probes import (
     strided,
     transposed,
 )
-from admission_subject import Subject, assert_within, compare, fresh_seed
+from admission_subject import Subject, assert_within, compare, fresh_seed, truth_of
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.kernels import parity
@@ -84,12 +84,12 @@ def _everything(surface: str) -> Iterator[tuple[str, Case, torch.dtype]]:
 
 def check_parity(subject: Subject) -> None:
     """Outputs and gradients against the definition in float64, on fresh random inputs."""
-    compare(subject, "plain", by_region=True)
+    compare(subject, "plain")
 
 
 def check_odd_shapes(subject: Subject) -> None:
     """The same for sizes that are no multiples of a tile, one token, one expert."""
-    compare(subject, "odd", by_region=True)
+    compare(subject, "odd")
 
 
 def check_zero_size(subject: Subject) -> None:
@@ -99,9 +99,9 @@ def check_zero_size(subject: Subject) -> None:
 
 def check_non_contiguous(subject: Subject) -> None:
     """Inputs and gradients in any strides, among NaN that nobody may read."""
-    compare(subject, "plain", arrange=strided, by_region=True)
-    compare(subject, "plain", arrange=transposed, by_region=True)
-    compare(subject, "plain", direction=expanded_ones, by_region=True)
+    for arrange in (strided, transposed):
+        compare(subject, "plain", arrange=arrange, one_dtype=True)
+    compare(subject, "plain", direction=expanded_ones, one_dtype=True)
 
 
 def expanded_ones(y: torch.Tensor) -> torch.Tensor:
@@ -111,8 +111,8 @@ def expanded_ones(y: torch.Tensor) -> torch.Tensor:
 
 def check_poisoned(subject: Subject) -> None:
     """Fresh memory is full of NaN, from the allocator and from torch.empty."""
-    compare(subject, "plain", poison=True, by_region=True)
-    compare(subject, "odd", poison=True, by_region=True)
+    for samples in ("plain", "odd"):
+        compare(subject, samples, poison=True, one_dtype=True)
 
 
 def check_opcheck(subject: Subject) -> None:
@@ -173,7 +173,7 @@ def check_fallback(subject: Subject) -> None:
             decision = dispatch.choose(subject.surface, case.workload(subject.device, dtype))
             assert (decision.requested, decision.observed) == (forced, forced)
             tensors = parity.drawn(case, dtype, subject.device, fresh_seed())
-            truth = parity.truth_of(case, tensors, dtype, torch.float64, by_region=True)
+            truth = truth_of(case, dtype, subject.device, fresh_seed())
             served = Subject(subject.surface, decision.observed, subject.device)
             for bound in (subject.bind(case, dtype), served.bind(case, dtype)):
                 values = parity.run(case, bound, tensors, truth.directions)
@@ -187,9 +187,9 @@ def check_determinism(subject: Subject) -> None:
     and from the second size on one for all, which may add up in another order.
     """
     with single_process(0, subject.device):
-        for what, case, dtype in subject.samples("plain"):
+        for what, case, dtype in subject.samples("plain", one_dtype=True):
             tensors = parity.drawn(case, dtype, subject.device, fresh_seed())
-            truth = parity.truth_of(case, tensors, dtype, torch.float64)
+            truth = truth_of(case, dtype, subject.device, fresh_seed())
             bound = subject.bind(case, dtype)
             try:
                 with deterministic():

@@ -53,17 +53,23 @@ class Subject:
     def bind(self, case: Case, dtype: torch.dtype) -> BoundBackend:
         return case.bind(load(self.entry.benched), self.device, dtype)
 
-    def samples(self, start: str) -> Iterator[tuple[str, Case, torch.dtype]]:
+    def samples(
+        self, start: str, one_dtype: bool = False
+    ) -> Iterator[tuple[str, Case, torch.dtype]]:
         """The small cases whose name starts with `start`, in each dtype that is served.
 
         Those of whole tiles are a GPU's kernels': on a CPU there would be the reference alone.
+        one_dtype: on a CPU, whose kernels are interpreted, only in the last dtype, for what does
+        not depend on it: strides, the order of sums, and which memory is read and written.
         """
         for name, case in case_class(self.surface).samples().items():
             if name.endswith("tiles") and (self.backend, self.device) == (REFERENCE, "cpu"):
                 continue
-            for dtype in _DTYPES:
-                if name.startswith(start) and self.takes(case, dtype):
-                    yield f"{name}, {dtype}", case, dtype
+            if not name.startswith(start):
+                continue
+            dtypes = [dtype for dtype in _DTYPES if self.takes(case, dtype)]
+            for dtype in dtypes[-1:] if one_dtype and self.device == "cpu" else dtypes:
+                yield f"{name}, {dtype}", case, dtype
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -78,15 +84,16 @@ def compare(
     direction: Callable[[torch.Tensor], torch.Tensor] | None = None,
     may_refuse: bool = False,
     poison: bool = False,
-    by_region: bool = False,
+    one_dtype: bool = False,
 ) -> None:
     """Parity of the samples whose name starts with `start`.
 
-    arrange: another layout for inputs and gradients. direction: a gradient instead of random ones.
-    may_refuse: a MegacppError is an answer, too. poison: fresh memory holds NaN during the call.
-    by_region: each region of each tensor is judged by what rounding does to the definition there,
-    which says of a few draws how far another may be off. What is beyond that by less than BY_CHANCE
-    must be within it with other inputs.
+    Each region of each tensor is judged by what rounding does to the definition there, which says
+    of a few draws how far another may be off. What is beyond that by less than BY_CHANCE must be
+    within it with other inputs.
+    arrange: another layout for inputs and gradients. direction: a gradient instead of random ones,
+    for which whole tensors alone are judged. may_refuse: a MegacppError is an answer, too. poison:
+    fresh memory holds NaN during the call. one_dtype: see `Subject.samples`.
     """
 
     def judged(case: Case, dtype: torch.dtype, seed: int) -> list[parity.Error] | None:
@@ -95,7 +102,7 @@ def compare(
         bound = subject.bind(case, dtype)
         if may_refuse and _refuses(bound, tensors):
             return None
-        truth = truth_of(case, dtype, subject.device, seed, by_region)
+        truth = truth_of(case, dtype, subject.device, seed)
         if direction is not None:
             given = {n: direction(y).to(y.device) for n, y in truth.directions.items()}
             truth = parity.truth_of(case, tensors, dtype, torch.float64, given)
@@ -109,7 +116,7 @@ def compare(
 
     with single_process(0, subject.device):
         tested = 0
-        for what, case, dtype in subject.samples(start):
+        for what, case, dtype in subject.samples(start, one_dtype):
             for attempt in range(2):
                 seed = fresh_seed(attempt)
                 errors = judged(case, dtype, seed)
@@ -130,10 +137,10 @@ def fresh_seed(attempt: int = 0) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def truth_of(case: Case, dtype: torch.dtype, device: str, seed: int, by_region: bool) -> Truth:
+def truth_of(case: Case, dtype: torch.dtype, device: str, seed: int) -> Truth:
     """What the definition makes of the seed's tensors: most of a check's time."""
     tensors = parity.drawn(case, dtype, device, seed)
-    return parity.truth_of(case, tensors, dtype, torch.float64, by_region=by_region)
+    return parity.truth_of(case, tensors, dtype, torch.float64, by_region=True)
 
 
 def assert_within(what: str, errors: list[parity.Error]) -> None:

@@ -32,7 +32,7 @@ SUMS_OVER_TOKENS = [
     ("mamba3_scan", "plain", ("dD",)),
     ("mamba3_scan", "plain-mimo", ("dD",)),
 ]
-SEEDS = 30
+SEEDS = 20
 
 
 def judged(case, dtype, seed=0, roundings=contextlib.nullcontext):
