@@ -5,7 +5,6 @@ a backend that has been loaded is called. The bench and the admission suite know
 surface but its case.
 """
 
-import contextlib
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -109,10 +108,10 @@ class Case(ABC):
     def reference(self, **tensors: Tensor) -> Tensors:
         """The outputs by the definition, in the dtype of the tensors; differentiable."""
 
-    def as_backends_round(self, dtype: torch.dtype) -> contextlib.AbstractContextManager:
-        """Inside, `reference` also rounds what a right backend may keep in `dtype`: what rounding
-        does to the definition is measured so."""
-        return contextlib.nullcontext()
+    def rounded_reference(self, **tensors: Tensor) -> Tensors:
+        """The definition, with what a right backend may keep in the tensors' dtype rounded to it:
+        what rounding does to it is measured so."""
+        return self.reference(**tensors)
 
     @abstractmethod
     def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:

@@ -55,7 +55,7 @@ class Truth:
     links: "Links | None" = None
 
 
-_FEW = 4  # values of which the largest is at most twice the rms
+_MAY_ALL_CANCEL = 4  # values, of which the largest is at most twice the rms
 # Errors of the terms of a sum, each at most half an epsilon of its term, and as often up as down,
 # come to more than n half epsilons of the terms' spread once in exp(n^2 / 2) / 2 values, at any
 # number of terms (Hoeffding's inequality): with 6 once in 33 million.
@@ -130,10 +130,7 @@ def truth_of(
         for name, terms in case.summands(values, directions, **widened).items()
     }
     sums = case.sums(directions, **widened) | {n: _largest(x) for n, x in spreads.items()}
-    draws = {}
-    if by_region:
-        with case.as_backends_round(dtype):
-            draws = _draws(case, tensors, directions)
+    draws = _draws(case, tensors, directions) if by_region else {}
     rounding = {
         name: regions.Rounding([regions.Draw.of(value, values[name]) for value in found])
         for name, found in draws.items()
@@ -146,9 +143,9 @@ def truth_of(
 
 
 def _draws(case: Case, tensors: Tensors, directions: Tensors) -> dict[str, list[Tensor]]:
-    """The definition in the tensors' own dtypes: of the tensors, and of others in which one value
-    in four of each input is the next to it, up or down."""
-    bound, found = BoundBackend(case.reference), {}
+    """The definition in the tensors' own dtypes, rounded as a backend may: of the tensors, and of
+    others in which one value in four of each input is the next to it, up or down."""
+    bound, found = BoundBackend(case.rounded_reference), {}
     values = sum(tensors[name].numel() for name in case.inputs)
     for number in range(regions.number_of_draws(values)):
         given = dict(tensors)
@@ -191,7 +188,7 @@ def errors(case: Case, actual: Tensors, truth: Truth, dtype: torch.dtype) -> lis
             far = regions.worst(actual[name], expected, rounding, allowed, floor)
             region = Error(name, far.error, far.bound, where=far.where)
             # So few values may all cancel: what is left of them is no size to judge an error by.
-            cancel = expected.numel() <= _FEW and name not in truth.sums
+            cancel = expected.numel() <= _MAY_ALL_CANCEL and name not in truth.sums
             one = region if cancel else max(one, region, key=_share)
         linked = truth.links.error(name, actual, dtype) if truth.links and not what else None
         found.append(max(one, linked or one, key=_share))

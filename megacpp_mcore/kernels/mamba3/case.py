@@ -1,9 +1,8 @@
 """The mamba3_scan surface's case: gated and with the skip, from a zero state."""
 
-import contextlib
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -13,12 +12,8 @@ from torch.nn import functional
 
 from megacpp_mcore.hybrid.block_settings import Mamba3Settings
 from megacpp_mcore.kernels.case import BoundBackend, Case, Tensors
-from megacpp_mcore.kernels.mamba3.inputs import prepare
-from megacpp_mcore.kernels.mamba3.reference import (
-    angles_kept_in,
-    mamba3_chunked,
-    mamba3_sequential,
-)
+from megacpp_mcore.kernels.mamba3.inputs import Mamba3Inputs, prepare
+from megacpp_mcore.kernels.mamba3.reference import mamba3_chunked, mamba3_sequential
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces import mamba3_scan
 from megacpp_mcore.surfaces.workload import Workload
@@ -121,13 +116,15 @@ class Mamba3ScanCase(Case):
         return tensors
 
     def reference(self, **tensors: Tensor) -> Tensors:
-        inputs = prepare(**tensors)
+        return self._scan(prepare(**tensors))
+
+    def rounded_reference(self, **tensors: Tensor) -> Tensors:
+        return self._scan(replace(prepare(**tensors), angle_dtype=tensors["v"].dtype))
+
+    def _scan(self, inputs: Mamba3Inputs) -> Tensors:
         if self.seq > _SEQUENTIAL:
             return {"y": mamba3_chunked(inputs, self.chunk_size, None)[0]}
         return {"y": mamba3_sequential(inputs)[0]}
-
-    def as_backends_round(self, dtype: torch.dtype) -> contextlib.AbstractContextManager:
-        return angles_kept_in(dtype)
 
     def bind(self, implementation: Any, device: str, dtype: torch.dtype) -> BoundBackend:
         return BoundBackend(

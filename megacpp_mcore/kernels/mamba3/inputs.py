@@ -32,7 +32,8 @@ class Mamba3Inputs:
 
     q, k: (B, S, R, G, N). v, z: (B, S, H, P). adt, dt, trap: (B, S, H). angles: (B, S, H or 1, A).
     q_bias, k_bias: (R, H, N). mimo_v, mimo_z, mimo_out: (H, R, P), None for SISO. document: (S,)
-    integers that change where a document starts, or None.
+    integers that change where a document starts, or None. angle_dtype: q and k are rotated by
+    angles rounded to it, as mamba-ssm's kernels keep them; None rotates by them as they are.
     """
 
     q: Tensor
@@ -51,6 +52,7 @@ class Mamba3Inputs:
     mimo_out: Tensor | None
     document: Tensor | None
     output_dtype: torch.dtype
+    angle_dtype: torch.dtype | None = None
 
     @property
     def is_mimo(self) -> bool:

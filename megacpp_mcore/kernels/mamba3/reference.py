@@ -13,9 +13,7 @@ and y = sum_r y^r * mimo_out[r]. Source: the Mamba-3 paper and state-spaces/mamb
 Both functions compute in float32 (float64 for float64 inputs) throughout, for every input dtype.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -24,19 +22,6 @@ from torch import Tensor
 from megacpp_mcore.kernels.mamba3.inputs import Mamba3Inputs, Mamba3State
 
 _TWO_PI = 2 * math.pi
-_kept_in: torch.dtype | None = None  # the dtype of angles, see `angles_kept_in`
-
-
-@contextlib.contextmanager
-def angles_kept_in(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, q and k are rotated by angles rounded to `dtype`, as mamba-ssm's kernels keep them:
-    what such a backend is compared with. Gradients pass the rounding unchanged."""
-    global _kept_in
-    before, _kept_in = _kept_in, dtype
-    try:
-        yield
-    finally:
-        _kept_in = before
 
 
 def mamba3_sequential(
@@ -62,7 +47,7 @@ def advance(inputs: Mamba3Inputs, t: int, state: Mamba3State) -> tuple[Tensor, M
     decay = torch.exp(inputs.adt[:, t])
     rotation = math.pi * torch.tanh(inputs.angles[:, t]) * dt.unsqueeze(-1)
     angle = torch.remainder(state.angle + rotation, _TWO_PI)
-    cos, sin = (x.unsqueeze(1) for x in _cos_sin(angle))
+    cos, sin = (x.unsqueeze(1) for x in _cos_sin(angle, inputs.angle_dtype))
     q = rotate(per_head(inputs.q[:, t], inputs.q_bias), cos, sin, inputs.is_mimo)
     k = rotate(per_head(inputs.k[:, t], inputs.k_bias), cos, sin, inputs.is_mimo)
     v = inputs.v[:, t]
@@ -108,7 +93,7 @@ def mamba3_chunked(
     decays = _ChunkDecays(split(inputs.adt), inputs.document)
 
     angle = angles_of(split(inputs.angles), split(dt), state.angle)
-    cos, sin = (x.unsqueeze(4) for x in _cos_sin(angle))
+    cos, sin = (x.unsqueeze(4) for x in _cos_sin(angle, inputs.angle_dtype))
     q, k = (
         rotate(split(per_head(x, bias).transpose(2, 3)), cos, sin, inputs.is_mimo)
         for x, bias in ((inputs.q, inputs.q_bias), (inputs.k, inputs.k_bias))
@@ -177,9 +162,10 @@ def angles_of(angles: Tensor, dt: Tensor, start: Tensor) -> Tensor:
     return torch.remainder(local + offset.unsqueeze(3), _TWO_PI)
 
 
-def _cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
-    if _kept_in is not None:
-        angle = angle + (angle.detach().to(_kept_in).to(angle.dtype) - angle.detach())
+def _cos_sin(angle: Tensor, rounded_to: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Of angles rounded to a dtype, if any, which gradients pass unchanged."""
+    if rounded_to is not None:
+        angle = angle + (angle.detach().to(rounded_to).to(angle.dtype) - angle.detach())
     return torch.cos(angle), torch.sin(angle)
 
 
