@@ -100,8 +100,8 @@ def check_zero_size(subject: Subject) -> None:
 def check_non_contiguous(subject: Subject) -> None:
     """Inputs and gradients in any strides, among NaN that nobody may read."""
     for arrange in (strided, transposed):
-        compare(subject, "plain", arrange=arrange, one_dtype=True)
-    compare(subject, "plain", direction=expanded_ones, one_dtype=True)
+        compare(subject, "plain", arrange=arrange)
+    compare(subject, "plain", direction=expanded_ones)
 
 
 def expanded_ones(y: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ def expanded_ones(y: torch.Tensor) -> torch.Tensor:
 def check_poisoned(subject: Subject) -> None:
     """Fresh memory is full of NaN, from the allocator and from torch.empty."""
     for samples in ("plain", "odd"):
-        compare(subject, samples, poison=True, one_dtype=True)
+        compare(subject, samples, poison=True)
 
 
 def check_opcheck(subject: Subject) -> None:
@@ -187,7 +187,7 @@ def check_determinism(subject: Subject) -> None:
     and from the second size on one for all, which may add up in another order.
     """
     with single_process(0, subject.device):
-        for what, case, dtype in subject.samples("plain", one_dtype=True):
+        for what, case, dtype in subject.samples("plain"):
             tensors = parity.drawn(case, dtype, subject.device, fresh_seed())
             truth = truth_of(case, dtype, subject.device, fresh_seed())
             bound = subject.bind(case, dtype)

@@ -53,23 +53,17 @@ class Subject:
     def bind(self, case: Case, dtype: torch.dtype) -> BoundBackend:
         return case.bind(load(self.entry.benched), self.device, dtype)
 
-    def samples(
-        self, start: str, one_dtype: bool = False
-    ) -> Iterator[tuple[str, Case, torch.dtype]]:
+    def samples(self, start: str) -> Iterator[tuple[str, Case, torch.dtype]]:
         """The small cases whose name starts with `start`, in each dtype that is served.
 
         Those of whole tiles are a GPU's kernels': on a CPU there would be the reference alone.
-        one_dtype: on a CPU, whose kernels are interpreted, only in the last dtype, for what does
-        not depend on it: strides, the order of sums, and which memory is read and written.
         """
         for name, case in case_class(self.surface).samples().items():
             if name.endswith("tiles") and (self.backend, self.device) == (REFERENCE, "cpu"):
                 continue
-            if not name.startswith(start):
-                continue
-            dtypes = [dtype for dtype in _DTYPES if self.takes(case, dtype)]
-            for dtype in dtypes[-1:] if one_dtype and self.device == "cpu" else dtypes:
-                yield f"{name}, {dtype}", case, dtype
+            for dtype in _DTYPES:
+                if name.startswith(start) and self.takes(case, dtype):
+                    yield f"{name}, {dtype}", case, dtype
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -84,7 +78,6 @@ def compare(
     direction: Callable[[torch.Tensor], torch.Tensor] | None = None,
     may_refuse: bool = False,
     poison: bool = False,
-    one_dtype: bool = False,
 ) -> None:
     """Parity of the samples whose name starts with `start`.
 
@@ -93,7 +86,7 @@ def compare(
     within it with other inputs.
     arrange: another layout for inputs and gradients. direction: a gradient instead of random ones,
     for which whole tensors alone are judged. may_refuse: a MegacppError is an answer, too. poison:
-    fresh memory holds NaN during the call. one_dtype: see `Subject.samples`.
+    fresh memory holds NaN during the call.
     """
 
     def judged(case: Case, dtype: torch.dtype, seed: int) -> list[parity.Error] | None:
@@ -116,7 +109,7 @@ def compare(
 
     with single_process(0, subject.device):
         tested = 0
-        for what, case, dtype in subject.samples(start, one_dtype):
+        for what, case, dtype in subject.samples(start):
             for attempt in range(2):
                 seed = fresh_seed(attempt)
                 errors = judged(case, dtype, seed)

@@ -206,7 +206,9 @@ class Precision:
     gradient_accumulation_fusion: bool = to_off_flag(True, "--no-gradient-accumulation-fusion")
     masked_softmax_fusion: bool = to_off_flag(True, "--no-masked-softmax-fusion")
     bias_swiglu_fusion: bool = to_off_flag(True, "--no-bias-swiglu-fusion")
-    bias_dropout_fusion: bool = to_off_flag(True, "--no-bias-dropout-fusion")
+    bias_dropout_fusion: bool = to_off_flag(
+        True, "--no-bias-dropout-fusion"
+    )  # read with dropout or a bias; else the residual is one plain addition either way
     no_persist_layer_norm: bool = to_flag(False)
     disable_jit_fuser: bool = to_flag(False)
 

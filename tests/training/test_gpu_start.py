@@ -65,8 +65,7 @@ def test_transformers_is_imported_for_its_own_tokenizer_alone(small_recipe: Path
         argv = [*recipe_argv(recipe), *lower(recipe).argv, *more]
         return python(ARGUMENTS, *argv, environment=RANK | {"PYTHONPATH": path}, **how)
 
-    none = start(executable=warm.python())
-    assert recipe.data.tokenizer_type == "NullTokenizer" and none.returncode == 0
+    assert recipe.data.tokenizer_type == "NullTokenizer" and start().returncode == 0
     named = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "name"]
     other = start(*named, executable=warm.python())
     assert "transformers is imported" in other.stderr
