@@ -48,6 +48,7 @@ from megacpp_mcore.layers.moe import MegacppMoELayer
 from megacpp_mcore.layers.moe_block import MoEBlock
 from megacpp_mcore.layers.parts import Linears
 from megacpp_mcore.layers.residual import get_residual_add
+from megacpp_mcore.layers.shared_expert import SharedExpert
 
 _RESIDUAL_NORM = partial(DispatchedNorm, has_residual=True)
 _CAUSAL = {"attn_mask_type": AttnMaskType.causal}
@@ -198,8 +199,12 @@ def mlp_layer(parts: StackParts) -> ModuleSpec:
 def moe_layer(parts: StackParts) -> ModuleSpec:
     # num_experts only has to be a number here; the layer reads the config's.
     upstream = get_moe_module_spec(use_te=parts.linears.is_te, num_experts=1)
+    moe = upstream.keywords["submodules"]
     moe = replace(
-        upstream.keywords["submodules"], router=DispatchedRouter, experts=DispatchedExperts
+        moe,
+        router=DispatchedRouter,
+        experts=DispatchedExperts,
+        shared_experts=partial(SharedExpert, moe.shared_experts),
     )
     submodules = TransformerLayerSubmodules(
         pre_mlp_layernorm=parts.residual_norm,

@@ -198,12 +198,15 @@ def _slower_gathered(workload: Workload) -> str | None:
     if _alltoall(workload):
         return None
     size, ranks = workload.size, workload.size("expert_model_parallel_size")
-    reasons = {
+    if not size("routes"):
+        return "the experts take tokens sorted by expert"
+    # With one expert-parallel rank every tensor-parallel one has a part of every expert, and gets
+    # every token either way: by all-to-all once for each of its experts, by all-gather once.
+    reasons = {} if ranks == 1 else {
         f"{ranks} ranks: faster between two, and not timed between more": ranks != 2,
         f"{size('host_ranks')} processes a host: faster within one": size("host_ranks") % 2,
         f"expert_tensor_parallel_size {size('expert_tensor_parallel_size')}: not timed":
             size("expert_tensor_parallel_size") != 1,
-        "the experts take tokens sorted by expert": not size("routes"),
     }  # fmt: skip
     found = next((reason for reason, holds in reasons.items() if holds), None)
     return found or _every_token_goes(workload)

@@ -102,11 +102,7 @@ def launch_rank(
 
 
 PACKED = [*EAGER, "data.dataloader_inter_document_masking=true"]
-# By all-to-all, which `auto` takes there, the host waits for how many tokens an expert gets.
-TP2 = [
-    *EAGER, "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true",
-    "backends.moe_dispatch=allgather",
-]  # fmt: skip
+TP2 = [*EAGER, "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
 PP2 = [*EAGER, "parallel.pipeline_model_parallel_size=2", "model.pattern=AEM|EARME"]
 STEPS = [
     pytest.param(sets, gpus, gpus, marks=TWO_GPUS if gpus == 2 else (), id=f"{name}-{gpus}")

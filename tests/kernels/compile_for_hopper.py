@@ -34,7 +34,7 @@ from megacpp_mcore.kernels.case import Case, case_class
 from megacpp_mcore.kernels.embedding.triton import embedding
 from megacpp_mcore.kernels.linear_cross_entropy.chunked import CHUNKED
 from megacpp_mcore.kernels.m2rnn import cuda
-from megacpp_mcore.kernels.moe_experts.activation import SQUARED_RELU, SWIGLU
+from megacpp_mcore.kernels.moe_experts.activation import SQUARED_RELU, SWIGLU, swiglu
 from megacpp_mcore.kernels.moe_experts.fused import Experts, experts_routed
 from megacpp_mcore.kernels.moe_experts.routing import rows_of
 from megacpp_mcore.recipe import load_recipe
@@ -160,9 +160,11 @@ def experts(activation: str) -> None:
     probs = torch.rand(rows, 16, requires_grad=True)
     chosen = probs >= probs.topk(topk).values[:, -1:]
     weights = Experts(w1, w2, products=products, activation=activation)
+    h = torch.zeros(rows, 2048, dtype=torch.bfloat16, requires_grad=True)  # a shared expert's
     with as_on_a_gpu():
         addends = torch.zeros_like(x), torch.zeros_like(x)
         experts_routed(x, chosen, probs, weights, topk, *addends).sum().backward()
+        swiglu(h).sum().backward()
 
 
 def update(dtype: torch.dtype | None) -> None:

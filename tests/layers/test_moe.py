@@ -267,3 +267,24 @@ def test_our_gating_product_is_megatrons_router(process):
     for a, b in zip(*found, strict=True):
         eps = torch.finfo(a.dtype).eps
         torch.testing.assert_close(b, a, rtol=eps, atol=16 * torch.finfo(torch.float32).eps)
+
+
+def test_our_router_counts_an_experts_tokens_as_megatrons_does(process):
+    """In training alone, and none that is padding; Megatron's counts are compiled."""
+    same = config("allgather", moe_router_enable_expert_bias=True)
+    groups = get_default_pg_collection()
+    chosen, padding = torch.rand(14, EXPERTS) < 0.5, torch.rand(14, 1) < 0.3
+    found = []
+    for build in (TopKRouter, partial(GatedRouter, product=router_gating)):
+        router = build(config=same, pg_collection=groups)
+        with torch.compiler.set_stance("force_eager"):
+            router._apply_expert_bias(chosen)
+            router._apply_expert_bias(chosen, padding)
+            with torch.no_grad():
+                router._apply_expert_bias(chosen)
+        found.append(router.local_tokens_per_expert)
+    assert torch.equal(*found) and found[0].dtype == torch.float32
+    assert found[0].sum() == chosen.sum() + (chosen & ~padding).sum()
+    without = GatedRouter(config=config("allgather"), pg_collection=groups, product=router_gating)
+    without._apply_expert_bias(chosen)
+    assert without.local_tokens_per_expert is None

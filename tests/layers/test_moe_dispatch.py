@@ -298,6 +298,19 @@ def test_all_gather_is_taken_where_it_was_faster_and_elsewhere_by_name(no_deep_e
     assert named.observed == "allgather"
 
 
+TP2 = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true",
+       "parallel.expert_model_parallel_size=1"]  # fmt: skip
+
+
+def test_experts_split_by_tensor_parallelism_get_each_token_once(no_deep_ep):
+    for hosts in ([], ["launch.nproc_per_node=1", "launch.nnodes=2"]):
+        assert dispatch.choose("moe_dispatch", asked(*TP2, *hosts)).observed == "allgather"
+    sorted_rows = asked(*TP2, "backends.moe_experts=grouped_mm")
+    assert dispatch.choose("moe_dispatch", sorted_rows).observed == "alltoall"
+    both = asked(*TP2[:2], "launch.nproc_per_node=4")
+    assert "expert_tensor_parallel_size 2: not" in dispatch.choose("moe_dispatch", both).reason
+
+
 @pytest.mark.parametrize("named", ["allgather", "reference"])
 def test_all_gather_has_no_steps_for_a_shared_expert_to_run_between(no_deep_ep, named):
     """Megatron's layer leaves the shared expert to a dispatcher that would never call it."""

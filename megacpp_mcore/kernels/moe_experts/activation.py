@@ -1,8 +1,10 @@
-"""The activation between fc1 and fc2 with the router's weights, one kernel in each direction."""
+"""The activation between fc1 and fc2, one kernel in each direction: of routed experts with the
+router's weights, of a shared one without."""
 
 import torch
 import triton
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megacpp_mcore.kernels.moe_experts import triton_kernels
 
@@ -22,14 +24,7 @@ def activate(h: Tensor, probs: Tensor, ends: Tensor, activation: str) -> Tensor:
 
     probs silu(gate) up of [gate, up] = h, or probs relu(h)^2. Rows after the last end are left.
     """
-    size, width = h.shape[0], inner_width(h, activation)
-    a, rows = h.new_empty(size, width), _rows_of_a_program(h)
-    if size:
-        triton_kernels.activate[(triton.cdiv(size, rows),)](
-            h, probs, a, ends, ends.shape[0], width, GATED=activation == SWIGLU, ROWS=rows,
-            BLOCK=_columns(width), num_warps=_WARPS,
-        )  # fmt: skip
-    return a
+    return _forward(h, probs, ends, activation)
 
 
 def activate_backward(
@@ -39,16 +34,59 @@ def activate_backward(
 
     They are returned as (dh, output, dprobs).
     """
-    size, width = da.shape
-    dh, a, row_grads = torch.empty_like(h), torch.empty_like(da), torch.empty_like(probs)
-    rows = _rows_of_a_program(h)
+    a, row_grads = torch.empty_like(da), torch.empty_like(probs)
+    return _backward(da, h, activation, (probs, a, row_grads, ends)), a, row_grads
+
+
+@torch.compiler.disable
+def swiglu(h: Tensor) -> Tensor:
+    """[gate, up] = h (..., 2f) -> silu(gate) up (..., f), computed in float32 and rounded once.
+
+    Of a dense MLP or a shared expert; only h is kept for the backward pass. It takes bf16, fp16 and
+    float32, on CUDA, and on a CPU in Triton's interpreter.
+    """
+    return _SwiGLU.apply(h)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h: Tensor) -> Tensor:
+        rows = h.reshape(-1, h.shape[-1]).contiguous()
+        ctx.save_for_backward(rows)
+        return _forward(rows, None, None, SWIGLU).view(*h.shape[:-1], h.shape[-1] // 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, da: Tensor) -> Tensor:
+        (h,) = ctx.saved_tensors
+        width = da.shape[-1]
+        dh = _backward(da.reshape(-1, width).contiguous(), h, SWIGLU)
+        return dh.view(*da.shape[:-1], 2 * width)
+
+
+def _forward(h: Tensor, probs: Tensor | None, ends: Tensor | None, activation: str) -> Tensor:
+    size, width = h.shape[0], inner_width(h, activation)
+    a, rows = h.new_empty(size, width), _rows_of_a_program(h)
+    if size:
+        triton_kernels.activate[(triton.cdiv(size, rows),)](
+            h, probs, a, ends, 0 if ends is None else ends.shape[0], size, width,
+            GATED=activation == SWIGLU, HAS_PROBS=probs is not None, ROWS=rows,
+            BLOCK=_columns(width), num_warps=_WARPS,
+        )  # fmt: skip
+    return a
+
+
+def _backward(da: Tensor, h: Tensor, activation: str, routed: tuple = (None,) * 4) -> Tensor:
+    """routed: probs, the two outputs besides dh, and ends; nothing for rows without weights."""
+    (size, width), (probs, a, row_grads, ends) = da.shape, routed
+    dh, rows = torch.empty_like(h), _rows_of_a_program(h)
     if size:
         triton_kernels.activate_backward[(triton.cdiv(size, rows),)](
-            da, h, probs, dh, a, row_grads, ends, ends.shape[0], width,
-            GATED=activation == SWIGLU, ROWS=rows, BLOCK=_columns(width),
-            num_warps=_BACKWARD_WARPS,
+            da, h, probs, dh, a, row_grads, ends, 0 if ends is None else ends.shape[0], size, width,
+            GATED=activation == SWIGLU, HAS_PROBS=probs is not None, ROWS=rows,
+            BLOCK=_columns(width), num_warps=_BACKWARD_WARPS,
         )  # fmt: skip
-    return dh, a, row_grads
+    return dh
 
 
 def _rows_of_a_program(h: Tensor) -> int:

@@ -123,17 +123,19 @@ def combine(
 
 @triton.jit
 def activate(
-    h, probs, a, ends, EXPERTS, WIDTH, GATED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    h, probs, a, ends, EXPERTS, SIZE, WIDTH, GATED: tl.constexpr, HAS_PROBS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """a = probs silu(gate) up of h = [gate, up] where GATED, otherwise probs relu(h)^2.
 
-    Rows after the last expert's are not touched.
+    Rows after the last expert's are not touched. Without HAS_PROBS every row counts, as it is.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    used = row < tl.load(ends + EXPERTS - 1)
-    prob = tl.load(probs + row, mask=used, other=0.0).to(tl.float32)
+    used = row < (tl.load(ends + EXPERTS - 1) if HAS_PROBS else SIZE)
     UP: tl.constexpr = 2 if GATED else 1
     at_h, at_a = h + row.to(tl.int64) * (UP * WIDTH), a + row.to(tl.int64) * WIDTH
+    if HAS_PROBS:
+        prob = tl.load(probs + row, mask=used, other=0.0).to(tl.float32)
     for first in range(0, WIDTH, BLOCK):
         column = first + tl.arange(0, BLOCK)[None, :]
         inside = used & (column < WIDTH)
@@ -143,42 +145,49 @@ def activate(
             value = value * tl.sigmoid(value) * up
         else:
             value = tl.maximum(value, 0.0) * tl.maximum(value, 0.0)
-        tl.store(at_a + column, (value * prob).to(a.dtype.element_ty), mask=inside)
+        if HAS_PROBS:
+            value *= prob
+        tl.store(at_a + column, value.to(a.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def activate_backward(
-    da, h, probs, dh, a, dprobs, ends, EXPERTS, WIDTH, GATED: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    da, h, probs, dh, a, dprobs, ends, EXPERTS, SIZE, WIDTH, GATED: tl.constexpr,
+    HAS_PROBS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dh, a (recomputed for fc2's weight gradient) and the gradient of each row's probability."""
+    """dh; with HAS_PROBS also a, recomputed for fc2's weight gradient, and the gradient of each
+    row's probability."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    used = row < tl.load(ends + EXPERTS - 1)
-    prob = tl.load(probs + row, mask=used, other=0.0).to(tl.float32)
+    used = row < (tl.load(ends + EXPERTS - 1) if HAS_PROBS else SIZE)
     UP: tl.constexpr = 2 if GATED else 1
     at_h, at_a = row.to(tl.int64) * (UP * WIDTH), row.to(tl.int64) * WIDTH
-    of_prob = tl.zeros([ROWS, 1], tl.float32)
+    if HAS_PROBS:
+        prob = tl.load(probs + row, mask=used, other=0.0).to(tl.float32)
+        of_prob = tl.zeros([ROWS, 1], tl.float32)
     for first in range(0, WIDTH, BLOCK):
         column = first + tl.arange(0, BLOCK)[None, :]
         inside = used & (column < WIDTH)
         gate = tl.load(h + at_h + column, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(da + at_a + column, mask=inside, other=0.0).to(tl.float32)
+        scaled = grad * prob if HAS_PROBS else grad
         kind = dh.dtype.element_ty
         if GATED:
             up = tl.load(h + at_h + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
             sigmoid = tl.sigmoid(gate)
             silu = gate * sigmoid
             value = silu * up
-            d_gate = grad * prob * up * sigmoid * (1 + gate * (1 - sigmoid))
-            tl.store(dh + at_h + WIDTH + column, (grad * prob * silu).to(kind), mask=inside)
+            d_gate = scaled * up * sigmoid * (1 + gate * (1 - sigmoid))
+            tl.store(dh + at_h + WIDTH + column, (scaled * silu).to(kind), mask=inside)
         else:
             positive = tl.maximum(gate, 0.0)
             value = positive * positive
-            d_gate = grad * prob * 2 * positive
-        of_prob += tl.sum(grad * value, 1, keep_dims=True)
+            d_gate = scaled * 2 * positive
         tl.store(dh + at_h + column, d_gate.to(kind), mask=inside)
-        tl.store(a + at_a + column, (value * prob).to(a.dtype.element_ty), mask=inside)
-    tl.store(dprobs + row, of_prob, mask=used)
+        if HAS_PROBS:
+            of_prob += tl.sum(grad * value, 1, keep_dims=True)
+            tl.store(a + at_a + column, (value * prob).to(a.dtype.element_ty), mask=inside)
+    if HAS_PROBS:
+        tl.store(dprobs + row, of_prob, mask=used)
 
 
 @triton.jit
