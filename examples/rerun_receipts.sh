@@ -49,9 +49,9 @@ train() { # SECONDS NAME RECIPE STEPS WORDS...: a run and its receipt. forced=SU
   local seconds=$1 name=$2 recipe=$3 steps=$4
   shift 4
   # shellcheck disable=SC2016
-  measure "$seconds" "$name" bash -c 'receipt=$1; shift; "$@" && cp "$receipt/receipt.json" "$receipt.json"' _ \
+  measure "$seconds" "$name" bash -c 'out=$1; shift; rm -rf "$out"; "$@" && cp "$out/receipt.json" "$out.json"' _ \
     "$work/$name" ${forced:+env "MEGACPP_BACKENDS=$forced"} \
-    megacpp train "$recipe" --gpus "$gpus" --out "$work/$name" --overwrite \
+    megacpp train "$recipe" --gpus "$gpus" --out "$work/$name" \
     --set "data.data_path=[\"$data\"]" --set data.split=98,1,1 --set data.null_tokenizer_eod_id=256 \
     --set "schedule.train_iters=$steps" --set schedule.lr_warmup_iters=5 --set schedule.eval_iters=1 \
     --set checkpoint.save=null --set checkpoint.load=null --set checkpoint.save_interval=null "$@"

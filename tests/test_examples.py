@@ -18,6 +18,8 @@ from left_behind import wait_until
 from megacpp_mcore import receipts
 from megacpp_mcore.bench import load_for_bench
 from megacpp_mcore.bench.layer import layer_overrides
+from megacpp_mcore.cli import build_parser
+from megacpp_mcore.commands import train
 from megacpp_mcore.dispatch import forced_backends
 from megacpp_mcore.hybrid.flops import count
 from megacpp_mcore.recipe import Recipe, load_recipe
@@ -288,11 +290,13 @@ def test_rerun_receipts_measures_what_is_committed_with_recipes_that_load(gpus, 
     for line in done.stdout.splitlines():
         words = shlex.split(line.partition(" s ")[2])
         at = words.index("megacpp", 3 if words[0] == "bash" else 0)
+        arguments = build_parser([words[at + 1]]).parse_args(words[at + 1 :])
         forced_backends(
             " ".join(w for w in words if w.startswith("MEGACPP_BACKENDS=")).partition("=")[2]
         )
         overrides = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
         if words[at + 1] == "train":
+            train._check_options(arguments, resumes=False)
             load_recipe(words[at + 2], [*overrides, f"launch.nproc_per_node={gpus}"])
         else:
             names = {
