@@ -18,8 +18,8 @@ class SharedExpert:
 
     def __new__(cls, upstream: Callable[..., torch.nn.Module], *, config, **kwargs):
         expert = upstream(config=config, **kwargs)
-        own = expert.config  # the shared expert's copy
-        if own is config or not _fuses_swiglu(own):
+        own = expert.config  # a copy of its own
+        if not _fuses_swiglu(own):
             return expert
         # What Megatron does with a module of Transformer Engine's: it gets fc1's output, whole.
         own.bias_activation_fusion, own.use_te_activation_func = False, True
@@ -34,5 +34,5 @@ def _fuses_swiglu(config) -> bool:
         and config.activation_func is functional.silu
         and not config.add_bias_linear
         and not config.activation_func_fp8_input_store
-        and not (config.cpu_offloading and config.cpu_offloading_activations)
+        and not config.cpu_offloading
     )

@@ -6,11 +6,12 @@ import pytest
 import torch
 from admission_probes import poisoned_memory
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import TransformerConfig, mlp
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch.nn import functional
 
 from megacpp_mcore.kernels.moe_experts.activation import swiglu
+from megacpp_mcore.layers import shared_expert
 from megacpp_mcore.layers.shared_expert import SharedExpert
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 
@@ -78,7 +79,9 @@ def upstream():
         yield partial(shared, pg_collection=groups, gate=False)
 
 
-def test_the_module_is_megatrons_but_for_the_kernel(upstream):
+def test_the_module_is_megatrons_but_for_the_kernel(upstream, monkeypatch):
+    launched = []
+    monkeypatch.setattr(shared_expert, "swiglu", lambda h: launched.append(h) or swiglu(h))
     theirs, ours = upstream(config=config()), SharedExpert(upstream, config=config())
     assert type(ours) is type(theirs)
     keys = theirs.state_dict().keys()
@@ -86,11 +89,13 @@ def test_the_module_is_megatrons_but_for_the_kernel(upstream):
     assert ours.sharded_state_dict("e.").keys() == theirs.sharded_state_dict("e.").keys()
     ours.load_state_dict(theirs.state_dict())
     x, direction = torch.randn(5, 2, 16), torch.randn(5, 2, 16)
-    found = []
-    for module in (ours, theirs):
+    found, asked, megatrons = [], [], mlp.bias_swiglu_impl
+    monkeypatch.setattr(mlp, "bias_swiglu_impl", lambda *a: asked.append(a) or megatrons(*a))
+    for module, of_megatron in ((ours, 0), (theirs, 1)):
         leaf = x.clone().requires_grad_()
         with torch.compiler.set_stance("force_eager"):
             y = module(leaf)
+        assert (len(launched), len(asked)) == (1, of_megatron)
         leaves = leaf, *module.parameters()
         found.append((y, *torch.autograd.grad(y, leaves, direction)))
     for a, b in zip(*found, strict=True):
@@ -101,6 +106,7 @@ def test_the_module_is_megatrons_but_for_the_kernel(upstream):
 @pytest.mark.parametrize(
     "more",
     [{"bias_activation_fusion": False}, {"activation_func_fp8_input_store": True},
+     {"cpu_offloading": True, "cpu_offloading_num_layers": 0},
      {"activation_func": functional.gelu},
      {"gated_linear_unit": False, "bias_activation_fusion": False}],
 )  # fmt: skip
