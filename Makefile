@@ -59,7 +59,7 @@ lint: $(STAMP) ## ruff
 # compiles what it imports of this checkout.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 5
 
-test: lint ## lint and the test suite, six minutes on two cores
+test: lint ## lint and the test suite, seven minutes on two cores
 	$(PYTEST)
 
 gpu-test: ## the tests of tests/gpu that need a GPU: a log per file in examples/receipts/gpu-tests

@@ -199,12 +199,12 @@ def mlp_layer(parts: StackParts) -> ModuleSpec:
 def moe_layer(parts: StackParts) -> ModuleSpec:
     # num_experts only has to be a number here; the layer reads the config's.
     upstream = get_moe_module_spec(use_te=parts.linears.is_te, num_experts=1)
-    moe = upstream.keywords["submodules"]
+    theirs = upstream.keywords["submodules"]
     moe = replace(
-        moe,
+        theirs,
         router=DispatchedRouter,
         experts=DispatchedExperts,
-        shared_experts=partial(SharedExpert, moe.shared_experts),
+        shared_experts=partial(SharedExpert, theirs.shared_experts),
     )
     submodules = TransformerLayerSubmodules(
         pre_mlp_layernorm=parts.residual_norm,

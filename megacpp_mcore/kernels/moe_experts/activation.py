@@ -19,52 +19,12 @@ def inner_width(h: Tensor, activation: str) -> int:
     return h.shape[1] // 2 if activation == SWIGLU else h.shape[1]
 
 
-def activate(h: Tensor, probs: Tensor, ends: Tensor, activation: str) -> Tensor:
+def activate(h: Tensor, probs: Tensor | None, ends: Tensor | None, activation: str) -> Tensor:
     """h (R, 2f) or (R, f), probs (R,) -> (R, f) in h's dtype.
 
     probs silu(gate) up of [gate, up] = h, or probs relu(h)^2. Rows after the last end are left.
+    Without probs and ends every row counts, as it is.
     """
-    return _forward(h, probs, ends, activation)
-
-
-def activate_backward(
-    da: Tensor, h: Tensor, probs: Tensor, ends: Tensor, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of h and probs, float32, from that of activate's output; and that output.
-
-    They are returned as (dh, output, dprobs).
-    """
-    a, row_grads = torch.empty_like(da), torch.empty_like(probs)
-    return _backward(da, h, activation, (probs, a, row_grads, ends)), a, row_grads
-
-
-@torch.compiler.disable
-def swiglu(h: Tensor) -> Tensor:
-    """[gate, up] = h (..., 2f) -> silu(gate) up (..., f), computed in float32 and rounded once.
-
-    Of a dense MLP or a shared expert; only h is kept for the backward pass. It takes bf16, fp16 and
-    float32, on CUDA, and on a CPU in Triton's interpreter.
-    """
-    return _SwiGLU.apply(h)
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, h: Tensor) -> Tensor:
-        rows = h.reshape(-1, h.shape[-1]).contiguous()
-        ctx.save_for_backward(rows)
-        return _forward(rows, None, None, SWIGLU).view(*h.shape[:-1], h.shape[-1] // 2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, da: Tensor) -> Tensor:
-        (h,) = ctx.saved_tensors
-        width = da.shape[-1]
-        dh = _backward(da.reshape(-1, width).contiguous(), h, SWIGLU)
-        return dh.view(*da.shape[:-1], 2 * width)
-
-
-def _forward(h: Tensor, probs: Tensor | None, ends: Tensor | None, activation: str) -> Tensor:
     size, width = h.shape[0], inner_width(h, activation)
     a, rows = h.new_empty(size, width), _rows_of_a_program(h)
     if size:
@@ -76,17 +36,51 @@ def _forward(h: Tensor, probs: Tensor | None, ends: Tensor | None, activation: s
     return a
 
 
-def _backward(da: Tensor, h: Tensor, activation: str, routed: tuple = (None,) * 4) -> Tensor:
-    """routed: probs, the two outputs besides dh, and ends; nothing for rows without weights."""
-    (size, width), (probs, a, row_grads, ends) = da.shape, routed
+def activate_backward(
+    da: Tensor, h: Tensor, probs: Tensor | None, ends: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of h and probs, float32, from that of activate's output; and that output.
+
+    They are returned as (dh, output, dprobs); without probs the last two are None.
+    """
+    size, width = da.shape
     dh, rows = torch.empty_like(h), _rows_of_a_program(h)
+    a = row_grads = None
+    if probs is not None:
+        a, row_grads = torch.empty_like(da), torch.empty_like(probs)
     if size:
         triton_kernels.activate_backward[(triton.cdiv(size, rows),)](
             da, h, probs, dh, a, row_grads, ends, 0 if ends is None else ends.shape[0], size, width,
             GATED=activation == SWIGLU, HAS_PROBS=probs is not None, ROWS=rows,
             BLOCK=_columns(width), num_warps=_BACKWARD_WARPS,
         )  # fmt: skip
-    return dh
+    return dh, a, row_grads
+
+
+@torch.compiler.disable
+def swiglu(h: Tensor) -> Tensor:
+    """[gate, up] = h (..., 2f) -> silu(gate) up (..., f), computed in float32 and rounded once.
+
+    Of a shared expert; only h is kept for the backward pass. It takes bf16, fp16 and
+    float32, on CUDA, and on a CPU in Triton's interpreter.
+    """
+    return _SwiGLU.apply(h)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h: Tensor) -> Tensor:
+        rows = h.reshape(-1, h.shape[-1]).contiguous()
+        ctx.save_for_backward(rows)
+        return activate(rows, None, None, SWIGLU).view(*h.shape[:-1], h.shape[-1] // 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, da: Tensor) -> Tensor:
+        (h,) = ctx.saved_tensors
+        width = da.shape[-1]
+        dh, *_ = activate_backward(da.reshape(-1, width).contiguous(), h, None, None, SWIGLU)
+        return dh.view(*da.shape[:-1], 2 * width)
 
 
 def _rows_of_a_program(h: Tensor) -> int:
