@@ -1,6 +1,7 @@
 """The GPU entry as far as a machine without one goes: launch, arguments, batches, loss, receipt."""
 
 import contextlib
+import dataclasses
 import errno
 import importlib.util
 import itertools
@@ -495,6 +496,9 @@ class FakeLoop:
     def train_step(self, iterator, model, optimizer, iteration=None):
         return {"lm loss": torch.tensor(9.0 - iteration)}, 0, False, False, 0, 0.25, None, None
 
+    def training_log(self, losses, total, learning_rate, iteration):
+        return False
+
     def save_checkpoint_and_time(self, iteration, model):
         return None
 
@@ -515,6 +519,7 @@ class FakeLoop:
             if iteration == stop_at:
                 raise RuntimeError("out of memory")
             loop.train_step(None, model, optimizer, iteration=iteration)
+            loop.training_log({}, {}, 0.5, iteration + 1)
             loop.maybe_finalize_async_save(blocking=False)
         loop.save_checkpoint_and_time(self.steps, model)
         loop.evaluate_and_print_results(f"iteration {self.steps}", None, self.steps)
@@ -524,7 +529,7 @@ class FakeLoop:
 NAMES = (
     "setup_model_and_optimizer", "build_train_valid_test_data_iterators", "train_step",
     "save_checkpoint_and_time", "maybe_finalize_async_save", "evaluate",
-    "evaluate_and_print_results",
+    "evaluate_and_print_results", "training_log",
 )  # fmt: skip
 
 
@@ -579,6 +584,21 @@ def watched_on(watch, monkeypatch) -> LateGpu:
     device = LateGpu()
     monkeypatch.setattr(watch, "_device", device)
     return device
+
+
+@pytest.mark.parametrize("yardstick", [False, True])
+def test_megatrons_functions_are_compiled_in_advance_for_its_own_blocks_alone(
+    watched, monkeypatch, yardstick
+):
+    from megatron.training import initialize
+
+    watch, loop = watched
+    watch.launch = dataclasses.replace(watch.launch, yardstick=yardstick)
+    compiled = []
+    monkeypatch.setattr(initialize, "_warmup_jit_function", lambda tp_size: compiled.append(1))
+    with watch.installed():
+        loop.training.set_jit_fusion_options(tp_size=1)
+    assert compiled == [1] * yardstick
 
 
 def test_the_clock_of_a_step_is_the_devices(watched, monkeypatch):
@@ -658,6 +678,36 @@ def test_the_last_step_is_read_at_once(watched, monkeypatch):
         for iteration in range(2):
             loop.training.train_step(None, model, optimizer, iteration=iteration)
     assert said == ["step 1", "wait 1", "step 2", "wait 2"] and watch.iteration == 2
+
+
+@pytest.mark.parametrize(
+    ("interval", "tensorboard", "waits_before_its_log"),
+    [(2, None, [1, 2, 4]), (9, None, [1]), (9, (3, "log"), [1, 3]), (9, (1, None), [1])],
+)
+def test_a_log_of_values_waits_for_the_steps_before_it_in_their_spans(
+    watched, monkeypatch, interval, tensorboard, waits_before_its_log
+):
+    """Megatron's own wait would be booked as idle: nine tenths of a run that logs every step."""
+    from megatron.training import get_args
+
+    watch, loop = watched
+    args, loop.steps = get_args(), 5
+    args.train_iters, args.log_interval = 9, interval
+    if tensorboard:
+        args.tensorboard_log_interval, args.tensorboard_dir = tensorboard
+    device, waits = watched_on(watch, monkeypatch), []
+
+    def logs(losses, total, learning_rate, iteration):
+        if not watch._unread:  # nothing is left to wait for
+            waits.append(iteration)
+
+    monkeypatch.setattr(loop.training, "training_log", logs)
+    watch.goodput = only_waits_take_time(device)
+    with watch.installed():
+        loop.run()
+    assert waits == waits_before_its_log
+    seconds = watch.write("complete")["goodput"]["seconds"]
+    assert {name: spent for name, spent in seconds.items() if spent} == {"compile": 2, "step": 8}
 
 
 def test_an_evaluation_waits_for_the_steps_before_it(watched, monkeypatch):

@@ -49,8 +49,8 @@ class Goodput:
 
     It measures the thread that made it, which is the host's: work on a GPU is asynchronous, and a
     span covers what the host does and waits for. A run on GPUs waits for a step in a span of that
-    step, and before a save, an evaluation and the end for all steps, so that none is charged to
-    them. A host that waits for data while the GPU still works is charged to `data`.
+    step, and before a log of values, a save, an evaluation and the end for all steps, so that none
+    is charged to them. A host that waits for data while the GPU still works is charged to `data`.
 
     clock: nanoseconds, never going back. started: the start as `utc_now` writes it.
     """

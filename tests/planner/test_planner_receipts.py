@@ -44,6 +44,9 @@ STEPS = {
     "run-nam56r-quarter-graph.json",
     "run-nam56r-quarter-graph-before.json",
     "run-nam56r-2xh200-dp2-graph.json",
+    "run-nam56r-2xh200-dp2-graph-again.json",
+    "run-nam56r-quarter-200-eager.json",
+    "run-nam56r-quarter-200-graph.json",
     "run-small-packed.json",
 }
 

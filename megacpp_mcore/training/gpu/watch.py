@@ -4,8 +4,9 @@ One rank keeps the receipt: the first of those that have the loss, which is rank
 parallelism.
 
 A step's results are read when the next one has been started (`readback`), so that the GPU never
-waits for the host's reading. Nothing is unread when a checkpoint is saved, when the model is
-evaluated, and at the end. A step that went wrong ends the run there, on every rank.
+waits for the host's reading. Nothing is unread when Megatron logs values, when a checkpoint is
+saved, when the model is evaluated, and at the end. A step that went wrong ends the run there, on
+every rank.
 """
 
 import os
@@ -109,10 +110,17 @@ class Watch:
                     self._reductions.largest,
                     ("stat", "group"),
                 ),
-                "training_log": (step_end.logged, ()),
+                "training_log": (self._log, ("iteration",)),
                 "consume_seqlen_stats_in_iteration": (packed.WORK.consumed, ()),
+                "set_jit_fusion_options": (self._compile_megatrons, ()),
             }
         )
+
+    def _compile_megatrons(self, call: Callable, given: dict[str, Any]) -> None:
+        """Before anything is built Megatron compiles its bias_swiglu and bias_dropout_add, which
+        takes seconds in every process: left to their first call, which our layers have not."""
+        if self.launch.yardstick:
+            call()
 
     def _setup(self, call: Callable, given: dict[str, Any]) -> Any:
         built = call()
@@ -305,6 +313,11 @@ class Watch:
                 self.receipt.evaluation(given["iteration"], float(loss))
         return done
 
+    def _log(self, call: Callable, given: dict[str, Any]) -> Any:
+        if _reads_values(given["iteration"]):
+            self.drain()  # the log would wait for the step, outside of its span
+        return step_end.logged(call, given)
+
     def _losses(self, call: Callable, given: dict[str, Any]) -> Any:
         done = call()
         self._evaluated = done[0]
@@ -335,6 +348,13 @@ class Watch:
         if self.receipt is None:
             return None
         return self.receipt.write(status, reason, **self._results)
+
+
+def _reads_values(step: int) -> bool:
+    """Whether Megatron's log of a step waits for the GPU, on any rank."""
+    args = get_args()
+    by_writer = args.tensorboard_dir and step % args.tensorboard_log_interval == 0
+    return step % args.log_interval == 0 or bool(by_writer)
 
 
 def _what_is_wrong(step: int, results: Results) -> str:
