@@ -136,10 +136,10 @@ def test_a_part_has_the_runs_sizes_and_precision(part, recompute):
     own = precompile_part.part_recipe(part, run)
     differ = changed_keys(run.to_dict(), own.to_dict())
     allowed = {
-        "backends.moe_dispatch", "launch.cuda_graph_impl", "launch.nproc_per_node", "model.depth", "model.pattern",
-        "moe.moe_token_dispatcher_type", "mtp.pattern", "parallel.expert_model_parallel_size",
-        "parallel.overlap_grad_reduce", "parallel.overlap_param_gather",
-        "schedule.global_batch_size",
+        "backends.moe_dispatch", "launch.cuda_graph_impl", "launch.nproc_per_node", "model.depth",
+        "model.pattern", "moe.moe_token_dispatcher_type", "mtp.pattern",
+        "parallel.expert_model_parallel_size", "parallel.overlap_grad_reduce",
+        "parallel.overlap_param_gather", "schedule.global_batch_size",
     }  # fmt: skip
     allowed |= {  # of the letter's own none
         "A": {"recompute.moe", "recompute.mamba3", "recompute.m2rnn"},
