@@ -216,6 +216,23 @@ def test_a_part_that_fails_is_a_line_and_the_others_are_waited_for(how, capsys):
     assert compiled(how) == PARTS  # nothing says that they are compiled
 
 
+def test_a_process_that_cannot_be_started_does_not_end_the_run(how, capsys, monkeypatch):
+    start = precompile._start
+
+    def all_but_m(name, *others):
+        if name == "M":
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return start(name, *others)
+
+    monkeypatch.setattr(precompile, "_start", all_but_m)
+    launch()
+    assert compiled(how) == ["A", "E"]
+    assert "are compiled ahead, the ranks compile them: [Errno 11]" in capsys.readouterr().err
+    monkeypatch.setattr(precompile, "_start", start)
+    launch()
+    assert compiled(how) == PARTS  # no mark was left
+
+
 def test_parts_that_take_too_long_are_killed_with_what_they_started(how, capsys, monkeypatch):
     marked = Marked()
     for name, value in marked.environment.items():

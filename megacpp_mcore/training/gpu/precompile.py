@@ -60,10 +60,13 @@ def beside(recipe: Recipe, gpus: int, out: Path) -> Iterator[None]:
     )
     began, running = time.monotonic(), []
     try:
-        for number, name in enumerate(names):
-            running.append(_start(name, recipe, out, _device(number, gpus)))
+        try:
+            for number, name in enumerate(names):
+                running.append(_start(name, recipe, out, _device(number, gpus)))
+        except OSError as error:  # no more processes, no place for a log
+            _say(f"not all parts are compiled ahead, the ranks compile them: {error}")
         yield
-        failed = _wait(running, began + LIMIT_S)
+        failed = _wait(running, began + LIMIT_S) or len(running) < len(names)
     finally:
         for part in running:
             part.end()
