@@ -9,17 +9,7 @@ from collections.abc import Sequence
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import Recipe, load_recipe
-from megacpp_mcore.surfaces import moe_dispatch
-
-# What a run over several ranks has and one process cannot.
-_ONE_RANK = [
-    "parallel.tensor_model_parallel_size=1", "parallel.pipeline_model_parallel_size=1",
-    "parallel.virtual_pipeline_model_parallel_size=null", "parallel.context_parallel_size=1",
-    "parallel.expert_model_parallel_size=1", "parallel.expert_tensor_parallel_size=null",
-    "parallel.sequence_parallel=false", "parallel.tp_comm_overlap=false",
-    "parallel.num_distributed_optimizer_instances=1", "parallel.overlap_grad_reduce=false",
-    "parallel.overlap_param_gather=false", "launch.nnodes=1", "launch.nproc_per_node=1",
-]  # fmt: skip
+from megacpp_mcore.training.one_rank import one_rank
 
 
 class BenchError(MegacppError):
@@ -41,11 +31,7 @@ def load_for_bench(name: str, overrides: Sequence[str] = ()) -> Recipe:
     Raises RecipeError as `load_recipe` does.
     """
     asked = load_recipe(name, overrides)
-    ours = [*_ONE_RANK, f"schedule.global_batch_size={asked.schedule.micro_batch_size}"]
-    if asked.backends.get(moe_dispatch.NAME) not in (None, *moe_dispatch.ON_ONE_RANK):
-        ours.append(f"backends.{moe_dispatch.NAME}=auto")
-    if asked.moe.moe_token_dispatcher_type == "flex":
-        ours.append("moe.moe_token_dispatcher_type=alltoall")
+    ours = one_rank(asked)
     if asked.launch.device == "cuda":
-        ours += ["launch.cuda_graph_impl=none", "precision.gradient_accumulation_fusion=false"]
+        ours.append("precision.gradient_accumulation_fusion=false")
     return load_recipe(name, [*ours, *overrides])

@@ -23,15 +23,21 @@ from megacpp_mcore.bench.variants import (
     VariantTarget,
     build,
     copy_weights,
-    in_half_precision,
 )
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.hybrid import letters
 from megacpp_mcore.hybrid.letters.attention import KINDS
 from megacpp_mcore.kernels import regions
 from megacpp_mcore.kernels.core_attention.case import CoreAttentionCase
-from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS, document_bounds, packed_seq_params
+from megacpp_mcore.kernels.documents import BENCHED_DOCUMENTS
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.training.one_process import (
+    decoder_arguments,
+    hidden_shape,
+    in_half_precision,
+    layers_alone,
+)
+from megacpp_mcore.training.one_rank import one_layer
 
 _OWN_NAME = "recipe"
 _SECONDS_A_PHASE = 8.0
@@ -59,11 +65,7 @@ def layer_overrides(name: str) -> list[str]:
     for module, package in letters.get(letter).packages:
         if importlib.util.find_spec(module) is None:
             raise BenchError(f"layer {letter} needs {package}, which is not installed")
-    overrides = [
-        f"model.pattern={letter}", "model.depth=1", "mtp.mtp_num_layers=0", "mtp.pattern=",
-        "parallel.expert_model_parallel_size=1",
-    ]  # fmt: skip
-    return overrides + ([f"attention.kind={kind}"] if kind else [])
+    return one_layer(letter) + ([f"attention.kind={kind}"] if kind else [])
 
 
 class LayerTarget(VariantTarget):
@@ -130,25 +132,15 @@ class _Layer(Built):
         super().__init__(name, {"forward": self.forward, "forward_backward": self.forward_backward})
         recipe, (model, args) = variant.recipe, build(variant)
         in_half_precision(model, args)
-        self.model, self.trained = model, model.decoder
-        self.trained.post_layer_norm = False
-        self.trained.final_norm = None
-        seq, batch = args.seq_length, args.micro_batch_size
-        packed = recipe.data.dataloader_inter_document_masking
-        shape = (*((seq * batch, 1) if packed else (seq, batch)), args.hidden_size)
+        self.model, self.trained = model, layers_alone(model)
+        shape = hidden_shape(recipe, args)
         generator = torch.Generator(device).manual_seed(recipe.schedule.seed)
         *sets, self.direction = (
             torch.randn(shape, generator=generator, device=device).to(args.params_dtype)
             for _ in range(_SETS + 1)
         )
         self.sets = [x.requires_grad_() for x in sets]
-        self.others: dict[str, Any] = {}
-        if packed:
-            bounds = document_bounds(batch, seq, BENCHED_DOCUMENTS)  # of all rows in one
-            documents = packed_seq_params(bounds, device, tokens_per_sample=seq)
-            self.others["packed_seq_params"] = documents
-        if model.position_embedding_type == "rope" and not model.config.multi_latent_attention:
-            self.others["rotary_pos_emb"] = model.rotary_pos_emb(seq, packed_seq=packed)
+        self.others = decoder_arguments(model, recipe, args, device)
 
     def forward(self, turn: int) -> Tensor:
         """Run as the first micro batch after an update of the weights."""

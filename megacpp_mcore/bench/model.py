@@ -7,7 +7,6 @@ of a model's memory leaves out what the others keep.
 import contextlib
 import resource
 import traceback
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_mcore.bench import training
 from megacpp_mcore.bench.clock import Clock
 from megacpp_mcore.bench.likeness import Likeness
 from megacpp_mcore.bench.runner import Contender
-from megacpp_mcore.bench.variants import Built, Variant, VariantTarget, build, in_half_precision
+from megacpp_mcore.bench.variants import Built, Variant, VariantTarget, build
 from megacpp_mcore.hybrid.flops import count
 from megacpp_mcore.kernels import regions
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.training import one_process
+from megacpp_mcore.training.one_process import in_half_precision, random_batches
 
 _SECONDS_A_PHASE = 15.0  # of each model
 _OWN_NAME = "model"
@@ -167,7 +167,7 @@ class _Model(Built):
     def _build(self, variant: Variant) -> None:
         self.trained, self.args = build(variant)
         self.fused_update = variant.recipe.optimizer.fused_update
-        self.batches = _batches(variant.recipe, self.args, self.clock.device)
+        self.batches = random_batches(variant.recipe, self.args, self.clock.device, _BATCHES)
         self.parameters = [p for p in self.trained.parameters() if p.requires_grad]
         self.model = in_half_precision(self.trained, self.args)
 
@@ -209,9 +209,9 @@ class _Model(Built):
     def add_optimizer(self) -> None:
         """Add the optimizer: from here on the model is as Megatron trains it."""
         if self.clock.device == "cuda":
-            build = partial(training.on_gpu, fused=self.fused_update)
+            build = partial(one_process.on_gpu, fused=self.fused_update)
         else:
-            build = training.on_cpu
+            build = one_process.on_cpu
         self.training = self.keeping(partial(build, self.trained, self.args))
         self.model = self.training.model
 
@@ -240,23 +240,3 @@ def _jittered(weight: Tensor, seed: int) -> Iterator[None]:
     finally:
         with torch.no_grad():
             weight.copy_(kept)
-
-
-def _batches(recipe: Recipe, args: Namespace, device: str) -> list[dict[str, Any]]:
-    """Random tokens, each the label of the one before it."""
-    generator = torch.Generator().manual_seed(recipe.schedule.seed)
-    shape = (_BATCHES, args.micro_batch_size, args.seq_length + 1)
-    tokens = torch.randint(recipe.model.vocab_size, shape, generator=generator).to(device)
-    positions = torch.arange(args.seq_length, device=device).expand(args.micro_batch_size, -1)
-    every_token = torch.ones_like(positions, dtype=torch.float32)
-    return [
-        {
-            "input_ids": batch[:, :-1],
-            "position_ids": positions,
-            "attention_mask": None,
-            "labels": batch[:, 1:].contiguous(),
-            "loss_mask": every_token,
-            "loss_weights": every_token,
-        }
-        for batch in tokens
-    ]

@@ -155,12 +155,3 @@ def copy_weights(own: Mapping[str, torch.Tensor], others: Mapping[str, torch.Ten
         for name, parameter in own.items():
             parameter.copy_(others[name])
     return True
-
-
-def in_half_precision(model: torch.nn.Module, args: Namespace) -> torch.nn.Module:
-    """The model as Megatron trains it in bf16: its parameters cast, and wrapped."""
-    if not args.bf16:
-        return model
-    from megatron.core.transformer.module import Float16Module
-
-    return Float16Module(model.config, model)

@@ -35,10 +35,15 @@ def lane(device: Literal["cpu"] | None = None) -> dict[str, Any]:
         "cuda": found["cuda"],
         "cudnn": found["cudnn"],
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": packages(),
         "os": platform.platform(),
         "cpu": {"name": _cpu_name(), "count": _cpu_count(), "threads": found["threads"]},
     }
+
+
+def packages() -> dict[str, str | None]:
+    """The installed version of each of PACKAGES."""
+    return {name: _version(name) for name in PACKAGES}
 
 
 def patches() -> dict[str, dict[str, Any]]:
@@ -78,7 +83,7 @@ def code() -> dict[str, Any]:
     if (_CHECKOUT / ".git").exists():
         commit = _git(_CHECKOUT, "rev-parse", "HEAD")
         dirty = _has_changes(_CHECKOUT)
-    own = {"version": __version__, "sha256": _sha256(), "tree": _tree(_PACKAGE)}
+    own = {"version": __version__, "sha256": code_sha256(), "tree": _tree(_PACKAGE)}
     return own | {"commit": commit, "dirty": dirty}
 
 
@@ -129,9 +134,10 @@ def _tree(folder: Path) -> str:
 
 
 @functools.cache
-def _sha256() -> str:
-    """One for a commit's checkout and its wheel, where the recipes, specs and patches lie in the
-    package's folder (receipts have the recipe, and name the spec and the patches)."""
+def code_sha256() -> str:
+    """Of this package's modules and kernels. One for a commit's checkout and its wheel, where the
+    recipes, specs and patches lie in the package's folder (receipts have the recipe, and name the
+    spec and the patches)."""
     folder, digest = _PACKAGE, hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         place = path.relative_to(folder)

@@ -14,13 +14,14 @@ import torch
 
 from megacpp_mcore import bench, cli, dispatch, receipts
 from megacpp_mcore.bench import clock as clocks
-from megacpp_mcore.bench import layer, model, operator, runner, training
+from megacpp_mcore.bench import layer, model, operator, runner
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.norm import rms_norm
 from megacpp_mcore.surfaces.backend import Backend
 from megacpp_mcore.surfaces.registry import REGISTRY
 from megacpp_mcore.surfaces.support import always
 from megacpp_mcore.surfaces.workload import Workload
+from megacpp_mcore.training import one_process
 
 SMALL = [
     "model.hidden_size=32", "model.seq_length=32", "model.num_attention_heads=4",
@@ -543,7 +544,7 @@ class TestCommand:
         def fails(bare, args):
             raise RuntimeError("no optimizer today")
 
-        monkeypatch.setattr(training, "on_cpu", fails)
+        monkeypatch.setattr(one_process, "on_cpu", fails)
         words = [word for override in SMALL for word in ("--set", override)]
         status = cli.main(["bench", "model", "--recipe", "nam56r-tiny", "--layers", "1", *words])
         out, err = capfd.readouterr()

@@ -38,9 +38,10 @@ from parallel_layouts import RECIPE  # noqa: E402
 
 from megacpp_mcore import dispatch  # noqa: E402
 from megacpp_mcore.bench import layer as bench_layer  # noqa: E402
-from megacpp_mcore.bench.variants import Variant, build, in_half_precision, take_weights  # noqa: E402
+from megacpp_mcore.bench.variants import Variant, build, take_weights  # noqa: E402
 from megacpp_mcore.recipe import load_recipe  # noqa: E402
 from megacpp_mcore.training.cpu import megatron_setup  # noqa: E402
+from megacpp_mcore.training.one_process import in_half_precision  # noqa: E402
 
 EPS = torch.finfo(torch.bfloat16).eps
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
 from megacpp_mcore.bench import load_for_bench
 from megacpp_mcore.bench.layer import layer_overrides
-from megacpp_mcore.bench.variants import Variant, build, in_half_precision
+from megacpp_mcore.bench.variants import Variant, build
 from megacpp_mcore.kernels.moe_experts import hopper_products, torch_products
 from megacpp_mcore.kernels.moe_experts.activation import (
     ACTIVATIONS,
@@ -26,6 +26,7 @@ from megacpp_mcore.kernels.moe_experts.routing import Gathered, route, to_rows
 from megacpp_mcore.layers.experts import FusedExperts
 from megacpp_mcore.layers.parts import te_experts
 from megacpp_mcore.training.cpu.megatron_setup import quiet, single_process
+from megacpp_mcore.training.one_process import in_half_precision
 
 pytestmark = [
     pytest.mark.gpu,

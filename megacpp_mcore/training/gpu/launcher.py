@@ -13,6 +13,7 @@ from megacpp_mcore.hybrid import letters
 from megacpp_mcore.recipe import Recipe, load_recipe, patch_needs
 from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.recipe.rules import cuda_graphs
+from megacpp_mcore.training.gpu import precompile
 from megacpp_mcore.training.gpu.rank_setup import OUT, YARDSTICK, LaunchError, recipe_argv
 from megacpp_mcore.training.gpu.resume import TRACKER, go_back, newest
 from megacpp_mcore.training.gpu.torchrun import run_ranks
@@ -55,7 +56,8 @@ def launch_ranks(
     check_packages(recipe, yardstick=yardstick)
     patch_needs.check(recipe)
     if not yardstick:
-        compile_all(recipe)
+        with precompile.beside(recipe, gpus, folder):
+            compile_all(recipe)
     if resume_from is not None:
         verify = recipe.checkpoint.verify_checksums
         for line in go_back(recipe.checkpoint.load, resume_from, verify=verify):

@@ -70,17 +70,11 @@ def launch(argv: Sequence[str]) -> Launch:
     named, when the recipe is for the CPU, or when its world size is not torchrun's; RecipeError as
     `load_recipe`.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m megacpp_mcore.pretrain",
-        description="A rank of a run on GPUs; start it with torchrun. All other arguments are "
-        "Megatron's own: `megacpp recipe args RECIPE --with-recipe` prints them with ours.",
-        allow_abbrev=False,
+    parser = parser_of(
+        "megacpp_mcore.pretrain",
+        "A rank of a run on GPUs; start it with torchrun. All other arguments are Megatron's own: "
+        "`megacpp recipe args RECIPE --with-recipe` prints them with ours.",
     )
-    parser.add_argument(RECIPE, dest="recipe", metavar="RECIPE", help="the recipe's name or file")
-    parser.add_argument(SET, dest="overrides", metavar="A.B=C", action="append", default=[],
-                        help="an override of the recipe; may be given again")  # fmt: skip
-    parser.add_argument(OUT, dest="out", metavar="DIR",
-                        help="folder for receipt.json (default: runs/RECIPE)")  # fmt: skip
     parser.add_argument(YARDSTICK, dest="yardstick", action="store_true",
                         help="train Megatron's own blocks instead, to compare with")  # fmt: skip
     own, megatron_argv = parser.parse_known_args(argv)
@@ -95,13 +89,32 @@ def launch(argv: Sequence[str]) -> Launch:
     if own.yardstick:
         lowered, megatron_argv = _with_yardstick_spec(recipe, lowered, megatron_argv)
     out = Path(own.out or f"runs/{recipe.name}")
-    environment = apply_environment(_kernel_caches(out) | recipe.launch.environment)
+    environment = apply_environment(environment_of(recipe, out))
     cached = Path(os.environ["TRITON_CACHE_DIR"])
     entries = len(os.listdir(cached)) if cached.is_dir() else 0
     return Launch(recipe, lowered, megatron_argv, out, environment, own.yardstick, entries)
 
 
-def _kernel_caches(out: Path) -> dict[str, str]:
+def parser_of(module: str, description: str) -> argparse.ArgumentParser:
+    """Of the arguments that `recipe_argv` makes, and of the run's folder."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}", description=description, allow_abbrev=False
+    )
+    parser.add_argument(RECIPE, dest="recipe", metavar="RECIPE", help="the recipe's name or file")
+    parser.add_argument(SET, dest="overrides", metavar="A.B=C", action="append", default=[],
+                        help="an override of the recipe; may be given again")  # fmt: skip
+    parser.add_argument(OUT, dest="out", metavar="DIR",
+                        help="folder for receipt.json (default: runs/RECIPE)")  # fmt: skip
+    return parser
+
+
+def environment_of(recipe: Recipe, out: Path, *, say: bool = True) -> dict[str, str]:
+    """What a process of a run sets, before torch, where the user has not: the kernel caches and the
+    recipe's own. out: the run's folder. say: whether rank 0 says that the caches are in it."""
+    return _kernel_caches(out, say) | recipe.launch.environment
+
+
+def _kernel_caches(out: Path, say: bool) -> dict[str, str]:
     """Caches of compiled kernels and autotuning results, shared by all runs of this user, as the
     compilers' keys have the sources, the versions and the GPU's architecture; in the run's folder
     where the user's cannot be written to.
@@ -115,7 +128,7 @@ def _kernel_caches(out: Path) -> dict[str, str]:
             pass
     except OSError as error:
         users, cache = cache, out.absolute() / "cache"
-        if os.environ.get("RANK", "0") == "0":
+        if say and os.environ.get("RANK", "0") == "0":
             print(
                 f"megacpp: compiled kernels are kept in {cache}: {users} cannot be written to "
                 f"({error.strerror})",

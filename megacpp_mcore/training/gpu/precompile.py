@@ -1,0 +1,191 @@
+"""Kernels that are compiled before a run's ranks start, by a process for each part of the model.
+
+A rank compiles the kernels of Triton, Inductor and FlashAttention-4 one after another as its first
+step reaches them, and so does every other rank. The processes here fill the same caches, all parts
+at once, while nvcc compiles in the launcher. A rank compiles what it does not find, so that nothing
+here decides whether there is a run.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from megacpp_mcore import dispatch
+from megacpp_mcore.files import content_sha256, write_atomically
+from megacpp_mcore.receipts import lane
+from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.training.gpu.precompile_part import ENDS, parts
+from megacpp_mcore.training.gpu.rank_setup import OUT, environment_of, recipe_argv
+
+LIMIT_S = 180.0
+_PART = "megacpp_mcore.training.gpu.precompile_part"
+_PROCESS = "megacpp_mcore.training.gpu.rank_process"  # ends with the launcher, with all it started
+_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
+# Sections and keys of a recipe that no kernel depends on.
+_SECTIONS_APART = ("checkpoint", "schedule", "data", "launch")
+_KEYS_OF_THEM = (
+    "schedule.micro_batch_size", "data.dataloader_inter_document_masking", "launch.environment",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def beside(recipe: Recipe, gpus: int, out: Path) -> Iterator[None]:
+    """Compile the kernels of the recipe's parts while the block runs, and wait for them at its end;
+    if it raises, they are killed, as they are where SIGTERM or Ctrl-C ends this process.
+
+    gpus: of this machine, to which the parts go in turn. out: the run's folder. Nothing is done
+    where torch sees no GPU, where ranks have a part of each layer (tensor or context parallelism),
+    or where the caches hold the mark of an earlier launch that compiled the same. What fails, or
+    takes more than LIMIT_S in all, is said in a line on stderr.
+    """
+    gpu = _gpu()
+    marks = _marks(recipe, out, gpu) if gpu and not _splits_layers(recipe) else []
+    if not marks or all(mark.is_file() for mark in marks):
+        yield
+        return
+    names = parts(recipe)
+    letters = ", ".join(name for name in names if name != ENDS)
+    _say(
+        f"compiling the kernels of {letters} and of the model's ends in {len(names)} processes: "
+        "once"
+    )
+    began, running = time.monotonic(), []
+    try:
+        try:
+            for number, name in enumerate(names):
+                running.append(_start(name, recipe, out, _device(number, gpus)))
+        except OSError as error:  # no more processes, no place for a log
+            _say(f"not all parts are compiled ahead, the ranks compile them: {error}")
+        yield
+        failed = _wait(running, began + LIMIT_S) or len(running) < len(names)
+    finally:
+        for part in running:
+            part.end()
+    if not failed:
+        _leave(marks)
+    _say(f"compiled them in {time.monotonic() - began:.1f} s")
+
+
+def _say(text: str) -> None:
+    print(f"megacpp: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A process that compiles, the leader of a session. log: what it has printed."""
+
+    name: str
+    process: subprocess.Popen
+    log: IO[bytes]
+
+    def end(self) -> None:
+        """Kill it, if it is there, with all of its group."""
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.log.close()
+
+    def why_it_failed(self) -> str | None:
+        """None for one that did not, or that is still there."""
+        status = self.process.poll()
+        if not status:
+            return None
+        if status < 0:
+            return f"it was killed by {signal.Signals(-status).name}"
+        self.log.seek(0)
+        lines = self.log.read().decode(errors="replace").split("\n")
+        said = next((line for line in reversed(lines) if line.strip()), f"status {status}")
+        return said.strip().removeprefix("megacpp: ")[:500]
+
+
+def _start(name: str, recipe: Recipe, out: Path, device: str) -> _Part:
+    words = [*_command(), name, *recipe_argv(recipe), OUT, str(out)]
+    environment = {**os.environ, **_ALONE, "CUDA_VISIBLE_DEVICES": device}
+    environment.setdefault("OMP_NUM_THREADS", "1")  # they share the machine's cores
+    log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
+    process = subprocess.Popen(
+        words, env=environment, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+    )  # fmt: skip
+    return _Part(name, process, log)
+
+
+def _command() -> list[str]:
+    return [sys.executable, "-m", _PROCESS, str(os.getpid()), _PART]
+
+
+def _wait(running: list[_Part], deadline: float) -> bool:
+    """Wait for all of them until the deadline. Returns whether one failed, which is said."""
+    failed = False
+    for part in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            part.process.wait(max(0.0, deadline - time.monotonic()))
+        in_time = part.process.poll() is not None
+        why = part.why_it_failed() if in_time else f"it took more than {LIMIT_S:g} s"
+        if why is not None:
+            failed = True
+            of = "the model's ends" if part.name == ENDS else part.name
+            _say(f"no kernels of {of} are compiled ahead, the ranks compile them: {why}")
+    return failed
+
+
+def _device(number: int, gpus: int) -> str:
+    """CUDA_VISIBLE_DEVICES of the part of this number."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    seen = [device for device in seen if device] or [str(device) for device in range(gpus)]
+    seen = seen[:gpus]
+    return seen[number % len(seen)]
+
+
+def _splits_layers(recipe: Recipe) -> bool:
+    p = recipe.parallel
+    sizes = p.tensor_model_parallel_size, p.context_parallel_size, p.expert_tensor_parallel_size
+    return any((size or 1) > 1 for size in sizes)
+
+
+def _gpu() -> dict[str, Any] | None:
+    """What kernels are compiled for: this process's first GPU, or None."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return {
+        "name": torch.cuda.get_device_name(),
+        "capability": torch.cuda.get_device_capability(),
+        "cuda": torch.version.cuda,
+    }
+
+
+def _marks(recipe: Recipe, out: Path, gpu: dict[str, Any]) -> list[Path]:
+    """A file in each cache, with which goes that all of a launch's kernels are there."""
+    wanted = {**environment_of(recipe, out, say=False), **os.environ}
+    name = f"megacpp-precompiled-{_digest(recipe, gpu)[:16]}"
+    return [Path(wanted[cache], name) for cache in _CACHES]
+
+
+def _digest(recipe: Recipe, gpu: dict[str, Any]) -> str:
+    """Of everything that kernels depend on."""
+    content = recipe.to_dict()
+    sections = {name: keys for name, keys in content.items() if name not in _SECTIONS_APART}
+    return content_sha256({
+        "code": lane.code_sha256(), "packages": lane.packages(), "gpu": gpu, "recipe": sections,
+        "keys": {key: recipe.get(key) for key in _KEYS_OF_THEM},
+        "backends": dispatch.forced_backends(),
+    })  # fmt: skip
+
+
+def _leave(marks: list[Path]) -> None:
+    with contextlib.suppress(OSError):  # then they are compiled, or found, once more
+        for mark in marks:
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(mark, "")
