@@ -2,12 +2,24 @@
 
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
 from megacpp_mcore.kernels import parity
 from megacpp_mcore.kernels.mamba3 import mamba3_scan as reference
 from megacpp_mcore.kernels.mamba3.case import Mamba3ScanCase
+from megacpp_mcore.surfaces import mamba3_scan
+from megacpp_mcore.surfaces.backend import load
+
+
+def mamba_ssms(name: str, case: Mamba3ScanCase) -> Callable[..., Tensor]:
+    """mamba-ssm's backend of that name, as a layer takes it on a GPU; skips where it says that it
+    cannot serve."""
+    backend = mamba3_scan.SURFACE.backend(name)
+    if reason := backend.supports(case.workload("cuda", torch.bfloat16)):
+        pytest.skip(reason)
+    return load(backend.implementation)
 
 
 def check_outputs_and_gradients(

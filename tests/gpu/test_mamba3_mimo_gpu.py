@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from mamba3_checks import check_documents, check_outputs_and_gradients
+from mamba3_checks import check_documents, check_outputs_and_gradients, mamba_ssms
 
 from megacpp_mcore.kernels import parity
-from megacpp_mcore.kernels.mamba3 import mamba_ssm_mimo
 from megacpp_mcore.kernels.mamba3.case import Mamba3ScanCase
-from megacpp_mcore.surfaces.support import import_reason
+from megacpp_mcore.surfaces.mamba3_scan import MAMBA_SSM_MIMO
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,19 +28,18 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def installed():
-    if reason := import_reason("mamba_ssm.ops.tilelang.mamba3.mamba3_mimo"):
-        pytest.skip(reason)
+@pytest.fixture
+def scan():
+    return mamba_ssms(MAMBA_SSM_MIMO, CASES["nam56r"])
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_outputs_and_gradients(name):
-    check_outputs_and_gradients(mamba_ssm_mimo.mamba3_scan, CASES[name])
+def test_outputs_and_gradients(scan, name):
+    check_outputs_and_gradients(scan, CASES[name])
 
 
 @pytest.mark.parametrize("seq", [1, 64, 100])
-def test_a_micro_batch_of_one_as_megatron_has_it(seq):
+def test_a_micro_batch_of_one_as_megatron_has_it(scan, seq):
     """[s, b, h] seen as (b, s, ...): contiguous to torch, with strides that TileLang refuses."""
     case, dtype = Mamba3ScanCase(1, seq, 4, 1, 64, 64, 16, RANK, 64), torch.bfloat16
     tensors = parity.drawn(case, dtype, "cuda", seed=seq)
@@ -49,8 +47,7 @@ def test_a_micro_batch_of_one_as_megatron_has_it(seq):
     viewed = tensors | {name: _as_megatrons(tensors[name]) for name in per_token}
     truth = parity.truth_of(case, tensors, dtype, torch.float64)
     directions = {"y": _as_megatrons(truth.directions["y"])}
-    scan = case.bind(mamba_ssm_mimo.mamba3_scan, "cuda", dtype)
-    actual = parity.run(case, scan, viewed, directions)
+    actual = parity.run(case, case.bind(scan, "cuda", dtype), viewed, directions)
     wrong = [str(e) for e in parity.errors(case, actual, truth, dtype) if not e.share <= 1]
     assert not wrong, wrong
 
@@ -62,7 +59,7 @@ def _as_megatrons(x):
 @pytest.mark.parametrize(
     "offsets", ([0, 70, 200], [0, 64, 128], [0, 1, 199], [0, 70, 141, *[200] * 198])
 )
-def test_documents_start_from_zero(offsets):
+def test_documents_start_from_zero(scan, offsets):
     """Megatron pads the offsets with the end of the row, to one a token."""
     case = Mamba3ScanCase(1, 200, 8, 2, 64, 64, 16, RANK, 64)
-    check_documents(mamba_ssm_mimo.mamba3_scan, case, offsets)
+    check_documents(scan, case, offsets)

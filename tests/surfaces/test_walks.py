@@ -52,6 +52,7 @@ OTHER_WORDS = {
     "mamba_ssm": {
         "training/packages.py": "the package",
         "training/gpu/train.py": "the package",
+        "training/gpu/precompile_part.py": "the package",
     },
     "sdpa": {"kernels/core_attention/__init__.py": "a function"},
     "sdpa_cudnn": {"kernels/core_attention/__init__.py": "a function"},
