@@ -10,7 +10,8 @@ from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.receipts.run import RunReceipt
 
 TOPOLOGY = {"world_size": 1, "tp": 1, "pp": 1, "ep": 1, "cp": 1, "dp": 1}
-CONTENT = {"model": {"hidden_size": 128}, "backends": {"m2rnn": "auto"}, "launch": {"seed": 1}}
+CONTENT = {"model": {"hidden_size": 128}, "backends": {"m2rnn": "auto"}, "launch": {"seed": 1},
+           "schedule": {"lr_warmup_iters": 5}}  # fmt: skip
 TOKENS = 512
 
 

@@ -184,21 +184,37 @@ def test_the_last_lines_of_a_run_are_those_of_its_receipt(tmp_path):
     assert loss.startswith(f"training loss {receipt['result']['final_loss']:.4f} nats per token")
 
 
-@pytest.mark.parametrize(("losses", "end", "rise"), [
-    ([3.0] * 20 + [2.0, 3.5, 2.5] + [1.0] * 20, "1.0000", "0.500 at step 22"),
-    ([3.0 - step / 100 for step in range(50)], "2.6050", "none"),
-    ([3.0] * 19 + [9.0], "3.3000", "none"),
-    ([3.0] * 20 + [None, 2.0], "not finite at step 21", ""),
+FALLING = [3.0 - step / 100 for step in range(50)]  # to 2.51
+
+
+@pytest.mark.parametrize(("losses", "end", "early", "later"), [
+    (FALLING, "2.6050", "none", "none"),
+    ([3.0, 2.0, 2.25, 1.0, 1.75, 1.5, *[1.0] * 60], "1.0000", "0.750 at step 5", "none"),
+    ([*FALLING, 3.105, *[1.0] * 20], "1.0000", "none", "0.500 at step 51"),
+    ([*FALLING[:49], 2.92, *[2.5] * 20], "2.5000", "0.400 at step 50", "none"),
+    ([*FALLING, *[1.0] * 20, 1.5, *[1.0] * 20], "1.0000", "none", "0.500 at step 71"),
+    ([3.0] * 20 + [None, 2.0], "not finite at step 21", "", ""),
 ])  # fmt: skip
-def test_the_end_of_a_curve_and_its_greatest_rise(losses, end, rise, tmp_path, monkeypatch):
+def test_the_end_of_a_curve_and_its_rises(losses, end, early, later, tmp_path, monkeypatch):
     steps = [*range(1, len(losses) + 1)]
     series = {"step": steps, "tokens": [64 * n for n in steps], "loss": losses,
               "lr": [0.0, 6e-4] + [1e-4] * (len(losses) - 2)}  # fmt: skip
-    run = {"series": series, "code": {"sha256": "0"}}
+    recipe = {"content": {"schedule": {"lr_warmup_iters": 5}}}
+    run = {"series": series, "recipe": recipe, "code": {"sha256": "0"}}
     monkeypatch.setattr(measurements, "read", lambda path: {tmp_path / "run-a.json": run}[path])
     row = measurements.curves("run-a | with A", tmp_path).splitlines()[-1]
     link = "[with A](examples/receipts/h200/run-a.json)"
-    assert row == f"| {link} | {len(losses)} | 64 | 0.0006 | {end} | {rise} |"
+    assert row == f"| {link} | {len(losses)} | 64 | 0.0006 | 5 steps | {end} | {early} | {later} |"
+
+
+def test_the_starts_of_runs_are_a_table(tmp_path, monkeypatch):
+    result = {"launch_s": 32.72, "cold_start_s": 18.38, "first_step_ms": 2460.19,
+              "triton_kernels_compiled": 0}  # fmt: skip
+    run = {"result": result, "code": {"sha256": "0"}}
+    monkeypatch.setattr(measurements, "read", lambda path: {tmp_path / "run-a.json": run}[path])
+    row = measurements.starts("run-a | with A", tmp_path).splitlines()[-1]
+    link = "[with A](examples/receipts/h200/run-a.json)"
+    assert row == f"| {link} | 32.7 s | 18.4 s | 2,460 ms | 0 |"
 
 
 def test_the_logs_of_gpu_tests_are_a_table(tmp_path):

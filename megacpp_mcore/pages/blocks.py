@@ -15,6 +15,7 @@ GENERATORS: dict[str, Generator] = {
     "benches": measurements.benches,
     "layouts": measurements.layouts,
     "curves": measurements.curves,
+    "starts": measurements.starts,
     "training": measurements.training,
     "dispatch": measurements.dispatch,
     "gpu-tests": measurements.gpu_tests,

@@ -21,6 +21,7 @@ from megacpp_mcore.training.cpu.progress import held_out_line, step_line
 _GIB = 2**30
 _LAST = 8  # steps at a run's end, of which the slowest is compared with their median
 _SMOOTH = 20  # losses that a curve's end is the mean of, and that a step's is compared with
+_EARLY = 50  # steps in which a loss falls too fast for a median of those before it
 _FOLDER = "examples/receipts/h200"
 
 
@@ -156,10 +157,11 @@ def _common(a: Receipt, b: Receipt) -> Iterator[tuple[float, float]]:
 
 
 def curves(words: str, folder: Path) -> str:
-    """The losses of runs. words: lines `RECEIPT | what it is`. A rise is a step's loss above the
-    median of the 20 before it."""
-    head = ["run", "steps", "tokens a step", "highest learning rate",
-            f"mean loss of the last {_SMOOTH}", "greatest rise"]  # fmt: skip
+    """The losses of runs. words: lines `RECEIPT | what it is`. A rise of the first 50 steps is a
+    step's loss above the lowest before it, and later above the median of the 20 before it."""
+    head = ["run", "steps", "tokens a step", "highest learning rate", "warm-up",
+            f"mean loss of the last {_SMOOTH}", f"greatest rise in the first {_EARLY} steps",
+            "after them"]  # fmt: skip
     rows = []
     for line in _lines(words):
         name, label = _words(line, 2)
@@ -167,21 +169,46 @@ def curves(words: str, folder: Path) -> str:
         series = run["series"]
         rows.append([
             f"[{label}]({_FOLDER}/{name}.json){_history(run)}", f"{len(series['step']):,}",
-            f"{series['tokens'][0]:,}", f"{max(series['lr']):.2g}", *_losses(series),
+            f"{series['tokens'][0]:,}", f"{max(series['lr']):.2g}",
+            f"{run['recipe']['content']['schedule']['lr_warmup_iters']:,} steps",
+            *_losses(series),
         ])  # fmt: skip
     return _table(head, rows)
 
 
-def _losses(series: Any) -> tuple[str, str]:
-    """The mean of the last, and the greatest rise with its step; or the first that is no number."""
+def _losses(series: Any) -> tuple[str, str, str]:
+    """The mean of the last, and the greatest rises with their steps; or the first that is no
+    number."""
     steps, losses = series["step"], series["loss"]
     if None in losses:
-        return f"not finite at step {steps[losses.index(None)]:,}", ""
-    rises = [(losses[at] - statistics.median(losses[at - _SMOOTH : at]), steps[at])
-             for at in range(_SMOOTH, len(losses))]  # fmt: skip
+        return f"not finite at step {steps[losses.index(None)]:,}", "", ""
+    at = range(1, len(losses))
+    early = [(losses[n] - min(losses[:n]), steps[n]) for n in at[: _EARLY - 1]]
+    later = [(losses[n] - statistics.median(losses[n - _SMOOTH : n]), steps[n])
+             for n in at[_EARLY - 1 :]]  # fmt: skip
+    return f"{statistics.fmean(losses[-_SMOOTH:]):.4f}", _greatest(early), _greatest(later)
+
+
+def _greatest(rises: Sequence[tuple[float, int]]) -> str:
     rise, step = max(rises, default=(0.0, 0))
-    mean = f"{statistics.fmean(losses[-_SMOOTH:]):.4f}"
-    return mean, f"{rise:.3f} at step {step:,}" if rise > 0 else "none"
+    return f"{rise:.3f} at step {step:,}" if rise > 0 else "none"
+
+
+def starts(words: str, folder: Path) -> str:
+    """How runs started. words: lines `RECEIPT | what it is`."""
+    head = ["run", "launcher", "then to the end of the first step", "the first step",
+            "Triton kernels compiled in it"]  # fmt: skip
+    rows = []
+    for line in _lines(words):
+        name, label = _words(line, 2)
+        run = read(folder / f"{name}.json")
+        result = run["result"]
+        rows.append([
+            f"[{label}]({_FOLDER}/{name}.json){_history(run)}", f"{result['launch_s']:.1f} s",
+            f"{result['cold_start_s']:.1f} s", f"{result['first_step_ms']:,.0f} ms",
+            f"{result['triton_kernels_compiled']:,}",
+        ])  # fmt: skip
+    return _table(head, rows)
 
 
 def training(words: str, folder: Path) -> str:

@@ -47,6 +47,10 @@ STEPS = {
     "run-nam56r-2xh200-dp2-graph-again.json",
     "run-nam56r-quarter-200-eager.json",
     "run-nam56r-quarter-200-graph.json",
+    "run-nam56r-quarter-cold.json",
+    "run-nam56r-quarter-warm.json",
+    "run-nam56r-quarter-lr2-rational.json",
+    "run-nam56r-quarter-lr2-softplus.json",
     "run-small-packed.json",
 }
 
