@@ -104,7 +104,7 @@ if [ "$gpus" = 1 ]; then
     --set precision.gradient_accumulation_fusion=false --set optimizer.fused_update=false
   # 500 steps of two micro batches at twice the learning rate, with both decays
   for decay in softplus rational; do
-    train 280 $quarter-lr2-$decay nam56r-quarter 500 --set "mamba3.decay=$decay" --set schedule.lr_warmup_iters=50 \
+    train 280 $quarter-lr2-$decay nam56r-quarter 500 --set "mamba3.decay=$decay" --set schedule.lr_warmup_iters=100 \
       --set schedule.global_batch_size=8 --set optimizer.lr=6e-4 --set optimizer.min_lr=6e-5
   done
   # Experts at every size; a cell that does not fit into memory is left out
