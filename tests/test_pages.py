@@ -217,6 +217,25 @@ def test_the_starts_of_runs_are_a_table(tmp_path, monkeypatch):
     assert row == f"| {link} | 32.7 s | 18.4 s | 2,460 ms | 0 |"
 
 
+def test_a_profile_is_a_table_by_kind_of_work_and_micro_batch(tmp_path, monkeypatch):
+    kernels = [{"name": "nvjet_a", "launches": 8, "ms": 6.0}, {"name": "gemm", "launches": 4,
+               "ms": 2.0}, {"name": "rms_norm_forward", "launches": 2, "ms": 1.0}]  # fmt: skip
+    profile = {"step": 7, "span_ms": 12.0, "busy_ms": 10.0, "compute_ms": 9.0, "kernels": kernels}
+    schedule = {"global_batch_size": 16, "micro_batch_size": 2}
+    run = {"profile": profile, "topology": {"dp": 4},
+           "recipe": {"content": {"schedule": schedule}}}  # fmt: skip
+    monkeypatch.setattr(measurements, "read", lambda path: {tmp_path / "run-a.json": run}[path])
+    head, _, _, _, *rows = measurements.profile("run-a", tmp_path).splitlines()
+    assert head == "[Its receipt](examples/receipts/h200/run-a.json), step 7:"
+    assert rows == [
+        "| other products | 4.00 | 6.0 |",
+        "| norms | 0.50 | 1.0 |",
+        "| an exchange between GPUs and nothing else | 0.50 |  |",
+        "| nothing | 1.00 |  |",
+        "| from the first to the last | 6.00 |  |",
+    ]
+
+
 def test_the_logs_of_gpu_tests_are_a_table(tmp_path):
     head = "2026-11-23T01:00:00Z, commit 0123456789abcdef, tree fedcba9876543210, sha256 0"
     (tmp_path / "gpu-tests").mkdir()

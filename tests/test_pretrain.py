@@ -550,6 +550,20 @@ def watched(gpu_recipe, tmp_path, monkeypatch):
         yield Watch(launched, Goodput(), Heartbeat(tmp_path / "heartbeat", 0, None)), loop
 
 
+def test_a_profiled_step_is_in_the_receipt(watched, monkeypatch):
+    from megacpp_mcore.training.gpu import step_profile
+
+    watch, loop = watched
+    spans = [step_profile.Span("a_kernel", 0, 2_000_000)]
+    monkeypatch.setattr(step_profile, "recorded", lambda call: (call(), spans))
+    watch.launch = dataclasses.replace(watch.launch, profile=2)
+    with watch.installed():
+        loop.run()
+    kernel = {"name": "a_kernel", "launches": 1, "ms": 2.0}
+    found = {"step": 2, "span_ms": 2.0, "busy_ms": 2.0, "compute_ms": 2.0, "kernels": [kernel]}
+    assert watch.write("complete")["profile"] == found
+
+
 def test_the_receipt_is_gathered_inside_the_loop(watched, tmp_path):
     watch, loop = watched
     with watch.installed():

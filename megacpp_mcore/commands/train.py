@@ -30,6 +30,9 @@ def register(subparsers: Any) -> None:
     add("--yardstick", action="store_true",
         help="with --gpus: train Megatron's own blocks of the same sizes instead of ours, Mamba-2 "
         "in place of M and R, to compare with")  # fmt: skip
+    add("--profile", type=int, metavar="STEP",
+        help="with --gpus: list the kernels of this step in the receipt, with their launches and "
+        "times; it is slower than the others")  # fmt: skip
     add("--steps", type=int, metavar="N",
         help="stop after N steps in total; the schedule is not changed")  # fmt: skip
     add("--out", metavar="DIR", help="folder of the run (default: runs/RECIPE)")
@@ -60,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         return launcher.launch_ranks(
             args.recipe, args.overrides, args.gpus, args.out,
             yardstick=args.yardstick, resume=resumes, resume_from=args.resume_from,
-            as_json=args.json,
+            as_json=args.json, profile=args.profile,
         )  # fmt: skip
     recipe = load_recipe(args.recipe, args.overrides)
     out = Path(args.out or f"runs/{recipe.name}")
@@ -104,6 +107,8 @@ def _check_options(args: argparse.Namespace, resumes: bool) -> None:
         )
     if args.gpus is None and args.yardstick:
         raise MegacppError("--yardstick needs --gpus N: Megatron's own blocks run on GPUs only")
+    if args.gpus is None and args.profile is not None:
+        raise MegacppError("--profile needs --gpus N: it lists the kernels of a GPU")
 
 
 def _refuse_early(recipe: Recipe, out: Path, args: argparse.Namespace) -> None:

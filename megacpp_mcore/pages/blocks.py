@@ -16,6 +16,7 @@ GENERATORS: dict[str, Generator] = {
     "layouts": measurements.layouts,
     "curves": measurements.curves,
     "starts": measurements.starts,
+    "profile": measurements.profile,
     "training": measurements.training,
     "dispatch": measurements.dispatch,
     "gpu-tests": measurements.gpu_tests,

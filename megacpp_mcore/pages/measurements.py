@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.receipts.judge import MARGIN, judge_rows, judge_runs
+from megacpp_mcore.receipts.kernel_families import family
 from megacpp_mcore.receipts.reader import Receipt, read, rows_by_key, warm, warm_median, warm_power
 from megacpp_mcore.receipts.show import training_loss
 from megacpp_mcore.training.cpu.progress import held_out_line, step_line
@@ -209,6 +210,37 @@ def starts(words: str, folder: Path) -> str:
             f"{result['triton_kernels_compiled']:,}",
         ])  # fmt: skip
     return _table(head, rows)
+
+
+def profile(words: str, folder: Path) -> str:
+    """What the kernels of a profiled step do, a row a kind of work. words: the run's receipt."""
+    name = words.strip()
+    run = read(folder / f"{name}.json")
+    found, kinds = run["profile"], collections.defaultdict(lambda: [0.0, 0])
+    for kernel in found["kernels"]:
+        total = kinds[family(kernel["name"])]
+        total[0] += kernel["ms"]
+        total[1] += kernel["launches"]
+    passes = _micro_batches(run)
+    rows = [
+        [kind, f"{ms / passes:.2f}", f"{launches / passes:,.1f}"]
+        for kind, (ms, launches) in sorted(kinds.items(), key=lambda kind: -kind[1][0])
+    ]
+    idle = found["span_ms"] - found["busy_ms"]
+    rows += [
+        ["an exchange between GPUs and nothing else",
+         f"{(found['busy_ms'] - found['compute_ms']) / passes:.2f}", ""],
+        ["nothing", f"{idle / passes:.2f}", ""],
+        ["from the first to the last", f"{found['span_ms'] / passes:.2f}", ""],
+    ]  # fmt: skip
+    head = ["kernels", "ms a micro batch", "launches a micro batch"]
+    return f"[Its receipt]({_FOLDER}/{name}.json), step {found['step']}:\n\n{_table(head, rows)}"
+
+
+def _micro_batches(run: Receipt) -> int:
+    """Of one rank, in a step."""
+    schedule, ranks = run["recipe"]["content"]["schedule"], run["topology"]["dp"]
+    return schedule["global_batch_size"] // (schedule["micro_batch_size"] * ranks)
 
 
 def training(words: str, folder: Path) -> str:

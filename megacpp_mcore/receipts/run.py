@@ -107,6 +107,8 @@ class RunReceipt:
         self._cold_steps = [cold for cold in info["cold_steps"] if cold <= step]
         self._gaps = [gap for gap in info["gaps"] if gap["step"] <= step]
         self._goodput.resume(earlier["goodput"], self._lost_s(earlier, keep))
+        if (profile := earlier.get("profile")) and profile["step"] <= step:
+            self.profile(profile)
         self._last_step, self._tokens = step, tokens
         self._peak = earlier["result"]["peak_memory_bytes"] or 0
         self._head["created"] = earlier["created"]
@@ -224,6 +226,10 @@ class RunReceipt:
             losses.pop()
         steps.append(int(step))
         losses.append(self._finite(step, "evaluation", loss))
+
+    def profile(self, found: dict[str, Any]) -> None:
+        """Record which kernels one step ran: its number, and as in the schema."""
+        self._head["profile"] = found
 
     def note(self, sentence: str) -> None:
         """Add what a reader of the receipt must know, once however often the run is resumed."""

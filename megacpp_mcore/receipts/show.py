@@ -59,17 +59,19 @@ _LABELS = {  # a result's name -> what it is, where the name alone does not say 
     "rank_parameters": "parameters of rank 0",
 }
 _DETAILS = ("flops_formula", "mfu_peak", "flops_per_token", "mfu_peak_tflops")  # with verbose only
-_MOST_SLOW = 5
+_MOST_SLOW, _MOST_KERNELS = 5, 20
 
 
 def show(receipt: Receipt, path: str, *, verbose: bool = False) -> str:
     """A valid receipt as one page. verbose: with the reason of every backend, all slow steps and
-    the formulas."""
+    profiled kernels, and the formulas."""
     lines = [f"receipt   {path}: a {receipt['kind']}, {receipt['created']}"]
     if receipt["kind"] == "run":
         lines += [_status(receipt["result"]), *_provenance(receipt, verbose)]
         lines += ["", *_goodput(receipt["goodput"]), "", *_series(receipt), ""]
         lines += _result(receipt, verbose)
+        if profile := receipt.get("profile"):
+            lines += ["", *_profile(profile, verbose)]
     else:
         lines += [*_provenance(receipt, verbose=True), "", *_bench(receipt)]
     for name, values in receipt["environment"].items():
@@ -180,6 +182,24 @@ def _result(run: Receipt, verbose: bool) -> list[str]:
         if name in ("unigram_entropy", "bigram_entropy") and result["final_loss"] is not None:
             text += f"  the training loss is {beside(result['final_loss'], value, 3)} it"
         lines.append(f"{'result' if not lines else '':<9} {label:<{width}}{text}")
+    return lines
+
+
+def _profile(profile: Mapping[str, Any], verbose: bool) -> list[str]:
+    """The kernels of one step, those that take longest first."""
+    kernels, busy = profile["kernels"], profile["busy_ms"]
+    launches = sum(kernel["launches"] for kernel in kernels)
+    most = len(kernels) if verbose else _MOST_KERNELS
+    lines = [
+        f"profile   step {profile['step']}: {launches:,} kernels in {profile['span_ms']:,.1f} ms, "
+        f"{busy:,.1f} with one running, {busy - profile['compute_ms']:,.1f} with collectives alone"
+    ]
+    rows = [["", "ms", "launches", "kernel"]]
+    rows += [["", f"{kernel['ms']:,.2f}", f"{kernel['launches']:,}", kernel["name"]]
+             for kernel in kernels[:most]]  # fmt: skip
+    lines += [f"         {line}" for line in table(rows, align="lrrl")]
+    if len(kernels) > most:
+        lines.append(f"          and {len(kernels) - most} more (-v)")
     return lines
 
 

@@ -90,6 +90,22 @@ def test_tensorboard_has_the_losses(corpus, tmp_path):
     assert logged == pytest.approx(series(out, "loss"), rel=1e-6)
 
 
+def test_a_captured_step_is_profiled(corpus, tmp_path):
+    out, steps = tmp_path / "run", "schedule.train_iters=9"
+    words = small_run(tmp_path / "small.toml", corpus, out, steps)
+    subprocess.run([*words, "--profile", "8"], check=True)
+    receipt = receipts.read(out / "receipt.json")
+    found = receipt["profile"]
+    by_name = {kernel["name"]: kernel for kernel in found["kernels"]}
+    assert found["step"] == 8 and receipt["series"]["step"] == [*range(1, 10)]
+    assert {"rms_norm_forward", "mamba3_scan_forward", "mamba3_scan_backward"} <= set(by_name)
+    assert by_name["rms_norm_forward"]["launches"] >= by_name["rms_norm_backward"]["launches"] > 1
+    assert 0 < found["compute_ms"] <= found["busy_ms"] <= found["span_ms"]
+    assert found["busy_ms"] <= sum(kernel["ms"] for kernel in found["kernels"])
+    at = receipt["series"]["step"].index(8)
+    assert found["span_ms"] <= receipt["series"]["ms"][at] * 1.01
+
+
 def test_packed_documents_train(corpus, tmp_path):
     out, masking = tmp_path / "run", "data.dataloader_inter_document_masking=true"
     words = small_run(tmp_path / "small.toml", corpus, out)

@@ -228,26 +228,32 @@ class TestWrongKernels:
         monkeypatch.setattr(kernels, name, Launch())
 
     def test_dropped_crossing_runs(self, monkeypatch):
-        self.replaced(monkeypatch, "_add_crossing_runs")
+        self.replaced(monkeypatch, "_embedding_add_crossing_runs")
         assert share(self.CASE, embedding) > 1
 
     def test_one_dropped_crossing_run(self, monkeypatch):
         self.replaced(
-            monkeypatch, "_add_crossing_runs", lambda grid, given: ((grid[0] - 3, grid[1]), given)
+            monkeypatch,
+            "_embedding_add_crossing_runs",
+            lambda grid, given: ((grid[0] - 3, grid[1]), given),
         )
         assert share(self.CASE, embedding) > 1
 
     def test_a_block_that_is_not_run(self, monkeypatch):
-        self.replaced(monkeypatch, "_add_runs", lambda grid, given: ((grid[0] - 1, grid[1]), given))
+        self.replaced(
+            monkeypatch, "_embedding_add_runs", lambda grid, given: ((grid[0] - 1, grid[1]), given)
+        )
         assert not share(self.CASE, embedding) <= 1
 
     def test_a_tile_of_columns_that_is_not_run(self, monkeypatch):
-        self.replaced(monkeypatch, "_add_runs", lambda grid, given: ((grid[0], grid[1] - 1), given))
+        self.replaced(
+            monkeypatch, "_embedding_add_runs", lambda grid, given: ((grid[0], grid[1] - 1), given)
+        )
         assert not share(self.CASE, embedding) <= 1
 
     def test_a_sign(self, monkeypatch):
         self.replaced(
-            monkeypatch, "_add_runs",
+            monkeypatch, "_embedding_add_runs",
             lambda grid, given: (grid, (*given[:2], -given[2], *given[3:])),
         )  # fmt: skip
         assert share(self.CASE, embedding) > 1
@@ -260,13 +266,13 @@ class TestWrongKernels:
             runs[4::4] = runs[3:-1:4]
             return grid, (runs, *given[1:])
 
-        self.replaced(monkeypatch, "_add_runs", late)
+        self.replaced(monkeypatch, "_embedding_add_runs", late)
         many_runs = EmbeddingCase(2, 15, HIDDEN, VOCAB, "uniform")
         assert share(many_runs, embedding) > 1
 
     def test_an_order_that_is_one_off(self, monkeypatch):
         self.replaced(
-            monkeypatch, "_add_runs",
+            monkeypatch, "_embedding_add_runs",
             lambda grid, given: (grid, (given[0], given[1].roll(1), *given[2:])),
         )  # fmt: skip
         assert share(self.CASE, embedding) > 1

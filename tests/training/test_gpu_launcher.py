@@ -39,6 +39,22 @@ def test_the_yardstick_has_m_in_the_place_of_r(started, yardstick):
     assert ("--megacpp-yardstick" in started) is yardstick
 
 
+def test_the_ranks_are_told_which_step_to_profile(started):
+    launcher.launch_ranks("nam56r", (), 1, "out")
+    assert "--megacpp-profile" not in started
+    launcher.launch_ranks("nam56r", (), 1, "out", profile=7)
+    assert started[started.index("--megacpp-profile") + 1] == "7"
+
+
+@pytest.mark.parametrize("step", ["0", "9"])
+def test_a_step_that_the_run_has_not_cannot_be_profiled(started, capsys, step):
+    words = ["train", "nam56r", "--gpus", "1", "--set", "schedule.train_iters=8"]
+    words += ["--set", "schedule.lr_warmup_iters=1"]
+    assert cli.main([*words, "--profile", step]) == 2
+    assert f"step {step} cannot be profiled: the run's steps are 1 to 8" in capsys.readouterr().err
+    assert not started
+
+
 @pytest.mark.parametrize("status", [0, 1])
 def test_json_is_the_receipt_alone_and_the_rest_goes_to_stderr(
     started, monkeypatch, tmp_path, capfd, status

@@ -117,19 +117,19 @@ def _add(total: Tensor, dy: Tensor, ids: Tensor) -> None:
     blocks = triton.cdiv(tokens, _TOKENS)
     parts = torch.empty(blocks, 2, hidden, dtype=torch.float32, device=dy.device)
     with device_of(dy):
-        _add_runs[(blocks, triton.cdiv(hidden, _COLUMNS))](
+        _embedding_add_runs[(blocks, triton.cdiv(hidden, _COLUMNS))](
             runs, order, dy, total, parts, tokens, hidden,
             TOKENS=_TOKENS, COLUMNS=_COLUMNS, num_warps=_WARPS,
         )  # fmt: skip
         if blocks > 1:
-            _add_crossing_runs[(blocks - 1, triton.cdiv(hidden, _PART_COLUMNS))](
+            _embedding_add_crossing_runs[(blocks - 1, triton.cdiv(hidden, _PART_COLUMNS))](
                 runs, total, parts, tokens, hidden,
                 TOKENS=_TOKENS, PARTS=_PARTS, COLUMNS=_PART_COLUMNS, num_warps=_PART_WARPS,
             )  # fmt: skip
 
 
 @triton.jit
-def _add_runs(
+def _embedding_add_runs(
     runs, order, dy, total, parts, tokens, hidden, TOKENS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """runs: the sorted ids. order: where each token lies in dy. parts: (blocks, 2, hidden), of a
@@ -174,7 +174,7 @@ def _add_to_row(total, row, found, columns, inside, hidden):
 
 
 @triton.jit
-def _add_crossing_runs(
+def _embedding_add_crossing_runs(
     runs, total, parts, tokens, hidden,
     TOKENS: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

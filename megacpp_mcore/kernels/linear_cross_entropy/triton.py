@@ -55,7 +55,7 @@ def softmax_rows(
     lanes = min(_LANES, triton.next_power_of_2(classes))
     depth = min(_DEPTH, triton.cdiv(triton.next_power_of_2(classes), lanes))
     with device_of(logits):
-        _softmax_rows[(tokens,)](
+        _cross_entropy_softmax_rows[(tokens,)](
             logits, logits.stride(0), labels,
             statistics, 0 if statistics is None else statistics.stride(0),
             loss_gradients, lse, classes,
@@ -99,7 +99,7 @@ def _gradient(z, lse, softmax_factor, other_factor, softcap, HAS_SOFTCAP: tl.con
 
 
 @triton.jit
-def _softmax_rows(
+def _cross_entropy_softmax_rows(
     logits, row_stride, labels, statistics, statistics_stride, loss_gradients, lse_given, classes,
     scale, softcap, z_loss, picked_share, uniform_share,
     NOT_COUNTED: tl.constexpr, HAS_STATISTICS: tl.constexpr, HAS_GRADIENT: tl.constexpr,
@@ -165,14 +165,14 @@ def transposed(x: Tensor, out: Tensor) -> Tensor:
     n, m = x.shape
     if x.numel():
         with device_of(x):
-            _transpose[(triton.cdiv(n, _TILE), triton.cdiv(m, _TILE))](
+            _cross_entropy_transpose[(triton.cdiv(n, _TILE), triton.cdiv(m, _TILE))](
                 x, x.stride(0), out, out.stride(0), n, m, TILE=_TILE
             )
     return out
 
 
 @triton.jit
-def _transpose(x, x_stride, out, out_stride, n, m, TILE: tl.constexpr):
+def _cross_entropy_transpose(x, x_stride, out, out_stride, n, m, TILE: tl.constexpr):
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = (rows < n)[:, None] & (columns < m)[None, :]
@@ -202,11 +202,11 @@ def add_scaled_(total: Tensor, x: Tensor, factor: Tensor) -> None:
     if x.numel():
         programs = min(triton.cdiv(x.numel(), _ADD_BLOCK), _SCALE_PROGRAMS)
         with device_of(x):
-            _add_scaled[(programs,)](total, x, factor, x.numel(), BLOCK=_ADD_BLOCK)
+            _cross_entropy_add_scaled[(programs,)](total, x, factor, x.numel(), BLOCK=_ADD_BLOCK)
 
 
 @triton.jit
-def _add_scaled(total, x, factor, size, BLOCK: tl.constexpr):
+def _cross_entropy_add_scaled(total, x, factor, size, BLOCK: tl.constexpr):
     by = tl.load(factor)
     columns = tl.arange(0, BLOCK)
     for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
@@ -220,11 +220,13 @@ def _scale_into(out: Tensor, x: Tensor, factor: Tensor) -> None:
     if x.numel():
         programs = min(triton.cdiv(x.numel(), _SCALE_BLOCK), _SCALE_PROGRAMS)
         with device_of(x):
-            _scale[(programs,)](x, factor, out, x.numel(), IN_PLACE=out is x, BLOCK=_SCALE_BLOCK)
+            _cross_entropy_scale[(programs,)](
+                x, factor, out, x.numel(), IN_PLACE=out is x, BLOCK=_SCALE_BLOCK
+            )
 
 
 @triton.jit
-def _scale(x, factor, out, size, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
+def _cross_entropy_scale(x, factor, out, size, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
     by = tl.load(factor)
     if IN_PLACE:
         size = tl.where(by == 1.0, 0, size)

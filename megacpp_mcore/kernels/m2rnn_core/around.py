@@ -73,7 +73,7 @@ def before(
     mixed = projected.new_empty((seq, batch, sizes.channels))
     f = projected.new_empty((batch, seq, sizes.heads), dtype=torch.float32)
     by, (tokens, warps) = align(projected), _BEFORE
-    kernels.before[(triton.cdiv(seq, tokens), sizes.channels // sizes.block + 1, batch)](
+    kernels.m2rnn_before[(triton.cdiv(seq, tokens), sizes.channels // sizes.block + 1, batch)](
         projected, weight, bias, A_log, dt_bias, starts, mixed, f, seq, batch,
         *strides(by, projected), TAPS=weight.shape[-1], TOKENS=tokens, BLOCK=sizes.block,
         H_BLOCK=triton.next_power_of_2(sizes.heads), ALIGN=by, PACKED=starts is not None,
@@ -89,7 +89,7 @@ def after(
     seq, batch, _ = projected.shape
     out = projected.new_empty((seq, batch, sizes.values))
     by = align(projected)
-    kernels.after[(triton.cdiv(seq, _ROWS), batch)](
+    kernels.m2rnn_after[(triton.cdiv(seq, _ROWS), batch)](
         projected, mixed, y, D, norm_weight, out, seq, batch, *strides(by, projected),
         sizes.eps, ALIGN=by, num_warps=_NORM_WARPS, **sizes.norm(),
     )  # fmt: skip
@@ -107,7 +107,7 @@ def after_backward(
     programs = triton.cdiv(seq, _ROWS * _BLOCKS)
     partial = D.new_empty((programs * batch, 2, sizes.values))
     by = align(projected, dprojected, dout)
-    kernels.after_backward[(programs, batch)](
+    kernels.m2rnn_after_backward[(programs, batch)](
         projected, mixed, y, D, norm_weight, dout, dprojected, dy, partial, seq, batch, _BLOCKS,
         *strides(by, projected, dprojected, dout),
         sizes.eps, ALIGN=by, num_warps=_NORM_WARPS, **sizes.norm(),
@@ -131,7 +131,7 @@ def before_backward(
     partial = D.new_empty((blocks * batch, sum(_partial_widths(sizes, weight.shape[-1]))))
     by = align(projected, dprojected)
     last = columns - sizes.columns()["DECAY_AT"]
-    kernels.before_backward[(blocks, sizes.channels // sizes.block + 1, batch)](
+    kernels.m2rnn_before_backward[(blocks, sizes.channels // sizes.block + 1, batch)](
         projected, weight, bias, A_log, dt_bias, starts, D, dq, dk, dv, dy, f, df, dprojected,
         partial, seq, *strides(by, projected, dprojected), K=sizes.k_dim,
         COLUMNS=columns, TAPS=weight.shape[-1], TOKENS=tokens, BLOCK=sizes.block,

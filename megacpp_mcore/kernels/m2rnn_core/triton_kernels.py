@@ -87,7 +87,7 @@ def _forget(
 
 
 @triton.jit
-def before(
+def m2rnn_before(
     proj, weight, bias, a_log, dt_bias, starts, mixed, f, S, BATCH, proj_s, proj_b,
     C: tl.constexpr, H: tl.constexpr, DECAY_AT: tl.constexpr, TAPS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, H_BLOCK: tl.constexpr, ALIGN: tl.constexpr,
@@ -112,7 +112,7 @@ def _gated(y, values, gate, skip, mask):
 
 
 @triton.jit
-def after(
+def m2rnn_after(
     proj, mixed, y, skip, weight, out, S, BATCH, proj_s, proj_b, eps,
     C: tl.constexpr, HV: tl.constexpr, V_AT: tl.constexpr, GATE_AT: tl.constexpr,
     HV_BLOCK: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr,
@@ -133,7 +133,7 @@ def after(
 
 
 @triton.jit
-def after_backward(
+def m2rnn_after_backward(
     proj, mixed, y, skip, weight, dout, dproj, dy, partial, S, BATCH, BLOCKS, proj_s, proj_b,
     dproj_s, dproj_b, dout_s, dout_b, eps,
     C: tl.constexpr, HV: tl.constexpr, V_AT: tl.constexpr, GATE_AT: tl.constexpr,
@@ -240,7 +240,7 @@ def _forget_backward(
 
 
 @triton.jit
-def before_backward(
+def m2rnn_before_backward(
     proj, weight, bias, a_log, dt_bias, starts, skip, dq, dk, dv, dy, f, df, dproj, partial,
     S, proj_s, proj_b, dproj_s, dproj_b,
     K: tl.constexpr, C: tl.constexpr, H: tl.constexpr, DECAY_AT: tl.constexpr,

@@ -67,8 +67,8 @@ def mimo_states(
     PACKED: tl.constexpr, WHOLE: tl.constexpr, REVERSE: tl.constexpr, APPROXIMATE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As `segment_states`: rows are k and the values x. REVERSE: rows are q, and the values d,
-    (b, H, s R, P)."""
+    """As `mamba3_segment_states`: rows are k and the values x. REVERSE: rows are q, and the values
+    d, (b, H, s R, P)."""
     h, segment, b = tl.program_id(0), tl.program_id(1) + REVERSE, tl.program_id(2)
     n, p, i = tl.arange(0, N_BLOCK), tl.arange(0, P_BLOCK), tl.arange(0, CHUNK)
     head = (b * H + h).to(tl.int64) * S

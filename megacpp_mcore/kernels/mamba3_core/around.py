@@ -120,14 +120,14 @@ def steps(
     at, shared = sizes.offsets, _shared(sizes, starts, projected)
     proj = strides(shared["ALIGN"], projected)
     h_block = min(64, _block(heads))
-    kernels.before_scan[(chunks, triton.cdiv(heads, h_block), batch)](
+    kernels.mamba3_before_scan[(chunks, triton.cdiv(heads, h_block), batch)](
         projected, dt_bias, starts, *found[:4], sums, resets, seq, chunks, *proj,
         sizes.decay_floor, *(at[name] for name in ("DT_AT", "A_AT", "TRAP_AT", "ANGLE_AT")),
         A_BLOCK=_block(angles), H_BLOCK=h_block, SOFTPLUS=sizes.decay == "softplus", num_warps=8,
         **shared,
     )  # fmt: skip
     _add_up(sums, resets, before, reverse=False, initial=angle)
-    kernels.rotate[(chunks, groups, batch)](
+    kernels.mamba3_rotate[(chunks, groups, batch)](
         projected, B_weight, C_weight, B_bias, C_bias, starts, found.dt, found.scale, before,
         *found[4:], seq, chunks, *proj, sizes.eps, B_AT=at["B_AT"], C_AT=at["C_AT"],
         ANGLE_AT=at["ANGLE_AT"], G=groups, N=dim, PAIRS=triton.next_power_of_2(dim) // 2,
@@ -145,7 +145,7 @@ def gate_backward(
     """
     seq, batch, _ = projected.shape
     by = align(projected, dy, dprojected)
-    backward_kernels.gate_backward[(triton.cdiv(seq, _GATE_TOKENS), sizes.heads, batch)](
+    backward_kernels.mamba3_gate_backward[(triton.cdiv(seq, _GATE_TOKENS), sizes.heads, batch)](
         projected, dy, y, dprojected, seq,
         *strides(by, projected, dy, dprojected),
         H=sizes.heads, P=sizes.head_dim, P_BLOCK=triton.next_power_of_2(sizes.head_dim),
@@ -181,7 +181,7 @@ def steps_backward(
     of_rows = strides(shared["ALIGN"], projected, dprojected)
     pairs, block = triton.next_power_of_2(dim) // 2, triton.next_power_of_2(heads // groups)
     step = max(1, min(_STEP, _TILES // (block * pairs)))
-    backward_kernels.rotation_backward[(spans, groups, batch)](
+    backward_kernels.mamba3_rotation_backward[(spans, groups, batch)](
         projected, found.B, found.C, B_bias, C_bias, starts, found.dt,
         found.theta.view(torch.int16), gradients.dq, gradients.dk, gradients.both, dprojected, ddt,
         dspeed, sums, resets, bias_sums, seq, spans, *of_rows,
@@ -189,13 +189,13 @@ def steps_backward(
         HEADS=block, SPAN=_SPAN, APPROXIMATE=projected.is_cuda, STAGES=_STAGES,
         num_warps=min(8, max(1, step * block * pairs // _TILE)), **shared | {"TOKENS": step},
     )  # fmt: skip
-    backward_kernels.norms_backward[(spans, groups, batch)](
+    backward_kernels.mamba3_norms_backward[(spans, groups, batch)](
         projected, B_weight, C_weight, dprojected, weight_sums, seq, spans, *of_rows, sizes.eps,
         B_AT=at["B_AT"], C_AT=at["C_AT"], G=groups, N=dim, PAIRS=pairs, SPAN=_SPAN,
         ALIGN=shared["ALIGN"], num_warps=4,
     )  # fmt: skip
     _add_up(sums, resets, after, reverse=True, initial=dtheta)
-    backward_kernels.steps_backward[(chunks, batch)](
+    backward_kernels.mamba3_steps_backward[(chunks, batch)](
         projected, dt_bias, starts, found.dt, gradients.dadt, gradients.dscale, gradients.dboth,
         dahead, ddt, dspeed, after, dprojected, step_sums, seq, chunks, spans, *of_rows,
         sizes.decay_floor, *(at[name] for name in ("DT_AT", "A_AT", "TRAP_AT", "ANGLE_AT", "END")),
@@ -221,7 +221,7 @@ def _add_up(
 ) -> None:  # fmt: skip
     batch, chunks, heads, angles = sums.shape
     width, block = heads * angles, 64
-    kernels.add_up_chunks[(triton.cdiv(width, block), batch)](
+    kernels.mamba3_add_up_chunks[(triton.cdiv(width, block), batch)](
         sums, resets, initial, before, chunks, width, BLOCK=32, WIDTH_BLOCK=block, REVERSE=reverse,
         WRAP=not reverse, PACKED=resets is not None, CARRIED=initial is not None,
     )  # fmt: skip

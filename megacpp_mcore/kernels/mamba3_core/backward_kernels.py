@@ -33,7 +33,7 @@ def _add_5(a, b, c, d, e, f, g, h, i, j):
 
 
 @triton.jit
-def gate_backward(
+def mamba3_gate_backward(
     proj, dy, y, dproj, S, proj_s, proj_b, dy_s, dy_b, dproj_s, dproj_b,
     H: tl.constexpr, P: tl.constexpr, P_BLOCK: tl.constexpr, TOKENS: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -73,7 +73,7 @@ def _norm_backward(
 
 
 @triton.jit
-def norms_backward(
+def mamba3_norms_backward(
     proj, b_weight, c_weight, dproj, partial, S, SPANS, proj_s, proj_b, dproj_s, dproj_b, eps,
     B_AT: tl.constexpr, C_AT: tl.constexpr, G: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
     SPAN: tl.constexpr, ALIGN: tl.constexpr,
@@ -105,7 +105,7 @@ def _bias_pairs(at, mask, HEADS: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def rotation_backward(
+def mamba3_rotation_backward(
     proj, b_rows, c_rows, b_bias, c_bias, starts, dt, theta, dq, dk, both,
     dproj, ddt, dspeed, sums, resets, partial, S, SPANS, proj_s, proj_b, dproj_s, dproj_b,
     B_AT: tl.constexpr, C_AT: tl.constexpr, ANGLE_AT: tl.constexpr, H: tl.constexpr,
@@ -211,7 +211,7 @@ def rotation_backward(
 
 
 @triton.jit
-def steps_backward(
+def mamba3_steps_backward(
     proj, dt_bias, starts, dt, dadt, dscale, dboth, dahead, ddt, dspeed, after, dproj, partial,
     S, CHUNKS, SPANS, proj_s, proj_b, dproj_s, dproj_b, floor,
     DT_AT: tl.constexpr, A_AT: tl.constexpr, TRAP_AT: tl.constexpr, ANGLE_AT: tl.constexpr,

@@ -86,7 +86,7 @@ def forward(
     saved = saved_like(x if save else x[:, :0], steps.q.shape[-1])
     sums, throughs = _segment_states(steps, steps.k, x, starts, segments, reverse=False)
     shared, warps, stages = _shared(steps, x, starts, "forward", x, z, y)
-    kernels.scan_forward[(heads, segments.count, batch)](
+    kernels.mamba3_scan_forward[(heads, segments.count, batch)](
         steps.q, steps.k, x, z, steps.adt, steps.scale, steps.gamma, D, starts, sums, throughs,
         initial, y, *saved, final, x.shape[1], *segments, *_strides(shared["ALIGN"], x, z, y),
         SAVE=save, CARRIED=initial is not None, FINAL=final is not None, STAGES=stages,
@@ -110,7 +110,7 @@ def backward(
     both, dadt, dscale, dboth = (torch.empty_like(steps.adt) for _ in range(4))
     dD = D.new_empty((batch * segments.count, heads))
     shared, warps, stages = _shared(steps, x, starts, "backward", x, dx)
-    scan_backward_kernels.scan_backward[(heads, segments.count, batch)](
+    scan_backward_kernels.mamba3_scan_backward[(heads, segments.count, batch)](
         steps.q, steps.k, x, dy, steps.adt, steps.scale, steps.gamma, D, starts, states,
         sums, throughs, ends.final, ends.dfinal, dx, both, dadt, dscale, dboth, dD, ends.dinitial,
         seq, *segments, *_strides(shared["ALIGN"], x, dx), CARRIED=ends.dinitial is not None,
@@ -129,7 +129,7 @@ def _segment_states(
     throughs = steps.adt.new_empty((batch, heads, segments.count))
     shared, warps, stages = _shared(steps, values, starts, "states", values)
     if segments.count > 1:
-        kernels.segment_states[(heads, segments.count - 1, batch)](
+        kernels.mamba3_segment_states[(heads, segments.count - 1, batch)](
             rows, values, steps.adt, starts, sums, throughs, seq, *segments,
             *_strides(shared["ALIGN"], values), REVERSE=reverse, STAGES=stages, num_warps=warps,
             **shared,

@@ -19,7 +19,7 @@ from megacpp_mcore.kernels.mamba3_core.scan_kernels import (
 
 
 @triton.jit(do_not_specialize=["CHUNKS", "SEGMENT", "SEGMENTS"])
-def scan_backward(
+def mamba3_scan_backward(
     q, k, x, dy, adt, scale, gamma, D, starts, states, sums, throughs, final, dfinal,
     dx, both, dadt, dscale, dboth, dD, dinitial, S, CHUNKS, SEGMENT, SEGMENTS,
     x_s, x_b, x_h, dx_s, dx_b, dx_h,

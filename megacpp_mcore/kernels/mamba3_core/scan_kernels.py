@@ -3,8 +3,8 @@
 
 H heads of P, state dim N; a head's state is (P, N). A row of S tokens is cut into chunks of CHUNK,
 and SEGMENT chunks are a segment: a program processes the chunks of one segment of one head with the
-state in registers. What it begins with it adds up from the segments before, which `segment_states`
-has summed.
+state in registers. What it begins with it adds up from the segments before, which
+`mamba3_segment_states` has summed.
 
 Of a chunk of one head, with a the log decay, L_ij = exp(a_{j+1} + ... + a_i), e_i the decay from
 the chunk's begin to i, r_j that from j to its end, e all of it, g = gamma, k scaled (K without), S
@@ -122,7 +122,7 @@ def _state_at(h, b, i, p, n, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["CHUNKS", "SEGMENT", "SEGMENTS"])
-def segment_states(
+def mamba3_segment_states(
     x, v, adt, starts, sums, throughs,
     S, CHUNKS, SEGMENT, SEGMENTS, v_s, v_b, v_h,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, P_BLOCK: tl.constexpr,
@@ -175,7 +175,7 @@ def _beyond(sums, throughs, initial, h, b, segment, within, p, n, SEGMENTS, H: t
 
 
 @triton.jit(do_not_specialize=["CHUNKS", "SEGMENT", "SEGMENTS"])
-def scan_forward(
+def mamba3_scan_forward(
     q, k, x, z, adt, scale, gamma, D, starts, sums, throughs, initial,
     y, inner, states, final, S, CHUNKS, SEGMENT, SEGMENTS,
     x_s, x_b, x_h, z_s, z_b, z_h, y_s, y_b, y_h,

@@ -75,7 +75,7 @@ def _speed(row, inside, a, ANGLE_AT: tl.constexpr, A: tl.constexpr):
 
 
 @triton.jit
-def before_scan(
+def mamba3_before_scan(
     proj, dt_bias, starts, dt, adt, scale, gamma, sums, resets, S, CHUNKS, proj_s, proj_b, floor,
     DT_AT: tl.constexpr, A_AT: tl.constexpr, TRAP_AT: tl.constexpr, ANGLE_AT: tl.constexpr,
     H: tl.constexpr, A: tl.constexpr, A_BLOCK: tl.constexpr, H_BLOCK: tl.constexpr,
@@ -108,7 +108,7 @@ def before_scan(
 
 
 @triton.jit
-def add_up_chunks(
+def mamba3_add_up_chunks(
     sums, resets, initial, before, CHUNKS, WIDTH,
     BLOCK: tl.constexpr, WIDTH_BLOCK: tl.constexpr, REVERSE: tl.constexpr, WRAP: tl.constexpr,
     PACKED: tl.constexpr, CARRIED: tl.constexpr,
@@ -175,7 +175,7 @@ def _store_pairs(at, x0, x1, mask, ROWS: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def rotate(
+def mamba3_rotate(
     proj, b_weight, c_weight, b_bias, c_bias, starts, dt, scale, before, b_rows, c_rows, theta, q,
     k, S, CHUNKS, proj_s, proj_b, eps,
     B_AT: tl.constexpr, C_AT: tl.constexpr, ANGLE_AT: tl.constexpr, H: tl.constexpr,

@@ -20,7 +20,7 @@ from megacpp_mcore.kernels.strides import readable
 DTYPES = ("bfloat16", "float16", "float32")
 _BOUNDS_BLOCK = 64
 # kernel -> (heads of a tile, warps): the fastest of 12 on an H200 at 56 heads of 64 + 64 and 64.
-_TILES = {triton_kernels.forward: (64, 4), triton_kernels.backward: (32, 2)}
+_TILES = {triton_kernels.mla_rope_forward: (64, 4), triton_kernels.mla_rope_backward: (32, 2)}
 _TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 
 
@@ -54,7 +54,7 @@ def _forward(
     q, kv, k_pos = readable(q), readable(kv), readable(k_pos)
     q_out, k, v = _outputs(q, kv, qk_head_dim)
     _launch(
-        triton_kernels.forward, (q, kv, k_pos), (q_out, k, v),
+        triton_kernels.mla_rope_forward, (q, kv, k_pos), (q_out, k, v),
         (cos, sin, cu_seqlens), q.shape, qk_head_dim, v.shape[-1], interleaved,
     )  # fmt: skip
     return q_out, k, v
@@ -81,7 +81,7 @@ def _backward(
     dq, dk, dv = readable(dq), readable(dk), readable(dv)
     gradients = _gradient_outputs(dq, dv, qk_head_dim)
     _launch(
-        triton_kernels.backward, (dq, dk, dv), gradients,
+        triton_kernels.mla_rope_backward, (dq, dk, dv), gradients,
         (cos, sin, cu_seqlens), dq.shape, qk_head_dim, dv.shape[-1], interleaved,
     )  # fmt: skip
     return gradients
@@ -126,7 +126,7 @@ class _InPlace(torch.autograd.Function):
         kv, k_pos = readable(kv), readable(k_pos)
         _, k, v = _outputs(q, kv, qk_head_dim, with_q=False)
         _launch(
-            triton_kernels.forward, (q, kv, k_pos), (q, k, v),
+            triton_kernels.mla_rope_forward, (q, kv, k_pos), (q, k, v),
             (cos, sin, cu_seqlens), q.shape, qk_head_dim, v.shape[-1], interleaved,
         )  # fmt: skip
         return q.view_as(q), k, v
@@ -140,7 +140,7 @@ class _InPlace(torch.autograd.Function):
         dk, dv = readable(dk), readable(dv)
         _, dkv, dk_pos = _gradient_outputs(dq, dv, qk_head_dim, with_q=False)
         _launch(
-            triton_kernels.backward, (dq, dk, dv), (dq, dkv, dk_pos),
+            triton_kernels.mla_rope_backward, (dq, dk, dv), (dq, dkv, dk_pos),
             tables, dq.shape, qk_head_dim, dv.shape[-1], interleaved,
         )  # fmt: skip
         return dq, dkv, dk_pos, None, None, None, None, None

@@ -27,7 +27,7 @@ def _angle(cos, sin, s, bounds, count, PAIRS, PAIR_BLOCK: tl.constexpr, PACKED: 
 
 
 @triton.jit
-def forward(
+def mla_rope_forward(
     q, kv, k_pos, cos, sin, bounds, q_out, k_out, v_out, batch, count, HEADS,
     q_s, q_b, q_h, kv_s, kv_b, kv_h, pos_s, pos_b,
     qo_s, qo_b, qo_h, ko_s, ko_b, ko_h, vo_s, vo_b, vo_h,
@@ -77,7 +77,7 @@ def forward(
 
 
 @triton.jit
-def backward(
+def mla_rope_backward(
     dq, dk, dv, cos, sin, bounds, dq_in, dkv, dk_pos, batch, count, HEADS,
     q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h,
     qi_s, qi_b, qi_h, kv_s, kv_b, kv_h, pos_s, pos_b,

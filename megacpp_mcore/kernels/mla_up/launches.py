@@ -18,10 +18,10 @@ from megacpp_mcore.kernels.strides import readable
 # kernel -> (tokens of a tile, warps, stages), in bf16: the fastest of a handful each on an H200 at
 # NAM56R's sizes (195, 183, 144 and 94 us; with 128, 8, 2 the first two took 261 and 200).
 _TILES = {
-    triton_kernels.forward: (64, 4, 3),
-    triton_kernels.latents_backward: (64, 4, 3),
-    weight_kernels.q_weight_backward: (64, 4, 3),
-    weight_kernels.kv_weight_backward: (128, 8, 2),
+    triton_kernels.mla_up_forward: (64, 4, 3),
+    triton_kernels.mla_up_latents_backward: (64, 4, 3),
+    weight_kernels.mla_up_q_weight_backward: (64, 4, 3),
+    weight_kernels.mla_up_kv_weight_backward: (128, 8, 2),
 }
 _OF_FLOAT32 = (32, 4, 1)  # the same for every kernel in float32, which tests use
 _HEADS_EACH = 28  # of a program of the forward kernel
@@ -101,11 +101,11 @@ def forward(operands: Operands, k_pos: Tensor, call: Call, outputs: tuple[Tensor
     if not call.tokens:
         return
     latents = [readable(x) for x in (operands.q_latent, operands.kv_latent, k_pos)]
-    block, options = call.tile(triton_kernels.forward, k_pos)
+    block, options = call.tile(triton_kernels.mla_up_forward, k_pos)
     heads = call.sizes.heads
     grid = triton.cdiv(heads, _HEADS_EACH), triton.cdiv(call.tokens, block)
     with device_of(k_pos):
-        triton_kernels.forward[grid](
+        triton_kernels.mla_up_forward[grid](
             *latents, *operands.weights, *operands.angles, *outputs, call.tokens, call.batch,
             heads, _HEADS_EACH, *_strides(*latents), **call.constants(*_ALL), **options,
         )  # fmt: skip
@@ -119,9 +119,9 @@ def latent_gradients(
     widths = size.q_rank, size.kv_rank, size.pos
     found = [dq.new_empty(*rows, width) for width in widths]
     if call.tokens:
-        block, options = call.tile(triton_kernels.latents_backward, dq)
+        block, options = call.tile(triton_kernels.mla_up_latents_backward, dq)
         with device_of(dq):
-            triton_kernels.latents_backward[(triton.cdiv(call.tokens, block),)](
+            triton_kernels.mla_up_latents_backward[(triton.cdiv(call.tokens, block),)](
                 dq, dk, dv, *operands.weights, *operands.angles, *found, call.tokens,
                 call.batch, size.heads, *_strides(dq, dk, dv), **call.constants(*_ALL),
                 **options,
@@ -132,7 +132,7 @@ def latent_gradients(
 
 def q_weight_gradient(dq: Tensor, operands: Operands, call: Call, into: Tensor | None) -> Tensor:
     """The gradient of q's weight; into: what it is added to, and returned, instead."""
-    kernel = weight_kernels.q_weight_backward
+    kernel = weight_kernels.mla_up_q_weight_backward
     latent = readable(operands.q_latent)
 
     def launch(grid: tuple[int, int], sums: Tensor, tiles: int, options: dict[str, int]) -> None:
@@ -149,7 +149,7 @@ def kv_weight_gradient(
     dk: Tensor, dv: Tensor, operands: Operands, call: Call, into: Tensor | None
 ) -> Tensor:
     """The gradient of k's and v's weight, as q_weight_gradient."""
-    kernel = weight_kernels.kv_weight_backward
+    kernel = weight_kernels.mla_up_kv_weight_backward
     latent = readable(operands.kv_latent)
 
     def launch(grid: tuple[int, int], sums: Tensor, tiles: int, options: dict[str, int]) -> None:
@@ -181,7 +181,7 @@ def _weight_gradient(
     sums = weight.new_empty(splits, size, dtype=torch.float32)
     with device_of(weight):
         launch((heads, splits), sums, tiles_each, options)
-        weight_kernels.add_splits[(triton.cdiv(size, _SUM_BLOCK),)](
+        weight_kernels.mla_up_add_splits[(triton.cdiv(size, _SUM_BLOCK),)](
             sums, target, size, splits, ADD=target is into, BLOCK=_SUM_BLOCK
         )  # fmt: skip
     return target if into is None or target is into else into.add_(target)

@@ -20,7 +20,7 @@ from megacpp_mcore.kernels.rotary_triton import load_pairs, store_pairs
 
 
 @triton.jit
-def forward(
+def mla_up_forward(
     q_latent, kv_latent, k_pos, q_weight, kv_weight, cos, sin, q, k, v,
     tokens, batch, HEADS, heads_each, ql_s, ql_b, kvl_s, kvl_b, pos_s, pos_b,
     PLAIN: tl.constexpr, PAIRS: tl.constexpr, V_DIM: tl.constexpr,
@@ -65,7 +65,7 @@ def forward(
 
 
 @triton.jit
-def latents_backward(
+def mla_up_latents_backward(
     dq, dk, dv, q_weight, kv_weight, cos, sin, dq_latent, dkv_latent, dk_pos,
     tokens, batch, HEADS, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h,
     PLAIN: tl.constexpr, PAIRS: tl.constexpr, V_DIM: tl.constexpr,

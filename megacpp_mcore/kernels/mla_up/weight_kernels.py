@@ -19,7 +19,7 @@ from megacpp_mcore.kernels.rotary_triton import load_pairs
 
 
 @triton.jit
-def q_weight_backward(
+def mla_up_q_weight_backward(
     dq, q_latent, cos, sin, sums, tokens, batch, HEADS, tiles_each,
     q_s, q_b, q_h, ql_s, ql_b,
     PLAIN: tl.constexpr, PAIRS: tl.constexpr, Q_RANK: tl.constexpr, PLAIN_BLOCK: tl.constexpr,
@@ -54,7 +54,7 @@ def q_weight_backward(
 
 
 @triton.jit
-def kv_weight_backward(
+def mla_up_kv_weight_backward(
     dk, dv, kv_latent, sums, tokens, batch, HEADS, tiles_each,
     k_s, k_b, k_h, v_s, v_b, v_h, kvl_s, kvl_b,
     PLAIN: tl.constexpr, V_DIM: tl.constexpr, KV_RANK: tl.constexpr, PLAIN_BLOCK: tl.constexpr,
@@ -81,7 +81,7 @@ def kv_weight_backward(
 
 
 @triton.jit
-def add_splits(sums, target, size, splits, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def mla_up_add_splits(sums, target, size, splits, ADD: tl.constexpr, BLOCK: tl.constexpr):
     """The sum over the splits, rounded once to the target's dtype. ADD: to what is there."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = at < size

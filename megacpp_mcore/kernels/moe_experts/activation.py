@@ -28,7 +28,7 @@ def activate(h: Tensor, probs: Tensor | None, ends: Tensor | None, activation: s
     size, width = h.shape[0], inner_width(h, activation)
     a, rows = h.new_empty(size, width), _rows_of_a_program(h)
     if size:
-        triton_kernels.activate[(triton.cdiv(size, rows),)](
+        triton_kernels.moe_activate[(triton.cdiv(size, rows),)](
             h, probs, a, ends, 0 if ends is None else ends.shape[0], size, width,
             GATED=activation == SWIGLU, HAS_PROBS=probs is not None, ROWS=rows,
             BLOCK=_columns(width), num_warps=_WARPS,
@@ -49,7 +49,7 @@ def activate_backward(
     if probs is not None:
         a, row_grads = torch.empty_like(da), torch.empty_like(probs)
     if size:
-        triton_kernels.activate_backward[(triton.cdiv(size, rows),)](
+        triton_kernels.moe_activate_backward[(triton.cdiv(size, rows),)](
             da, h, probs, dh, a, row_grads, ends, 0 if ends is None else ends.shape[0], size, width,
             GATED=activation == SWIGLU, HAS_PROBS=probs is not None, ROWS=rows,
             BLOCK=_columns(width), num_warps=_BACKWARD_WARPS,

@@ -60,8 +60,8 @@ def route(routing_map: Tensor, probs: Tensor, topk: int, align: int = 1) -> Rout
         blocks = triton.cdiv(tokens, tile["BLOCK"])
         counts = new((blocks, experts), dtype=torch.int32)
         marks = routing_map.view(torch.uint8)
-        triton_kernels.count_tokens[(blocks,)](marks, counts, tokens, experts, **tile)
-        triton_kernels.place_tokens[(blocks,)](
+        triton_kernels.moe_count_tokens[(blocks,)](marks, counts, tokens, experts, **tile)
+        triton_kernels.moe_place_tokens[(blocks,)](
             marks, probs.contiguous(), counts, token, row_probs, rows, ends, tokens, experts,
             blocks, size, TOPK=topk, TOPK_WIDTH=triton.next_power_of_2(topk), ALIGN=align,
             PADS=16, CHUNK=max(1, 2048 // tile["WIDTH"]), **tile,
@@ -82,7 +82,7 @@ def probs_gradient(routing: Routing, row_grads: Tensor, dtype: torch.dtype) -> T
     grads = row_grads.new_empty((tokens, experts), dtype=dtype)
     if tokens:
         tile = _tile(experts)
-        triton_kernels.gather_probs[(triton.cdiv(tokens, tile["BLOCK"]),)](
+        triton_kernels.moe_gather_probs[(triton.cdiv(tokens, tile["BLOCK"]),)](
             routing.routing_map.view(torch.uint8), routing.rows, row_grads, grads, tokens, experts,
             TOPK=routing.topk, **tile,
         )  # fmt: skip
@@ -120,7 +120,7 @@ def to_rows(x: Tensor, routing: Routing) -> Tensor:
     out = x.new_empty(routing.size, width)
     pads = routing.ends.shape[0] * (routing.align - 1)
     if tokens:
-        triton_kernels.spread[(tokens + pads,)](
+        triton_kernels.moe_spread[(tokens + pads,)](
             x.contiguous(), out, routing.rows, routing.token, routing.ends, tokens, width,
             TOPK=routing.topk, PADS=max(routing.align - 1, 1), BLOCK=_columns(width),
         )  # fmt: skip
@@ -135,7 +135,7 @@ def to_tokens(
     out = y.new_empty(tokens, width)
     one, other = (None if x is None else x.contiguous() for x in (one, other))
     if tokens:
-        triton_kernels.combine[(tokens,)](
+        triton_kernels.moe_combine[(tokens,)](
             y, routing.rows, out, one, other, width, TOPK=routing.topk, HAS_ONE=one is not None,
             HAS_OTHER=other is not None, BLOCK=_columns(width), num_warps=8,
         )  # fmt: skip

@@ -10,7 +10,9 @@ import triton.language as tl
 
 
 @triton.jit
-def count_tokens(routing_map, counts, TOKENS, EXPERTS, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def moe_count_tokens(
+    routing_map, counts, TOKENS, EXPERTS, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):
     """counts[block, expert]: how many of the block's tokens the expert gets."""
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
     e = tl.arange(0, WIDTH)[None, :]
@@ -27,7 +29,7 @@ def _chosen(routing_map, t, e, TOKENS, EXPERTS):
 
 
 @triton.jit
-def place_tokens(
+def moe_place_tokens(
     routing_map, probs, counts, token, row_probs, rows, ends, TOKENS, EXPERTS, BLOCKS, CAPACITY,
     TOPK: tl.constexpr, TOPK_WIDTH: tl.constexpr, ALIGN: tl.constexpr, PADS: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
@@ -73,7 +75,7 @@ def place_tokens(
 
 
 @triton.jit
-def spread(
+def moe_spread(
     x, out, rows, token, ends, TOKENS, WIDTH, TOPK: tl.constexpr, PADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -99,7 +101,7 @@ def spread(
 
 
 @triton.jit
-def combine(
+def moe_combine(
     y, rows, out, one, other, WIDTH, TOPK: tl.constexpr, HAS_ONE: tl.constexpr,
     HAS_OTHER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +124,7 @@ def combine(
 
 
 @triton.jit
-def activate(
+def moe_activate(
     h, probs, a, ends, EXPERTS, SIZE, WIDTH, GATED: tl.constexpr, HAS_PROBS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -151,7 +153,7 @@ def activate(
 
 
 @triton.jit
-def activate_backward(
+def moe_activate_backward(
     da, h, probs, dh, a, dprobs, ends, EXPERTS, SIZE, WIDTH, GATED: tl.constexpr,
     HAS_PROBS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -191,7 +193,7 @@ def activate_backward(
 
 
 @triton.jit
-def gather_probs(
+def moe_gather_probs(
     routing_map, rows, row_grads, grads, TOKENS, EXPERTS, TOPK: tl.constexpr, BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip

@@ -82,7 +82,7 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     x, y, rstd = x.contiguous(), *_outputs(x)
     hidden = weight.numel()
     if rstd.numel():
-        triton_kernels.forward[(rstd.numel(),)](
+        triton_kernels.rms_norm_forward[(rstd.numel(),)](
             x, weight.contiguous(), y, rstd, hidden, eps,
             BLOCK=triton.next_power_of_2(hidden), num_warps=_FORWARD_WARPS,
         )  # fmt: skip
@@ -111,7 +111,7 @@ def _backward(
         return dx, torch.zeros_like(weight)
     programs = min(rstd.numel(), _programs(x.device))
     partial = x.new_empty(programs, hidden, dtype=torch.float32)
-    triton_kernels.backward[(programs,)](
+    triton_kernels.rms_norm_backward[(programs,)](
         x, dy, dy if d_residual is None else d_residual, weight.contiguous(), rstd, dx, partial,
         rstd.numel(), hidden, HAS_RESIDUAL=d_residual is not None,
         BLOCK=triton.next_power_of_2(hidden), num_warps=_BACKWARD_WARPS,

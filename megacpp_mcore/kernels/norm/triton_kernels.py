@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def forward(x, weight, y, rstd, hidden, eps, BLOCK: tl.constexpr):
+def rms_norm_forward(x, weight, y, rstd, hidden, eps, BLOCK: tl.constexpr):
     """One row a program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -24,7 +24,7 @@ def forward(x, weight, y, rstd, hidden, eps, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def backward(
+def rms_norm_backward(
     x, dy, d_residual, weight, rstd, dx, partial, rows, hidden,
     HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

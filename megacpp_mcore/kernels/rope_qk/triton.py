@@ -183,7 +183,7 @@ def _launch(
         strides += (0, 0, 0) if v is None else v.stride()[:3]
     up = triton.next_power_of_2
     with device_of(sources[0]):
-        triton_kernels.rotate[(tokens * batch,)](
+        triton_kernels.rope_qk_rotate[(tokens * batch,)](
             *sources, *targets, angles, cu_seqlens,
             batch, 0 if cu_seqlens is None else cu_seqlens.numel(), angles.shape[0], mscale,
             *strides, *angles.stride(),

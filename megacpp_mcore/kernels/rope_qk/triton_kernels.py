@@ -23,7 +23,7 @@ def _rotate_rows(
 
 
 @triton.jit
-def rotate(
+def rope_qk_rotate(
     q, k, v, q_to, k_to, v_to, angles, bounds, batch, count, positions, mscale,
     q_s, q_b, q_g, q_r, k_s, k_b, k_g, v_s, v_b, v_g,
     qt_s, qt_b, qt_g, qt_r, kt_s, kt_b, kt_g, vt_s, vt_b, vt_g, angle_s, angle_i,

@@ -14,7 +14,14 @@ from megacpp_mcore.recipe import Recipe, load_recipe, patch_needs
 from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.recipe.rules import cuda_graphs
 from megacpp_mcore.training.gpu import precompile
-from megacpp_mcore.training.gpu.rank_setup import OUT, YARDSTICK, LaunchError, recipe_argv
+from megacpp_mcore.training.gpu.rank_setup import (
+    OUT,
+    PROFILE,
+    YARDSTICK,
+    LaunchError,
+    check_profile,
+    recipe_argv,
+)
 from megacpp_mcore.training.gpu.resume import TRACKER, go_back, newest
 from megacpp_mcore.training.gpu.torchrun import run_ranks
 from megacpp_mcore.training.kernels import compile_all
@@ -26,7 +33,7 @@ _REFUSED = 2  # exit status of a rank that has printed why it refuses to start
 def launch_ranks(
     name_or_path: str, overrides: Sequence[str], gpus: int, out: str | None, *,
     yardstick: bool = False, resume: bool = False, resume_from: int | None = None,
-    as_json: bool = False,
+    as_json: bool = False, profile: int | None = None,
 ) -> int:  # fmt: skip
     """Train a recipe on `gpus` GPUs of this machine. Returns the first failed rank's exit status.
 
@@ -34,13 +41,15 @@ def launch_ranks(
     loop; Mamba-2 replaces M and R, which Megatron does not have. resume: resume from the last
     complete checkpoint in checkpoint.load, or start if there is none. resume_from: resume from the
     one of this iteration. as_json: what the ranks print goes to stderr, and the receipt, if they
-    have written one, to stdout when they have ended.
+    have written one, to stdout when they have ended. profile: list the kernels of this step in the
+    receipt.
 
-    Raises LaunchError when the machine has fewer GPUs, the recipe is for several machines, or the
-    folder it loads from holds a checkpoint and `resume` is false; RecipeError as `load_recipe`;
-    MissingPackageError and MissingPatchError; DispatchError and KernelBuildError where the kernels
-    of the recipe cannot be compiled: all before any rank is started. The ranks run the checks that
-    need imports of the packages, before they build anything.
+    Raises LaunchError when the run has no step `profile`, the machine has fewer GPUs, the recipe is
+    for several machines, or the folder it loads from holds a checkpoint and `resume` is false;
+    RecipeError as `load_recipe`; MissingPackageError and MissingPatchError; DispatchError and
+    KernelBuildError where the kernels of the recipe cannot be compiled: all before any rank is
+    started. The ranks run the checks that need imports of the packages, before they build
+    anything.
     """
     if gpus < 1:
         raise LaunchError(f"--gpus {gpus}: at least 1 is needed")
@@ -51,6 +60,7 @@ def launch_ranks(
             print("megacpp: the yardstick's steps are not captured: Megatron's experts read their "
                   "counts on the host", file=sys.stderr)  # fmt: skip
         recipe = load_recipe(name_or_path, [*overrides, *_for_the_yardstick(recipe)])
+    check_profile(recipe, profile)
     folder = Path(out or f"runs/{recipe.name}{'-yardstick' * yardstick}")
     _check(recipe, gpus, resume or resume_from is not None)
     check_packages(recipe, yardstick=yardstick)
@@ -63,6 +73,8 @@ def launch_ranks(
         for line in go_back(recipe.checkpoint.load, resume_from, verify=verify):
             print(f"megacpp: {line}", file=sys.stderr)
     own = [*recipe_argv(recipe), OUT, str(folder), *([YARDSTICK] if yardstick else [])]
+    if profile is not None:
+        own += [PROFILE, str(profile)]
     receipt = folder / "receipt.json"
     before = _version(receipt)
     with _stdout_to_stderr() if as_json else contextlib.nullcontext():

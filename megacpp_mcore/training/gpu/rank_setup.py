@@ -24,7 +24,7 @@ from megacpp_mcore.recipe.source import shipped
 from megacpp_mcore.training.environment import apply_environment
 
 RECIPE, SET, OUT = "--megacpp-recipe", "--megacpp-set", "--megacpp-out"
-YARDSTICK = "--megacpp-yardstick"
+YARDSTICK, PROFILE = "--megacpp-yardstick", "--megacpp-profile"
 YARDSTICK_SPEC = Spec("megacpp_mcore.specs.yardstick", "yardstick_stack_spec")
 
 
@@ -38,6 +38,7 @@ class Launch:
 
     argv: Megatron's arguments. out: the run's folder, for the receipt.
     yardstick: train Megatron's own blocks of the recipe's sizes, with Mamba-2 in the M slot.
+    profile: the step whose kernels the receipt lists.
     triton_cache_entries: the size of Triton's cache at process start; 0: every kernel is compiled.
     """
 
@@ -48,6 +49,7 @@ class Launch:
     environment: dict[str, dict[str, str]]
     yardstick: bool = False
     triton_cache_entries: int = 0
+    profile: int | None = None
 
     @property
     def name(self) -> str:
@@ -77,9 +79,12 @@ def launch(argv: Sequence[str]) -> Launch:
     )
     parser.add_argument(YARDSTICK, dest="yardstick", action="store_true",
                         help="train Megatron's own blocks instead, to compare with")  # fmt: skip
+    parser.add_argument(PROFILE, dest="profile", type=int, metavar="STEP",
+                        help="list the kernels of this step in the receipt")  # fmt: skip
     own, megatron_argv = parser.parse_known_args(argv)
     recipe = _recipe(own.recipe, own.overrides, megatron_argv)
     _check_world(recipe, os.environ)
+    check_profile(recipe, own.profile)
     lowered = lower(recipe)
     if not megatron_argv:
         raise LaunchError(
@@ -92,7 +97,19 @@ def launch(argv: Sequence[str]) -> Launch:
     environment = apply_environment(environment_of(recipe, out))
     cached = Path(os.environ["TRITON_CACHE_DIR"])
     entries = len(os.listdir(cached)) if cached.is_dir() else 0
-    return Launch(recipe, lowered, megatron_argv, out, environment, own.yardstick, entries)
+    return Launch(
+        recipe, lowered, megatron_argv, out, environment, own.yardstick, entries, own.profile
+    )
+
+
+def check_profile(recipe: Recipe, step: int | None) -> None:
+    """Refuse to profile a step that no run of `recipe` does. Raises LaunchError."""
+    last = recipe.schedule.train_iters
+    if step is not None and not 1 <= step <= last:
+        raise LaunchError(
+            f"step {step} cannot be profiled: the run's steps are 1 to {last} "
+            "(schedule.train_iters)"
+        )
 
 
 def parser_of(module: str, description: str) -> argparse.ArgumentParser:

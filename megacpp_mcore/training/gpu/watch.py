@@ -43,6 +43,7 @@ from megacpp_mcore.training.gpu.rank_setup import Launch
 from megacpp_mcore.training.gpu.readback import Results, Sent, this_device
 from megacpp_mcore.training.gpu.receipt import keeps_the_receipt, new_receipt
 from megacpp_mcore.training.gpu.saves import Saves, check_what_was_loaded
+from megacpp_mcore.training.gpu.step_profile import StepProfile
 from megacpp_mcore.training.heartbeat import Heartbeat
 
 _LOSS = "lm loss"
@@ -88,6 +89,7 @@ class Watch:
         self._signals = step_end.Signals()
         self._reductions = step_end.Reductions()
         self._unread: deque[_Unread] = deque()
+        self._profile = StepProfile(None)
 
     def installed(self) -> AbstractContextManager[None]:
         """Observe Megatron's functions inside the block. Raises WatchError when one is missing."""
@@ -137,6 +139,7 @@ class Watch:
         if keeps_the_receipt():
             self.receipt = new_receipt(self.path, self.launch, self.goodput, backends)
             self._power = PowerMeter()
+            self._profile = StepProfile(self.launch.profile)
             parameters = sum(p.numel() for chunk in built[0] for p in chunk.parameters())
             self._results["rank_parameters"] = parameters
             self._results["triton_cache_entries_at_start"] = self.launch.triton_cache_entries
@@ -184,7 +187,7 @@ class Watch:
         # From the end of the step before: what the GPU waits for between two steps belongs to one.
         started = self._unread[-1].sent.ended if self._unread else self._device.mark()
         with self.goodput.span("step") as span:
-            done = call()
+            done = self._profile.run(step, call)
         losses, should_exit, norm = done[0], done[3], done[5]
         if should_exit:  # a result was rejected: the step is to be run again, by another process
             self.drain()
@@ -347,6 +350,8 @@ class Watch:
         """Write the receipt as it stands, on the rank that keeps it."""
         if self.receipt is None:
             return None
+        if self._profile.found is not None:
+            self.receipt.profile(self._profile.found)
         return self.receipt.write(status, reason, **self._results)
 
 
