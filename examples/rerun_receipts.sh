@@ -73,6 +73,7 @@ mamba3=(--against upstream mamba3_core=reference) # upstream's autotuning takes 
 if [ "$gpus" = 1 ]; then
   quarter=run-nam56r-quarter four=(--set schedule.global_batch_size=16) # four micro batches a step
   train 100 run-nam56r-1xh200-graph "$here/nam56r-1gpu.toml" 17
+  train 100 run-nam56r-1xh200-profile "$here/nam56r-1gpu.toml" 12 --profile 10
   bench 45 layer-mla layer A --against core_attention=sdpa_cudnn mla_rope=megatron
   bench 40 layer-mla-up layer A --against mla_up=reference
   bench 50 layer-moe layer E --against moe_experts=grouped_mm
