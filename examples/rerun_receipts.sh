@@ -103,10 +103,13 @@ if [ "$gpus" = 1 ]; then
   train 230 $quarter-200-graph nam56r-quarter 200 "${four[@]}"
   train 260 $quarter-200-eager nam56r-quarter 200 "${four[@]}" --set launch.cuda_graph_impl=none \
     --set precision.gradient_accumulation_fusion=false --set optimizer.fused_update=false
-  # 500 steps of two micro batches at twice the learning rate, with both decays
-  for decay in softplus rational; do
-    train 280 $quarter-lr2-$decay nam56r-quarter 500 --set "mamba3.decay=$decay" --set schedule.lr_warmup_iters=100 \
-      --set schedule.global_batch_size=8 --set optimizer.lr=6e-4 --set optimizer.min_lr=6e-5
+  # 500 steps of two micro batches at twice the learning rate, with both decays, and with Megatron's embedding
+  for init in "" -megatron-init; do
+    for decay in softplus rational; do
+      train 280 $quarter-lr2-$decay$init nam56r-quarter 500 --set "mamba3.decay=$decay" --set schedule.lr_warmup_iters=100 \
+        --set schedule.global_batch_size=8 --set optimizer.lr=6e-4 --set optimizer.min_lr=6e-5 \
+        --set "model.embedding_init_method_std=$([ "$init" ] && echo null || echo 1.0)"
+    done
   done
   # Experts at every size; a cell that does not fit into memory is left out
   for tokens in 4 16 64; do

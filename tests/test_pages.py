@@ -198,13 +198,16 @@ FALLING = [3.0 - step / 100 for step in range(50)]  # to 2.51
 def test_the_end_of_a_curve_and_its_rises(losses, end, early, later, tmp_path, monkeypatch):
     steps = [*range(1, len(losses) + 1)]
     series = {"step": steps, "tokens": [64 * n for n in steps], "loss": losses,
-              "lr": [0.0, 6e-4] + [1e-4] * (len(losses) - 2)}  # fmt: skip
+              "lr": [0.0, 6e-4] + [1e-4] * (len(losses) - 2),
+              "grad_norm": [99.0 - n for n in steps]}  # fmt: skip
+    norm = "48.0 at step 51" if len(steps) > 50 and None not in losses else ""
     recipe = {"content": {"schedule": {"lr_warmup_iters": 5}}}
     run = {"series": series, "recipe": recipe, "code": {"sha256": "0"}}
     monkeypatch.setattr(measurements, "read", lambda path: {tmp_path / "run-a.json": run}[path])
     row = measurements.curves("run-a | with A", tmp_path).splitlines()[-1]
     link = "[with A](examples/receipts/h200/run-a.json)"
-    assert row == f"| {link} | {len(losses)} | 64 | 0.0006 | 5 steps | {end} | {early} | {later} |"
+    curve = f"{len(losses)} | 64 | 0.0006 | 5 steps | {end} | {early} | {later} | {norm}"
+    assert row == f"| {link} | {curve} |"
 
 
 def test_the_starts_of_runs_are_a_table(tmp_path, monkeypatch):

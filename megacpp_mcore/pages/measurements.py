@@ -162,7 +162,7 @@ def curves(words: str, folder: Path) -> str:
     step's loss above the lowest before it, and later above the median of the 20 before it."""
     head = ["run", "steps", "tokens a step", "highest learning rate", "warm-up",
             f"mean loss of the last {_SMOOTH}", f"greatest rise in the first {_EARLY} steps",
-            "after them"]  # fmt: skip
+            "after them", "greatest gradient norm after them"]  # fmt: skip
     rows = []
     for line in _lines(words):
         name, label = _words(line, 2)
@@ -177,17 +177,22 @@ def curves(words: str, folder: Path) -> str:
     return _table(head, rows)
 
 
-def _losses(series: Any) -> tuple[str, str, str]:
-    """The mean of the last, and the greatest rises with their steps; or the first that is no
-    number."""
+def _losses(series: Any) -> tuple[str, str, str, str]:
+    """The mean of the last, the greatest rises with their steps, and the greatest gradient norm; or
+    the first loss that is no number."""
     steps, losses = series["step"], series["loss"]
     if None in losses:
-        return f"not finite at step {steps[losses.index(None)]:,}", "", ""
+        return f"not finite at step {steps[losses.index(None)]:,}", "", "", ""
     at = range(1, len(losses))
     early = [(losses[n] - min(losses[:n]), steps[n]) for n in at[: _EARLY - 1]]
     later = [(losses[n] - statistics.median(losses[n - _SMOOTH : n]), steps[n])
              for n in at[_EARLY - 1 :]]  # fmt: skip
-    return f"{statistics.fmean(losses[-_SMOOTH:]):.4f}", _greatest(early), _greatest(later)
+    norms = list(zip(series["grad_norm"], steps, strict=True))[_EARLY:]
+    norm, step = max(norms, default=(0.0, 0))
+    return (
+        f"{statistics.fmean(losses[-_SMOOTH:]):.4f}", _greatest(early), _greatest(later),
+        f"{_digits(norm)} at step {step:,}" if norms else "",
+    )  # fmt: skip
 
 
 def _greatest(rises: Sequence[tuple[float, int]]) -> str:

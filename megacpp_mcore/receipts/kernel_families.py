@@ -13,10 +13,10 @@ _FAMILIES = (
     ("experts' routing, activation and sums", r"^moe_|topk|router|aux_loss|fused_score"),
     ("MLA's up-projections and RoPE", r"mla_up|mla_rope|rope_qk"),
     ("embedding, head and loss", r"embedding|cross_entropy|softmax"),
-    ("norms", r"norm"),
     ("optimizer", r"adam|multi_tensor|l2norm|unscale"),
+    ("norms", r"norm"),
     ("other products", r"nvjet|gemm|cutlass|cublas|xmma|sm90_"),
-    ("copies and fills", r"memcpy|memset|copy|fill|cat"),
+    ("copies and fills", r"memcpy|memset|copy|fill|catarray"),
 )
 OTHER = "pointwise and sums of torch and Transformer Engine"
 _PATTERNS = [(name, re.compile(words, re.IGNORECASE)) for name, words in _FAMILIES]

@@ -41,6 +41,7 @@ STEPS = {
     "layouts-2xh200/pp2.json",
     "run-nam56r-2xh200.json",
     "run-nam56r-1xh200-graph.json",
+    "run-nam56r-1xh200-profile.json",
     "run-nam56r-quarter-graph.json",
     "run-nam56r-quarter-graph-before.json",
     "run-nam56r-2xh200-dp2-graph.json",
@@ -50,7 +51,9 @@ STEPS = {
     "run-nam56r-quarter-cold.json",
     "run-nam56r-quarter-warm.json",
     "run-nam56r-quarter-lr2-rational.json",
+    "run-nam56r-quarter-lr2-rational-megatron-init.json",
     "run-nam56r-quarter-lr2-softplus.json",
+    "run-nam56r-quarter-lr2-softplus-megatron-init.json",
     "run-small-packed.json",
 }
 

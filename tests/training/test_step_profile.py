@@ -79,6 +79,7 @@ def test_show_has_the_longest_kernels(tmp_path, capsys):
     ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "exchange between GPUs"),
     ("mamba3_scan_backward", "Mamba-3"),
     ("rms_norm_backward", "norms"),
+    ("multi_tensor_apply_kernel<transformer_engine::L2NormFunctor<float>>", "optimizer"),
     ("moe_combine", "experts' routing, activation and sums"),
     ("mla_up_forward", "MLA's up-projections and RoPE"),
     ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "other products"),
