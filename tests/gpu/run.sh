@@ -26,6 +26,11 @@ PYTHON
 ) || exit 1
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 [ "$gpus" != 0 ] || { echo "tests/gpu/run.sh: torch sees no GPU here" >&2; exit 1; }
+# Else hundreds of tests fail one by one, in GPU time, for one package that cannot be imported.
+"$python" -W ignore -c 'import transformer_engine.pytorch, megatron.core' || {
+  echo "tests/gpu/run.sh: no test is run where these cannot be imported; megacpp doctor says more" >&2
+  exit 1
+}
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus - 1)))}
 notes=$(cd "$folder" && pwd)/.notes mark=gpu-tests-$$-$RANDOM broken=0
 : >"$notes"
