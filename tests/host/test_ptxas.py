@@ -99,7 +99,7 @@ from megacpp_mcore.kernels.mla_up.case import MLAUpCase
 compile_for_hopper.compile_instead_of_launching()
 compile_for_hopper.operator_of(MLAUpCase.samples()["odd-unlike"], "triton")
 kernels = {name.rpartition(".")[2]: of for name, of in compile_for_hopper.COMPILED.items()}
-(kernel,) = kernels["q_weight_backward"]
+(kernel,) = kernels["mla_up_q_weight_backward"]
 ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
 ptx.write_text(kernel.asm["ptx"])
 for program in programs:
