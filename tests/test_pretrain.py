@@ -564,6 +564,17 @@ def test_a_profiled_step_is_in_the_receipt(watched, monkeypatch):
     assert watch.write("complete")["profile"] == found
 
 
+def test_a_resumed_run_does_not_ignore_a_profile_of_a_step_that_is_done(watched):
+    from megatron.training import get_args
+
+    watch, loop = watched
+    get_args().iteration = 2
+    watch.launch = dataclasses.replace(watch.launch, profile=2)
+    refused = "step 2 cannot be profiled: the run's steps are 3 to"
+    with pytest.raises(LaunchError, match=refused), watch.installed():
+        loop.run()
+
+
 def test_the_receipt_is_gathered_inside_the_loop(watched, tmp_path):
     watch, loop = watched
     with watch.installed():

@@ -4,8 +4,9 @@ import re
 
 # The first that matches. Ours are named after their surface; the others are of CUDA's libraries,
 # torch, Transformer Engine, FlashAttention-4 and NCCL.
+EXCHANGE = "exchange between GPUs"
 _FAMILIES = (
-    ("exchange between GPUs", r"nccl|deep_ep"),
+    (EXCHANGE, r"nccl|deep_ep"),
     ("attention", r"flash|fmha|sdpa|cudnn"),
     ("Mamba-3", r"mamba3_|mimo_|siso|angle_dt|dacs"),
     ("M2RNN", r"m2rnn|rnn_"),

@@ -102,12 +102,13 @@ def launch(argv: Sequence[str]) -> Launch:
     )
 
 
-def check_profile(recipe: Recipe, step: int | None) -> None:
-    """Refuse to profile a step that no run of `recipe` does. Raises LaunchError."""
+def check_profile(recipe: Recipe, step: int | None, done: int = 0) -> None:
+    """Refuse to profile a step that a run of `recipe` does not do. done: the steps before it, where
+    it is resumed. Raises LaunchError."""
     last = recipe.schedule.train_iters
-    if step is not None and not 1 <= step <= last:
+    if step is not None and not done < step <= last:
         raise LaunchError(
-            f"step {step} cannot be profiled: the run's steps are 1 to {last} "
+            f"step {step} cannot be profiled: the run's steps are {done + 1} to {last} "
             "(schedule.train_iters)"
         )
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from megacpp_mcore.receipts.kernel_families import EXCHANGE, family
+
 _NAME = 200  # characters of a kernel's name: a template's arguments can be thousands
-_COLLECTIVES = ("nccl", "deep_ep")  # what a kernel of theirs has in its name
 
 
 class Span(NamedTuple):
@@ -66,7 +67,8 @@ def summary(spans: Iterable[Span]) -> dict[str, Any]:
         {"name": name, "launches": len(times), "ms": _ms(sum(times))}
         for name, times in by_name.items()
     ]
-    compute = [s for s in spans if not any(word in s.name.lower() for word in _COLLECTIVES)]
+    exchanges = {name for name in by_name if family(name) == EXCHANGE}
+    compute = [span for span in spans if span.name[:_NAME] not in exchanges]
     first = spans[0].start if spans else 0
     return {
         "span_ms": _ms(max((span.end for span in spans), default=0) - first),

@@ -39,7 +39,7 @@ from megacpp_mcore.training.gpu.compilations import captured_bytes, compilations
 from megacpp_mcore.training.gpu.gather_check import GatherCheck
 from megacpp_mcore.training.gpu.loop import WatchError, wrapped
 from megacpp_mcore.training.gpu.process_start import start_times
-from megacpp_mcore.training.gpu.rank_setup import Launch
+from megacpp_mcore.training.gpu.rank_setup import Launch, check_profile
 from megacpp_mcore.training.gpu.readback import Results, Sent, this_device
 from megacpp_mcore.training.gpu.receipt import keeps_the_receipt, new_receipt
 from megacpp_mcore.training.gpu.saves import Saves, check_what_was_loaded
@@ -127,6 +127,7 @@ class Watch:
     def _setup(self, call: Callable, given: dict[str, Any]) -> Any:
         built = call()
         self.iteration = get_args().iteration
+        check_profile(self.launch.recipe, self.launch.profile, self.iteration)
         check_what_was_loaded()
         if get_args().overlap_param_gather and not self.launch.yardstick:
             self._gathers = GatherCheck(built[0])
