@@ -60,7 +60,7 @@ compared() { # A B: two runs, if one is of this call: the rule's verdict, and bo
   if [[ $measured == *" $1 "* || $measured == *" $2 "* ]] && [[ -f $out/$1.json && -f $out/$2.json ]]; then
     {
       megacpp report compare --allow-unlike "$out/$1.json" "$out/$2.json"
-      python -c 'import sys; from pathlib import Path; from megacpp_mcore.pages.measurements import curves
+      python -c 'import sys; from pathlib import Path; from megacpp_mcore.pages.run_tables import curves
 print(curves("\n".join(f"{name} | {name}" for name in sys.argv[2:]), Path(sys.argv[1])))' "$out" "$1" "$2"
     } >"$work/$1.$2.txt"
     cat "$work/$1.$2.txt"

@@ -18,7 +18,7 @@ import warm
 
 from megacpp_mcore import receipts
 from megacpp_mcore.cli import build_parser
-from megacpp_mcore.pages import blocks, measurements
+from megacpp_mcore.pages import blocks, gpu_logs, profile_table, run_tables
 from megacpp_mcore.recipe.notes import facts
 from megacpp_mcore.recipe.source import KEYS
 
@@ -172,7 +172,7 @@ def test_the_last_lines_of_a_run_are_those_of_its_receipt(tmp_path):
     receipt["recipe"] = receipts.recipe_entry("small", {"schedule": schedule})
     (tmp_path / "cpu").mkdir(exist_ok=True)
     receipts.write(tmp_path / "cpu/run.json", receipt)
-    step, held_out, loss = measurements.training("cpu/run", tmp_path / "h200").splitlines()[1:-1]
+    step, held_out, loss = run_tables.training("cpu/run", tmp_path / "h200").splitlines()[1:-1]
     series, evaluations = receipt["series"], receipt["evaluations"]
     assert step.startswith(f"step {series['step'][-1]}/{steps} | loss {series['loss'][-1]:.4f} | ")
     assert step.endswith(f" | grad norm {series['grad_norm'][-1]:.3f}")
@@ -203,8 +203,8 @@ def test_the_end_of_a_curve_and_its_rises(losses, end, early, later, tmp_path, m
     norm = "48.0 at step 51" if len(steps) > 50 and None not in losses else ""
     recipe = {"content": {"schedule": {"lr_warmup_iters": 5}}}
     run = {"series": series, "recipe": recipe, "code": {"sha256": "0"}}
-    monkeypatch.setattr(measurements, "read", lambda path: {tmp_path / "run-a.json": run}[path])
-    row = measurements.curves("run-a | with A", tmp_path).splitlines()[-1]
+    monkeypatch.setattr(run_tables, "read", lambda path: {tmp_path / "run-a.json": run}[path])
+    row = run_tables.curves("run-a | with A", tmp_path).splitlines()[-1]
     link = "[with A](examples/receipts/h200/run-a.json)"
     curve = f"{len(losses)} | 64 | 0.0006 | 5 steps | {end} | {early} | {later} | {norm}"
     assert row == f"| {link} | {curve} |"
@@ -214,8 +214,8 @@ def test_the_starts_of_runs_are_a_table(tmp_path, monkeypatch):
     result = {"launch_s": 32.72, "cold_start_s": 18.38, "first_step_ms": 2460.19,
               "triton_kernels_compiled": 0}  # fmt: skip
     run = {"result": result, "code": {"sha256": "0"}}
-    monkeypatch.setattr(measurements, "read", lambda path: {tmp_path / "run-a.json": run}[path])
-    row = measurements.starts("run-a | with A", tmp_path).splitlines()[-1]
+    monkeypatch.setattr(run_tables, "read", lambda path: {tmp_path / "run-a.json": run}[path])
+    row = run_tables.starts("run-a | with A", tmp_path).splitlines()[-1]
     link = "[with A](examples/receipts/h200/run-a.json)"
     assert row == f"| {link} | 32.7 s | 18.4 s | 2,460 ms | 0 |"
 
@@ -227,8 +227,8 @@ def test_a_profile_is_a_table_by_kind_of_work_and_micro_batch(tmp_path, monkeypa
     schedule = {"global_batch_size": 16, "micro_batch_size": 2}
     run = {"profile": profile, "topology": {"dp": 4},
            "recipe": {"content": {"schedule": schedule}}}  # fmt: skip
-    monkeypatch.setattr(measurements, "read", lambda path: {tmp_path / "run-a.json": run}[path])
-    head, _, _, _, *rows = measurements.profile("run-a", tmp_path).splitlines()
+    monkeypatch.setattr(profile_table, "read", lambda path: {tmp_path / "run-a.json": run}[path])
+    head, _, _, _, *rows = profile_table.profile("run-a", tmp_path).splitlines()
     assert head == "[Its receipt](examples/receipts/h200/run-a.json), step 7:"
     assert rows == [
         "| other products | 4.00 | 6.0 |",
@@ -243,23 +243,29 @@ def test_the_logs_of_gpu_tests_are_a_table(tmp_path):
     head = "2026-11-23T01:00:00Z, commit 0123456789abcdef, tree fedcba9876543210, sha256 0"
     (tmp_path / "gpu-tests").mkdir()
     (tmp_path / "gpu-tests/test_x.log").write_text(f"{head}\n2 x H200, driver 1\n\n1 passed, 2 s\n")
-    row = measurements.gpu_tests("gpu-tests", tmp_path / "h200").splitlines()[-1]
+    row = gpu_logs.gpu_tests("gpu-tests", tmp_path / "h200").splitlines()[-1]
     link = "[test_x](examples/receipts/gpu-tests/test_x.log)"
     assert row == f"| {link} | 1 passed, 2 s | commit 0123456789ab, tree fedcba987654 | 2 x H200 |"
     changed = head.replace("abcdef,", "abcdef + changes,")
+    later = head.replace("tree f", "tree a")
     for name, first in (("y", head), ("z", changed)):
         log = tmp_path / f"gpu-tests/test_{name}.log"
         log.write_text(f"{first}\n2 x H200, driver 1\n\n1 passed, 2 s\n")
-    said, *_ = measurements.gpu_tests("gpu-tests", tmp_path / "h200").splitlines()
+    said, *_ = gpu_logs.gpu_tests("gpu-tests", tmp_path / "h200").splitlines()
     one, other = (f"commit 0123456789ab{x}, tree fedcba987654" for x in ("", " + changes"))
-    assert said.startswith(f"The logs are of 2 states of the code, 2 of {one}; 1 of {other}: ")
+    each = f"2 of {one}; 1 of {other}"
+    assert said == f"All are of one tree of the package, fedcba987654: {each}."
+    log.write_text(f"{later}\n2 x H200, driver 1\n\n1 passed, 2 s\n")
+    said, *_ = gpu_logs.gpu_tests("gpu-tests", tmp_path / "h200").splitlines()
+    third = "commit 0123456789ab, tree aedcba987654"
+    assert said.startswith(f"The logs are of 2 states of the package, 2 of {one}; 1 of {third}: ")
     (tmp_path / "gpu-tests/test_z.log").unlink()
-    said, *_ = measurements.gpu_tests("gpu-tests", tmp_path / "h200").splitlines()
+    said, *_ = gpu_logs.gpu_tests("gpu-tests", tmp_path / "h200").splitlines()
     assert said == f"All are of one commit and tree: {one}."
 
 
 def test_the_page_says_of_what_code_the_logs_of_gpu_tests_are():
-    """Every commit and tree of the committed logs; and one commit and tree only if there is one."""
+    """Every commit and tree of the committed logs; and one tree only if there is one."""
     heads = [
         re.search(r"commit (\w{12})\w*([^,]*), tree (\w{12})", path.read_text())
         for path in (ROOT / "examples/receipts/gpu-tests").glob("*.log")
@@ -269,8 +275,10 @@ def test_the_page_says_of_what_code_the_logs_of_gpu_tests_are():
     text = (ROOT / "docs/performance.md").read_text().partition("## GPU tests")[2]
     said = text.partition("| tests |")[0]
     assert all(code in said for code in codes), codes
+    trees = {code.rpartition(" ")[2] for code in codes}
     assert ("All are of one commit and tree: " in said) == (len(codes) == 1)
-    assert (f"of {len(codes)} states of the code" in said) == (len(codes) > 1)
+    assert ("All are of one tree of the package" in said) == (len(trees) == 1 < len(codes))
+    assert (f"of {len(trees)} states of the package" in said) == (len(trees) > 1)
     assert "on one tree" not in said
 
 

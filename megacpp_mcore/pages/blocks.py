@@ -6,20 +6,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacpp_mcore.errors import MegacppError
-from megacpp_mcore.pages import catalog_tables, key_tables, measurements
+from megacpp_mcore.pages import (
+    bench_tables,
+    catalog_tables,
+    gpu_logs,
+    key_tables,
+    profile_table,
+    run_tables,
+)
 
 Generator = Callable[[str, Path], str]  # (words of the block, folder of receipts) -> markdown
 GENERATORS: dict[str, Generator] = {
-    "runs": measurements.runs,
-    "pair": measurements.pair,
-    "benches": measurements.benches,
-    "layouts": measurements.layouts,
-    "curves": measurements.curves,
-    "starts": measurements.starts,
-    "profile": measurements.profile,
-    "training": measurements.training,
-    "dispatch": measurements.dispatch,
-    "gpu-tests": measurements.gpu_tests,
+    "runs": run_tables.runs,
+    "pair": run_tables.pair,
+    "benches": bench_tables.benches,
+    "layouts": run_tables.layouts,
+    "curves": run_tables.curves,
+    "starts": run_tables.starts,
+    "profile": profile_table.profile,
+    "training": run_tables.training,
+    "dispatch": bench_tables.dispatch,
+    "gpu-tests": gpu_logs.gpu_tests,
     "keys": lambda words, receipts: key_tables.section(words),
     "backends": lambda words, receipts: catalog_tables.surfaces(),
 }

@@ -1,0 +1,52 @@
+"""What the tables of docs/performance.md and README.md share: words of a block, cells, rows.
+
+Receipts are named by their path below the folder of receipts, without `.json`; a row of a table
+links to its receipt. A row whose receipt is from before receipts had the code's digest says
+"history": what was measured then, with kernels that may since be others.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megacpp_mcore.receipts.reader import Receipt
+
+FOLDER = "examples/receipts/h200"
+GIB = 2**30
+
+
+def lines_of(words: str) -> list[str]:
+    """The lines of a block's words, one a row."""
+    return [line.strip() for line in words.splitlines() if line.strip()]
+
+
+def words_of(line: str, count: int) -> list[str]:
+    """The `count` parts of a line between bars. Raises ValueError for another number of them."""
+    words = [word.strip() for word in line.split("|")]
+    if len(words) != count:
+        raise ValueError(f"{line!r} has {len(words)} parts between bars, {count} are needed")
+    return words
+
+
+def history(receipt: Receipt) -> str:
+    """ " (history)" for a receipt from before receipts had the code's digest."""
+    return " (history)" if "history" in receipt["code"] else ""
+
+
+def interval(effect: Any, places: int) -> str:
+    """A ratio's 99 % interval, with `places` behind the point."""
+    if effect.low is None:
+        return "too few samples"
+    return f"{effect.low:.{places}f} to {effect.high:.{places}f}"
+
+
+def digits(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown. Raises ValueError without rows."""
+    if not rows:
+        raise ValueError("no row")
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
