@@ -3,17 +3,19 @@
 #
 # GPUS: 1, 2 or 4 H200s of one host; the receipts of that kind of machine are measured, what is claimed
 # most first, until MINUTES (default 25) have passed: a measurement that would end later is left out and
-# named. Each replaces its file in examples/receipts/h200 when it has ended well, so an earlier one stays
-# where a bench is wrong or a run ends early. NAME: these receipts alone. DATA_PREFIX: byte tokens of
-# `megacpp data build`. With DRY=1 the commands are printed. Two runs whose losses are compared are
-# compared when both are there (runs/rerun/A.B.txt). At the end the table in
-# examples/receipts/README.md is written anew.
+# named. Each replaces its file in examples/receipts/h200 (another card's: in a folder of its name) when
+# it has ended well, so an earlier one stays where a bench is wrong or a run ends early. NAME: these
+# receipts alone. DATA_PREFIX: byte tokens of `megacpp data build`. With DRY=1 the commands are printed.
+# Two runs whose losses are compared are compared when both are there (runs/rerun/A.B.txt). At the end
+# the table in examples/receipts/README.md is written anew.
 set -euo pipefail
 gpus=$1 data=$2 minutes=${3:-25} only=" ${*:4} "
 here=$(cd "$(dirname "$0")" && pwd)
-out=$here/receipts/h200
+card=$(python -c 'import re, torch
+print(re.search(r"[A-Z]+\d+", torch.cuda.get_device_name())[0].lower())' 2>/dev/null || echo h200)
+out=$here/receipts/$card
 work=${WORK:-runs/rerun}
-mkdir -p "$work"
+mkdir -p "$work" "$out"
 [ "${DRY:-}" ] || python -c '
 import sys; from megacpp_mcore.receipts.lane import code, is_traceable
 sys.exit(not is_traceable(code()) and "megacpp_mcore/ has changes that no commit has")'
@@ -72,8 +74,8 @@ mamba3=(--against upstream mamba3_core=reference) # upstream's autotuning takes 
 
 if [ "$gpus" = 1 ]; then
   quarter=run-nam56r-quarter four=(--set schedule.global_batch_size=16) # four micro batches a step
-  train 100 run-nam56r-1xh200-graph "$here/nam56r-1gpu.toml" 17
-  train 100 run-nam56r-1xh200-profile "$here/nam56r-1gpu.toml" 12 --profile 10
+  train 100 run-nam56r-1x$card-graph "$here/nam56r-1gpu.toml" 17
+  train 100 run-nam56r-1x$card-profile "$here/nam56r-1gpu.toml" 12 --profile 10
   bench 45 layer-mla layer A --against core_attention=sdpa_cudnn mla_rope=megatron
   bench 40 layer-mla-up layer A --against mla_up=reference
   bench 50 layer-moe layer E --against moe_experts=grouped_mm
@@ -125,14 +127,14 @@ if [ "$gpus" = 1 ]; then
   compared $quarter-200-eager $quarter-200-graph
   compared $quarter-lr2-softplus $quarter-lr2-rational
 else
-  whole=run-nam56r-${gpus}xh200 batch=(--set "schedule.global_batch_size=$((16 * gpus))") # four micro batches a GPU
+  whole=run-nam56r-${gpus}x$card batch=(--set "schedule.global_batch_size=$((16 * gpus))") # four micro batches a GPU
   for turn in "" -again; do # in turns: a machine that becomes slower does so for both
     train 240 "$whole-dp$gpus-graph$turn" nam56r 60 "${batch[@]}"
     train 380 "$whole-yardstick$turn" nam56r 60 "${batch[@]}" --yardstick
   done
-  quarter=run-nam56r-quarter-${gpus}xh200-reduce
+  quarter=run-nam56r-quarter-${gpus}x$card-reduce
   for dtype in fp32 bf16; do
-    train 260 "$quarter-$dtype" nam56r-quarter 200 "${batch[@]}" \
+    train 160 "$quarter-$dtype" nam56r-quarter 200 --set "schedule.global_batch_size=$((8 * gpus))" \
       --set "precision.grad_reduce_in_bf16=$([ $dtype = bf16 ] && echo true || echo false)"
   done
   compared "$whole-yardstick" "$whole-dp$gpus-graph"

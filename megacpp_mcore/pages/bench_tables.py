@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.pages.tables import (
-    FOLDER,
     GIB,
     digits,
     history,
     interval,
     lines_of,
+    link,
     table,
     words_of,
 )
@@ -52,7 +52,7 @@ def _bench(folder: Path, name: str, label: str, ours: str, others: str) -> list[
         compared.append(f"{_ms(their_row)} ms{loaded}, {_memory(their_row)} GiB: {what}")
         ratios.append(interval(ratio, 3))
     return [
-        f"[{label}]({FOLDER}/{name}.json){history(receipt)}", _ms(row),
+        f"{link(label, name)}{history(receipt)}", _ms(row),
         *_sustained(row), _memory(row),
         "; ".join(compared) or "timed alone", "; ".join(ratios),
     ]  # fmt: skip

@@ -3,7 +3,7 @@
 import collections
 from pathlib import Path
 
-from megacpp_mcore.pages.tables import FOLDER, table
+from megacpp_mcore.pages.tables import link, table
 from megacpp_mcore.receipts.kernel_families import family
 from megacpp_mcore.receipts.reader import Receipt, read
 
@@ -30,7 +30,7 @@ def profile(words: str, folder: Path) -> str:
         ["from the first to the last", f"{found['span_ms'] / passes:.2f}", ""],
     ]  # fmt: skip
     head = ["kernels", "ms a micro batch", "launches a micro batch"]
-    return f"[Its receipt]({FOLDER}/{name}.json), step {found['step']}:\n\n{table(head, rows)}"
+    return f"{link('Its receipt', name)}, step {found['step']}:\n\n{table(head, rows)}"
 
 
 def _micro_batches(run: Receipt) -> int:

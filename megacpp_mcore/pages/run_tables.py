@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.pages.tables import (
-    FOLDER,
     GIB,
     digits,
     history,
     interval,
     lines_of,
+    link,
     table,
     words_of,
 )
@@ -44,7 +44,7 @@ def _run(name: str, label: str, run: Receipt) -> list[str]:
     losses = [loss for loss in series["loss"] if loss is not None]
     ours = result.get("tflops_per_s_per_device")
     return [
-        f"[{label}]({FOLDER}/{name}.json){history(run)}", _layout(run), f"{result['steps']:,}",
+        f"{link(label, name)}{history(run)}", _layout(run), f"{result['steps']:,}",
         f"{series['tokens'][0]:,}", f"{warm_median(run, 'ms'):,.0f} ms",
         f"{result['tokens_per_s_median'] / gpus:,.0f}",
         "" if ours is None else f"{ours:.0f}",
@@ -80,7 +80,7 @@ def pair(words: str, folder: Path) -> str:
         first, second = read(folder / f"{a}.json"), read(folder / f"{b}.json")
         judged = judge_runs(first, second)
         rates = [run["result"]["tokens_per_s_median"] for run in (first, second)]
-        links = f"[B]({FOLDER}/{b}.json) against [A]({FOLDER}/{a}.json)"
+        links = f"{link('B', b)} against {link('A', a)}"
         of_history = history(first) or history(second)
         rows.append([
             f"{label}: {links}{of_history}", f"{rates[1] / rates[0]:.3f}",
@@ -101,8 +101,8 @@ def layouts(words: str, folder: Path) -> str:
         pairs = [*_common(ours, theirs)]
         worst = max(abs(a / b - 1) for a, b in pairs)
         rows.append([
-            f"[{label}]({FOLDER}/{name}.json){history(ours)}",
-            f"[{other.rpartition('/')[2]}]({FOLDER}/{other}.json)", str(len(pairs)),
+            f"{link(label, name)}{history(ours)}",
+            link(other.rpartition("/")[2], other), str(len(pairs)),
             f"{100 * worst:.2f} %" if worst else "none: equal to the bit",
         ])  # fmt: skip
     return table(head, rows)
@@ -128,7 +128,7 @@ def curves(words: str, folder: Path) -> str:
         run = read(folder / f"{name}.json")
         series = run["series"]
         rows.append([
-            f"[{label}]({FOLDER}/{name}.json){history(run)}", f"{len(series['step']):,}",
+            f"{link(label, name)}{history(run)}", f"{len(series['step']):,}",
             f"{series['tokens'][0]:,}", f"{max(series['lr']):.2g}",
             f"{run['recipe']['content']['schedule']['lr_warmup_iters']:,} steps",
             *_losses(series),
@@ -169,7 +169,7 @@ def starts(words: str, folder: Path) -> str:
         run = read(folder / f"{name}.json")
         result = run["result"]
         rows.append([
-            f"[{label}]({FOLDER}/{name}.json){history(run)}", f"{result['launch_s']:.1f} s",
+            f"{link(label, name)}{history(run)}", f"{result['launch_s']:.1f} s",
             f"{result['cold_start_s']:.1f} s", f"{result['first_step_ms']:,.0f} ms",
             f"{result['triton_kernels_compiled']:,}",
         ])  # fmt: skip

@@ -1,16 +1,18 @@
 """What the tables of docs/performance.md and README.md share: words of a block, cells, rows.
 
-Receipts are named by their path below the folder of receipts, without `.json`; a row of a table
-links to its receipt. A row whose receipt is from before receipts had the code's digest says
-"history": what was measured then, with kernels that may since be others.
+Receipts are named by their path from the folder of H200 receipts, without `.json` (`../h100/run-x`
+is another card's); a row of a table links to its receipt. A row whose receipt is from before
+receipts had the code's digest says "history": what was measured then, with kernels that may since
+be others.
 """
 
+import posixpath
 from collections.abc import Sequence
 from typing import Any
 
 from megacpp_mcore.receipts.reader import Receipt
 
-FOLDER = "examples/receipts/h200"
+_FOLDER = "examples/receipts/h200"
 GIB = 2**30
 
 
@@ -25,6 +27,11 @@ def words_of(line: str, count: int) -> list[str]:
     if len(words) != count:
         raise ValueError(f"{line!r} has {len(words)} parts between bars, {count} are needed")
     return words
+
+
+def link(label: str, name: str) -> str:
+    """A link to the receipt `name`, from the root of the checkout."""
+    return f"[{label}]({posixpath.normpath(f'{_FOLDER}/{name}.json')})"
 
 
 def history(receipt: Receipt) -> str:
