@@ -135,7 +135,7 @@ else
   quarter=run-nam56r-quarter-${gpus}x$card-reduce
   for dtype in fp32 bf16; do
     train 160 "$quarter-$dtype" nam56r-quarter 200 --set "schedule.global_batch_size=$((8 * gpus))" \
-      --set "precision.grad_reduce_in_bf16=$([ $dtype = bf16 ] && echo true || echo false)"
+      --set schedule.lr_warmup_iters=50 --set "precision.grad_reduce_in_bf16=$([ $dtype = bf16 ] && echo true || echo false)"
   done
   compared "$whole-yardstick" "$whole-dp$gpus-graph"
   compared "$whole-yardstick-again" "$whole-dp$gpus-graph-again"

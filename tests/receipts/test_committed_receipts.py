@@ -19,9 +19,14 @@ from megacpp_mcore.surfaces.registry import REGISTRY
 FOLDER = Path(__file__).resolve().parents[2] / "examples/receipts/h200"
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
-def test_a_receipt_is_valid_and_of_an_h200(path):
-    assert "H200" in receipts.read(path)["lane"]["device"]["name"]
+@pytest.mark.parametrize(
+    "path",
+    sorted(FOLDER.parent.glob("h*/*.json")),
+    ids=lambda path: f"{path.parent.name}-{path.stem}",
+)
+def test_a_receipt_is_valid_and_of_its_folders_card(path):
+    device = receipts.read(path)["lane"]["device"]["name"]
+    assert path.parent.name.upper() in device.split()
 
 
 def measured(name):
