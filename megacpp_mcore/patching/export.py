@@ -65,7 +65,7 @@ def _diff(manifest: Manifest, patch: Patch, folder: Path | None) -> tuple[bytes,
     """The diff against the release, and the patches to apply first."""
     links = manifest.links(patch.package)
     if all(links[file.path][0].id == patch.id for file in patch.files):
-        return diffs.body_of(patch.text), []
+        return diffs.header_and_body(patch.text)[1], []
     found = state.read(manifest, patch.package, folder)
     if found.installed is None or found.problem or found.interrupted:
         reason = found.problem or found.interrupted or f"{patch.package} is not installed"
@@ -106,13 +106,13 @@ def _scripts(script: Path) -> list[Path]:
 
 def _title(patch: Patch) -> str:
     """One line for the subject: the first of the patch file's header, or the id in words."""
-    first = diffs.header_of(patch.text).splitlines()[0].strip()
+    first = diffs.header_and_body(patch.text)[0].splitlines()[0].strip()
     return first if len(first) <= _TITLE else patch.id.replace("-", " ")
 
 
 def _reasons(patch: Patch) -> list[str]:
     """The manifest's reason and the patch file's header, once each."""
-    header = diffs.header_of(patch.text)
+    header = diffs.header_and_body(patch.text)[0]
     title, _, rest = header.partition("\n")
     header = rest.strip() if title.strip() == _title(patch) else header
     words = {text: " ".join(text.split()) for text in (patch.reason.strip(), header)}

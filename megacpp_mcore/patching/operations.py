@@ -195,9 +195,9 @@ def _targets(request: _Request, found: PackageState) -> tuple[list[str], list[st
         paths, now = found.files, ()
     for path in paths:
         file, where = found.files[path], f"{found.package}: {found.installed.site / path}"
-        if file.is_a(OUTDATED) and not request.whole:
+        if file.strange == OUTDATED and not request.whole:
             raise PatchError(f"{where} was patched by another release of the lane: name no patch")
-        if file.applied is None and not file.is_a(OUTDATED):
+        if file.strange not in ("", OUTDATED):
             what = "is missing" if file.found == ABSENT else f"has sha256 {file.found}"
             what = "cannot be read" if file.found == UNREADABLE else what
             raise PatchError(

@@ -181,7 +181,7 @@ def _write(
             continue
         kept.append(entry)
         if patch.package in there:
-            text = patch_text(diffs.header_of(patch.text), changes[patch.id])
+            text = patch_text(diffs.header_and_body(patch.text)[0], changes[patch.id])
             write_atomically(target / patch.file, text)
             entry["files"] = file_tables(changes[patch.id])
     document["patch"] = kept
