@@ -75,7 +75,8 @@ def register(subparsers: Any) -> None:
     argument("--test", metavar="FILE", type=Path, required=True, help=_TEST)
     argument("--drop-when", metavar="TEXT", required=True)
     argument("--needs", choices=("cpu", "gpu"), default="cpu", help="what the test needs")
-    argument("--upstream", choices=("not-reported", "open", "merged"), default="not-reported")
+    states = ("not-reported", "open", "merged")
+    argument("--upstream", dest="state", choices=states, default=states[0])
     argument("--link", metavar="LINK", help="of the upstream issue or pull request")
     argument("--merged-in", metavar="VERSION")
     argument("--defect", metavar="N", type=int, help="number on the facts page")
@@ -207,15 +208,10 @@ def run_new(args: argparse.Namespace) -> int:
     lane = args.lane or manifest.shipped_lane()
     if args.lane is None and not (lane.parent / "pyproject.toml").is_file():
         raise MegacppError(f"{lane} belongs to an installed package: name a checkout's with --lane")
-    upstream = (("state", args.upstream), ("link", args.link), ("merged_in", args.merged_in))
-    draft = new.Draft(
-        args.id,
-        args.reason,
-        args.drop_when,
-        args.needs,
-        tuple((key, value) for key, value in upstream if value is not None),
-        args.defect,
-    )
+    given = vars(args)
+    upstream = {key: given[key] for key in ("state", "link", "merged_in") if given[key] is not None}
+    keys = ("id", "reason", "drop_when", "needs", "defect")
+    draft = {key: given[key] for key in keys if given[key] is not None} | {"upstream": upstream}
     written, proof = new.new(lane, draft, args.edited, args.test, args.site)
     _print_proof(proof)
     for path in written:

@@ -158,8 +158,8 @@ def _plan_package(request: _Request, found: PackageState, plan: Plan) -> None:
     """Add a package's files, its RECORD and its ledger entry to the plan."""
     package, installed, old = found.package, found.installed, found.entry
     wanted, paths = _targets(request, found)
-    site.check_inside(installed.site, package, [*paths, installed.record])
-    record = site.Record((installed.site / installed.record).read_bytes())
+    record = site.Record(installed)
+    site.check_inside(installed.site, package, [*paths, record.path])
     rows: dict[str, str | None] = {}
     new = Entry(installed.version, wanted, {**old.files}, {**old.rows})
     for path in paths:
@@ -177,8 +177,8 @@ def _plan_package(request: _Request, found: PackageState, plan: Plan) -> None:
             new.files[path] = Kept(pristine, sha256(target), mode)
             new.rows[path] = row
             plan.originals += [original] if original is not None else []
-    path = installed.site / installed.record
-    plan.add(installed.record, record.with_rows(rows), file_mode(path), digest(path), package)
+    path = installed.site / record.path
+    plan.add(record.path, record.with_rows(rows), file_mode(path), digest(path), package)
     plan.versions[package], plan.ledger[package] = installed.version, new
 
 

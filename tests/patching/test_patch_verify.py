@@ -79,7 +79,8 @@ def test_verify_refuses_what_it_cannot_use(lane, site):
 
 
 def draft(name="delta", **fields):
-    return new.Draft(name, "why delta\n\nMore.", "never", **fields)
+    given = {"id": name, "reason": "why delta\n\nMore.", "drop_when": "never", "needs": "cpu"}
+    return given | {"upstream": {"state": "not-reported"}} | fields
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ def test_new_refuses(proving_lane, site, edited, tmp_path):
     refused("has a patch 'alpha' already", a_draft=draft("alpha"))
     refused("'../up': a patch's id", a_draft=draft("../up"))
     refused("is not a folder", folder=tmp_path / "none")
-    refused("upstream: link: is missing", a_draft=draft(upstream=(("state", "open"),)))
+    refused("upstream: link: is missing", a_draft=draft(upstream={"state": "open"}))
     always = tmp_path / "always.py"
     always.write_text("import sys\nprint('always fine')\nsys.exit(0)\n")
     refused(
