@@ -20,9 +20,8 @@ from megacpp_mcore.patching.store import (
     digest,
     ledger_bytes,
 )
-from megacpp_mcore.patching.transaction import Plan, Step, file_mode, no_step
+from megacpp_mcore.patching.transaction import Plan, file_mode
 
-WAIT = 30.0  # seconds to wait for another run on the same site
 _SLACK = 1 << 20  # bytes left free for the journal, the ledger and file system blocks
 
 
@@ -52,8 +51,7 @@ def change(
     manifest: Manifest,
     folder: Path | None = None,
     only: Collection[str] = (),
-    wait: float = WAIT,
-    step: Step = no_step,
+    wait: float = 30.0,
 ) -> Outcome:
     """Apply or revert the lane, or the patches named in `only`; those not named stay as they are.
 
@@ -67,10 +65,10 @@ def change(
     notes: list[str] = []
     with contextlib.ExitStack() as locks:
         try:
-            plans, absent = _locked_plans(request, locks, notes, wait, step)
+            plans, absent = _locked_plans(request, locks, notes, wait)
             for plan in plans:
-                transaction.stage(plan, operation, step)
-                completed, why = transaction.finish(plan.store, step, again=False)
+                transaction.stage(plan, operation)
+                completed, why = transaction.finish(plan.store, again=False)
                 if not completed:
                     raise PatchError(f"{plan.store.site}: {why}. Nothing was changed there")
         except OSError as error:  # of reading or locking: the transaction handles its own
@@ -80,9 +78,13 @@ def change(
             raise type(error)("; ".join([*notes, str(error)])) from error
         states = [state.read(manifest, package, folder) for package in manifest.packages]
     applied = {found.package: found.applied for found in states if found.installed}
-    switched = [(plan.store.site, switch.action) for plan in plans for switch in plan.switches]
-    changed = [str(folder / action.path) for folder, action in switched if action.patched]
-    return Outcome(operation, tuple(changed), applied, (*notes, *absent))
+    changed = tuple(
+        str(plan.store.site / switch.action.path)
+        for plan in plans
+        for switch in plan.switches
+        if switch.action.patched
+    )
+    return Outcome(operation, changed, applied, (*notes, *absent))
 
 
 apply = functools.partial(change, "apply")
@@ -90,7 +92,7 @@ revert = functools.partial(change, "revert")
 
 
 def _locked_plans(
-    request: _Request, locks: contextlib.ExitStack, notes: list[str], wait: float, step: Step
+    request: _Request, locks: contextlib.ExitStack, notes: list[str], wait: float
 ) -> tuple[list[Plan], list[str]]:
     """The plans that write something, with every site they write to locked, and nothing unfinished.
 
@@ -113,8 +115,7 @@ def _locked_plans(
         locks.enter_context(kept.locked(wait))
         locks.callback(kept.clean)
         if kept.journal.exists():
-            _, done = transaction.finish(kept, step)
-            notes.append(f"{folder}: {done}")
+            notes.append(f"{folder}: {transaction.finish(kept)[1]}")
     return _plans(request)
 
 
