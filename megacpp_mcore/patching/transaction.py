@@ -47,15 +47,22 @@ class Plan:
     originals: list[bytes] = field(default_factory=list)
 
     def add(
-        self, path: str, data: bytes | None, mode: int, before: str, package: str, original=""
+        self,
+        path: str,
+        data: bytes | None,
+        before: str,
+        package: str,
+        original: str = "",
+        mode: int | None = None,
     ) -> None:
         """One more file, unless it is as it shall be.
 
-        original: the wheel's digest of a patched file; "" for bookkeeping.
+        original: the wheel's digest of a patched file; "" for bookkeeping. mode: None, as it is.
         """
         after, staged, patched = sha256(data), str(len(self.switches)), bool(original)
         if before != after:
             action = Action(path, before, original or before, after, package, patched, staged)
+            mode = file_mode(self.store.site / path) if mode is None else mode
             self.switches.append(Switch(action, data, mode))
 
 
