@@ -109,10 +109,7 @@ def run_list(args: argparse.Namespace) -> int:
 
     lane = manifest.load(args.lane)
     if args.json:
-        rows = [dataclasses.asdict(patch) for patch in lane.patches]
-        for row in rows:
-            row["lane"] = str(row["lane"])
-        return _print_json(rows)
+        return _print_json(lane.patches)
     for package, version in lane.packages.items():
         print(f"{package} {version}")
         for patch in lane.of(package):
@@ -163,7 +160,7 @@ def run_change(operation: str, args: argparse.Namespace) -> int:
     lane = manifest.load(args.lane)
     outcome = operations.change(operation, lane, args.site, args.only, args.wait)
     if args.json:
-        return _print_json(dataclasses.asdict(outcome))
+        return _print_json(outcome)
     for line in (*outcome.notes, *(f"changed {path}" for path in outcome.changed)):
         print(line)
     for package, ids in outcome.applied.items():
@@ -185,7 +182,7 @@ def run_verify(args: argparse.Namespace) -> int:
     verdicts = [proof.verdict for proof in proofs]
     kinds = (verify.PROVED, verify.NOT_RUN, verify.FAILED)
     if args.json:
-        _print_json([dataclasses.asdict(proof) for proof in proofs])
+        _print_json(proofs)
     else:
         print(", ".join(f"{verdicts.count(kind)} {kind}" for kind in kinds))
     return 0 if verify.PROVED in verdicts and verify.FAILED not in verdicts else 1
@@ -238,7 +235,7 @@ def run_port(args: argparse.Namespace) -> int:
     more = (args.only, args.base, timeout, args.write)
     reports = port.port(lane, args.to, args.site, *more)
     if args.json:
-        _print_json([dataclasses.asdict(report) for report in reports])
+        _print_json(reports)
     else:
         for report in reports:
             print(f"{report.result:<16}  {report.patch}")
@@ -250,5 +247,8 @@ def run_port(args: argparse.Namespace) -> int:
 
 
 def _print_json(value: Any) -> int:
-    print(json.dumps(value, indent=2))
+    def plain(part: Any) -> Any:
+        return dataclasses.asdict(part) if dataclasses.is_dataclass(part) else str(part)
+
+    print(json.dumps(value, indent=2, default=plain))
     return 0

@@ -217,13 +217,15 @@ def _weave_in(weave: list[_Line], patch: str, diff: FileDiff, chosen: Collection
             place += 1
 
 
-def closure(pristine: bytes | None, chain: Chain, ids: Collection[str]) -> frozenset[str]:
-    """`ids` and the earlier patches of `chain` without which they do not apply to this file."""
-    chosen = set(ids)
+def closure(files: Sequence[tuple[bytes | None, Chain]], patch: str) -> set[str]:
+    """`patch` and the earlier ones without which it does not apply to its `files`, each of which is
+    (its pristine bytes, its chain)."""
+    chosen = {patch}
     while True:
         try:
-            compose(pristine, chain, chosen)
-            return frozenset(chosen)
+            for pristine, chain in files:
+                compose(pristine, chain, chosen)
+            return chosen
         except DependencyError as error:
             chosen.add(error.needs)
 

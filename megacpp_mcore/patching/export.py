@@ -72,11 +72,8 @@ def _diff(manifest: Manifest, patch: Patch, folder: Path | None) -> tuple[bytes,
             f"patch {patch.id!r} shares a file with an earlier patch, so its export needs the "
             f"original file: {reason}"
         )
-    chosen, before = frozenset({patch.id}), frozenset()
-    while chosen != before:
-        before = chosen
-        for file in patch.files:
-            chosen |= diffs.closure(found.original(file.path), links[file.path], chosen)
+    files = [(found.original(file.path), links[file.path]) for file in patch.files]
+    chosen = diffs.closure(files, patch.id)
     first = chosen - {patch.id}
     body = b"".join(
         diffs.make(file.path, found.composed(file.path, first), found.composed(file.path, chosen))

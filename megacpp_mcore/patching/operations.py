@@ -97,8 +97,8 @@ def _locked_plans(
                 return []
     for package in {patch.package for patch in request.selected}:
         with contextlib.suppress(PatchError):
-            installed = site.find(package, request.folder)
-            if installed is not None and _is_writable(installed.site):
+            if (installed := site.find(package, request.folder)) is not None:
+                _check_folder(installed.site)
                 stores.setdefault(installed.site, Store(installed.site))
     for folder, kept in sorted(stores.items()):
         _check_folder(folder)
@@ -225,13 +225,9 @@ def _check_writable(plan: Plan) -> None:
         raise PatchError(said)
 
 
-def _is_writable(folder: Path) -> bool:
-    """Whether this user may create and replace files in the folder."""
-    return os.access(folder, os.W_OK | os.X_OK)
-
-
 def _check_folder(folder: Path) -> None:
-    if not _is_writable(folder):
+    """Refuse a folder in which this user may not create and replace files."""
+    if not os.access(folder, os.W_OK | os.X_OK):
         raise PatchError(
             f"{folder} is read-only for this user: nothing was changed. Run as its owner, or use "
             f"an environment of your own (python -m venv) or another folder with --site"

@@ -45,7 +45,7 @@ def test_a_patch_on_another_ones_lines_names_it(middle, last):
     with pytest.raises(DependencyError, match="'first'") as caught:
         diffs.compose(ONE, links, {"second"})
     assert caught.value.needs == "first"
-    assert diffs.closure(ONE, links, {"second"}) == {"first", "second"}
+    assert diffs.closure([(ONE, links)], "second") == {"first", "second"}
     assert diffs.compose(ONE, links, {"first", "second"}) == last
 
 
