@@ -152,14 +152,15 @@ def _plan_package(request: _Request, found: PackageState, plan: Plan) -> None:
         original, now = found.original(path), found.files[path].found
         target = found.composed(path, wanted) if path in found.links else original
         known = new.files.pop(path, None)
-        mode, pristine = known.mode if known else file_mode(folder / path), sha256(original)
-        plan.add(path, target, now, package, pristine, mode)
+        mode = known.mode if known else file_mode(folder / path)
+        kept = Kept(sha256(original), sha256(target), mode)
+        plan.add(path, target, now, package, kept)
         # RECORD's line for the unpatched file: remembered, standing there now, or worked out.
-        row = record.rows.get(path) if now == pristine else record.row(path, original)
+        row = record.rows.get(path) if now == kept.before else record.row(path, original)
         row = rows[path] = new.rows.pop(path, row)
         if target != original:
             rows[path] = record.row(path, target)
-            new.files[path], new.rows[path] = Kept(pristine, sha256(target), mode), row
+            new.files[path], new.rows[path] = kept, row
             plan.originals += [original] if original is not None else []
     plan.add(record.path, record.with_rows(rows), digest(folder / record.path), package)
     plan.versions[package], plan.ledger[package] = new.version, new

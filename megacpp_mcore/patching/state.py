@@ -88,7 +88,7 @@ class PackageState:
         if file.found == wanted:
             return live.read_bytes()
         data = Store(self.installed.site).original(wanted)
-        if data is None and file.applied and file.found in [link.after for link in chain]:
+        if data is None and file.found in [link.after for link in chain]:
             data = live.read_bytes()
             for link in reversed(chain):
                 if link.id in file.applied:

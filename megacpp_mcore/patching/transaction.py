@@ -21,7 +21,7 @@ from typing import NamedTuple
 from megacpp_mcore.files import sync, write_atomically
 from megacpp_mcore.patching import InterruptedRun, PatchError, site
 from megacpp_mcore.patching.manifest import ABSENT, sha256
-from megacpp_mcore.patching.store import Action, Entry, Journal, Store, digest
+from megacpp_mcore.patching.store import Action, Entry, Journal, Kept, Store, digest
 
 
 class Switch(NamedTuple):
@@ -47,22 +47,14 @@ class Plan:
     originals: list[bytes] = field(default_factory=list)
 
     def add(
-        self,
-        path: str,
-        data: bytes | None,
-        before: str,
-        package: str,
-        original: str = "",
-        mode: int | None = None,
+        self, path: str, data: bytes | None, before: str, package: str, kept: Kept | None = None
     ) -> None:
-        """One more file, unless it is as it shall be.
-
-        original: the wheel's digest of a patched file; "" for bookkeeping. mode: None, as it is.
-        """
-        after, staged, patched = sha256(data), str(len(self.switches)), bool(original)
+        """One more file, unless it is as it shall be. kept: None for bookkeeping."""
+        after, staged = sha256(data), str(len(self.switches))
         if before != after:
-            action = Action(path, before, original or before, after, package, patched, staged)
-            mode = file_mode(self.store.site / path) if mode is None else mode
+            original = kept.before if kept else before
+            action = Action(path, before, original, after, package, kept is not None, staged)
+            mode = kept.mode if kept else file_mode(self.store.site / path)
             self.switches.append(Switch(action, data, mode))
 
 
