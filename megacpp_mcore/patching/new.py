@@ -18,11 +18,7 @@ Changes = dict[str, tuple[bytes | None, bytes]]  # path -> a file before (None: 
 
 
 def new(
-    lane: Path,
-    draft: Mapping[str, Any],
-    edited: Path,
-    test: Path,
-    folder: Path | None = None,
+    lane: Path, draft: Mapping[str, Any], edited: Path, test: Path, folder: Path | None = None
 ) -> tuple[list[Path], Proof]:
     """Add a patch to the end of `lane`: the differences of `edited` from the installed files.
 

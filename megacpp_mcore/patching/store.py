@@ -18,7 +18,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -260,7 +260,7 @@ def _typed(value: Any, kind: Any) -> Any:
     if of is dict:
         return {key: _typed(each, hints[1]) for key, each in value.items()}
     if is_dataclass(kind):
-        types = {each.name: each.type for each in fields(kind)}
+        types = kind.__annotations__
         return kind(**{key: _typed(each, types[key]) for key, each in value.items()})
     return value
 

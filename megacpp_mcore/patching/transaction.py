@@ -60,10 +60,7 @@ class Plan:
 
 def file_mode(path: Path) -> int:
     """The permission bits of a file, 0o644 when there is none."""
-    try:
-        return stat.S_IMODE(path.stat().st_mode)
-    except FileNotFoundError:
-        return 0o644
+    return stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
 
 
 def stage(plan: Plan, operation: str) -> None:
