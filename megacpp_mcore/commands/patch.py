@@ -75,7 +75,8 @@ def register(subparsers: Any) -> None:
     argument("--test", metavar="FILE", type=Path, required=True, help=_TEST)
     argument("--drop-when", metavar="TEXT", required=True)
     argument("--needs", choices=("cpu", "gpu"), default="cpu", help="what the test needs")
-    argument("--upstream", choices=("not-reported", "open", "merged"), default="not-reported")
+    states = ("not-reported", "open", "merged")
+    argument("--upstream", dest="state", choices=states, default=states[0])
     argument("--link", metavar="LINK", help="of the upstream issue or pull request")
     argument("--merged-in", metavar="VERSION")
     argument("--defect", metavar="N", type=int, help="number on the facts page")
@@ -108,10 +109,7 @@ def run_list(args: argparse.Namespace) -> int:
 
     lane = manifest.load(args.lane)
     if args.json:
-        rows = [dataclasses.asdict(patch) for patch in lane.patches]
-        for row in rows:
-            row["lane"] = str(row["lane"])
-        return _print_json(rows)
+        return _print_json(lane.patches)
     for package, version in lane.packages.items():
         print(f"{package} {version}")
         for patch in lane.of(package):
@@ -162,7 +160,7 @@ def run_change(operation: str, args: argparse.Namespace) -> int:
     lane = manifest.load(args.lane)
     outcome = operations.change(operation, lane, args.site, args.only, args.wait)
     if args.json:
-        return _print_json(dataclasses.asdict(outcome))
+        return _print_json(outcome)
     for line in (*outcome.notes, *(f"changed {path}" for path in outcome.changed)):
         print(line)
     for package, ids in outcome.applied.items():
@@ -184,7 +182,7 @@ def run_verify(args: argparse.Namespace) -> int:
     verdicts = [proof.verdict for proof in proofs]
     kinds = (verify.PROVED, verify.NOT_RUN, verify.FAILED)
     if args.json:
-        _print_json([dataclasses.asdict(proof) for proof in proofs])
+        _print_json(proofs)
     else:
         print(", ".join(f"{verdicts.count(kind)} {kind}" for kind in kinds))
     return 0 if verify.PROVED in verdicts and verify.FAILED not in verdicts else 1
@@ -207,15 +205,10 @@ def run_new(args: argparse.Namespace) -> int:
     lane = args.lane or manifest.shipped_lane()
     if args.lane is None and not (lane.parent / "pyproject.toml").is_file():
         raise MegacppError(f"{lane} belongs to an installed package: name a checkout's with --lane")
-    upstream = (("state", args.upstream), ("link", args.link), ("merged_in", args.merged_in))
-    draft = new.Draft(
-        args.id,
-        args.reason,
-        args.drop_when,
-        args.needs,
-        tuple((key, value) for key, value in upstream if value is not None),
-        args.defect,
-    )
+    given = vars(args)
+    upstream = {key: given[key] for key in ("state", "link", "merged_in") if given[key] is not None}
+    keys = ("id", "reason", "drop_when", "needs", "defect")
+    draft = {key: given[key] for key in keys if given[key] is not None} | {"upstream": upstream}
     written, proof = new.new(lane, draft, args.edited, args.test, args.site)
     _print_proof(proof)
     for path in written:
@@ -242,7 +235,7 @@ def run_port(args: argparse.Namespace) -> int:
     more = (args.only, args.base, timeout, args.write)
     reports = port.port(lane, args.to, args.site, *more)
     if args.json:
-        _print_json([dataclasses.asdict(report) for report in reports])
+        _print_json(reports)
     else:
         for report in reports:
             print(f"{report.result:<16}  {report.patch}")
@@ -254,5 +247,8 @@ def run_port(args: argparse.Namespace) -> int:
 
 
 def _print_json(value: Any) -> int:
-    print(json.dumps(value, indent=2))
+    def plain(part: Any) -> Any:
+        return dataclasses.asdict(part) if dataclasses.is_dataclass(part) else str(part)
+
+    print(json.dumps(value, indent=2, default=plain))
     return 0

@@ -30,7 +30,9 @@ class InterruptedRun(PatchError):
 class DependencyError(PatchError):
     """A chosen patch changes lines that a patch not chosen writes or removes; `needs` is its id."""
 
-    needs: str = ""
+    def __init__(self, message: str, needs: str = "") -> None:
+        super().__init__(message)
+        self.needs = needs
 
 
 @functools.cache

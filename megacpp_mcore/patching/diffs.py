@@ -60,14 +60,10 @@ def split_lines(data: bytes) -> list[bytes]:
     return [line for line in re.split(rb"(?<=\n)", data) if line]
 
 
-def header_of(data: bytes) -> str:
-    """The text above the first `diff --git` line of a patch file."""
-    return _SECTION.split(data, maxsplit=1)[0].decode("utf-8", "replace").strip()
-
-
-def body_of(data: bytes) -> bytes:
-    """A patch file without its header text."""
-    return b"".join(_SECTION.split(data)[1:])
+def header_and_body(data: bytes) -> tuple[str, bytes]:
+    """The text above the first `diff --git` line of a patch file, and the rest of the file."""
+    header, *body = _SECTION.split(data, maxsplit=1)
+    return header.decode("utf-8", "replace").strip(), b"".join(body)
 
 
 def parse(data: bytes, name: str) -> tuple[FileDiff, ...]:
@@ -157,7 +153,7 @@ def apply(diff: FileDiff, before: bytes | None, name: str) -> bytes:
     return compose(before, [(name, diff)], {name})
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Line:
     """A line of a file, with the patch that wrote it and the one that removed it."""
 
@@ -184,51 +180,52 @@ def compose(pristine: bytes | None, chain: Chain, chosen: Collection[str]) -> by
             known = "must not exist" if exists else "does not exist"
             raise PatchError(f"{where}: the file {known} here")
         exists, ours_exist = True, ours_exist or patch in chosen
-        weave = _woven(weave, patch, diff, chosen)
+        _weave_in(weave, patch, diff, chosen)
     ours = [line.data for line in weave if line.is_in(chosen)]
     if not all(data.endswith(b"\n") for data in ours[:-1]):
         raise PatchError(f"{where}: a line without newline would not be the last one")
     return b"".join(ours) if ours_exist else None
 
 
-def _woven(weave: list[_Line], patch: str, diff: FileDiff, chosen: Collection[str]) -> list[_Line]:
-    """The lines of every version so far, and those of one more patch. Raises as `compose` does."""
-    standing = [index for index, line in enumerate(weave) if not line.removed_by]
-    data = [weave[index].data for index in standing]
-    woven: list[_Line] = []
-    done = 0  # lines of `weave` that are in `woven`
+def _weave_in(weave: list[_Line], patch: str, diff: FileDiff, chosen: Collection[str]) -> None:
+    """Add a patch to the lines of every version so far. Raises as `compose` does."""
+    standing = [line for line in weave if not line.removed_by]
+    data = [line.data for line in standing]
+    place = 0  # in `weave`, behind the last line seen
     for hunk in diff.hunks:
         at = check_hunk(hunk, data, f"{patch}: {diff.path}")
         where = f"{patch}: {diff.path}: hunk {hunk.number}"
         block = standing[at : at + len(hunk.source)]
-        if block and block[0] < done:
+        first, last = (weave.index(block[end]) for end in (0, -1)) if block else (place, place - 1)
+        if first < place:
             raise PatchError(f"{where} overlaps the one before it")
-        for line in weave[block[0] : block[-1] + 1] if block and patch in chosen else ():
+        for line in weave[first : last + 1] if patch in chosen else ():
             if line.is_in(chosen) == bool(line.removed_by):
-                error = DependencyError(
-                    f"{where} builds on lines that patch {line.removed_by or line.origin!r} "
-                    f"changes: it needs it. Patches that share lines go on and off together: apply "
-                    f"with --only {line.removed_by or line.origin} as well, or revert both"
+                needs = line.removed_by or line.origin
+                raise DependencyError(
+                    f"{where} builds on lines that patch {needs!r} changes: it needs it. Patches "
+                    f"that share lines go on and off together: apply with --only {needs} as well, "
+                    f"or revert both",
+                    needs,
                 )
-                error.needs = line.removed_by or line.origin
-                raise error
         for kind, text in hunk.lines:
-            end = block[0] if block else done
-            woven += weave[done:end]
-            woven.append(_Line(text, patch) if kind == "+" else weave[block.pop(0)])
-            done = end if kind == "+" else end + 1
-            if kind == "-":
-                woven[-1].removed_by = patch
-    return woven + weave[done:]
+            place = weave.index(block[0]) if block else place
+            if kind == "+":
+                weave.insert(place, _Line(text, patch))
+            else:
+                block.pop(0).removed_by = patch if kind == "-" else ""
+            place += 1
 
 
-def closure(pristine: bytes | None, chain: Chain, ids: Collection[str]) -> frozenset[str]:
-    """`ids` and the earlier patches of `chain` without which they do not apply to this file."""
-    chosen = set(ids)
+def closure(files: Sequence[tuple[bytes | None, Chain]], patch: str) -> set[str]:
+    """`patch` and the earlier ones without which it does not apply to its `files`, each of which is
+    (its pristine bytes, its chain)."""
+    chosen = {patch}
     while True:
         try:
-            compose(pristine, chain, chosen)
-            return frozenset(chosen)
+            for pristine, chain in files:
+                compose(pristine, chain, chosen)
+            return chosen
         except DependencyError as error:
             chosen.add(error.needs)
 

@@ -34,7 +34,7 @@ def export(
     """
     (patch,) = manifest.select([patch_id])
     body, needs = _diff(manifest, patch, folder)
-    message = [_safe(text) for text in _reasons(patch)]
+    title, message = _prose(patch)
     repository, tag = _UPSTREAM.get(patch.package, (patch.package, str))
     message.append(f"Against {repository} {tag(manifest.packages[patch.package])}.")
     if needs:
@@ -44,15 +44,14 @@ def export(
     if "link" in patch.upstream:
         message.append(f"See {patch.upstream['link']}")
     message.append("Reproducer (exit 0: right, 1: the defect, 77: cannot run here):")
-    message += [
-        f"{script.name}:\n\n" + textwrap.indent(script.read_text(encoding="utf-8").rstrip(), "    ")
-        for script in _scripts(patch.reproducer)
-    ]
+    for script in _scripts(patch.reproducer):
+        text = script.read_text(encoding="utf-8").rstrip()
+        message.append(f"{script.name}:\n\n{textwrap.indent(text, '    ')}")
     head = [
         f"From {'0' * 40} Mon Sep 17 00:00:00 2001",
         f"From: {_author(author)}",
         f"Date: {formatdate(localtime=True)}",
-        f"Subject: {Header(f'[PATCH] {_title(patch)}', maxlinelen=_ONE_LINE).encode()}",
+        f"Subject: {Header(f'[PATCH] {title}', maxlinelen=_ONE_LINE).encode()}",
         "MIME-Version: 1.0",
         "Content-Type: text/plain; charset=UTF-8",
         "Content-Transfer-Encoding: 8bit",
@@ -65,7 +64,7 @@ def _diff(manifest: Manifest, patch: Patch, folder: Path | None) -> tuple[bytes,
     """The diff against the release, and the patches to apply first."""
     links = manifest.links(patch.package)
     if all(links[file.path][0].id == patch.id for file in patch.files):
-        return diffs.body_of(patch.text), []
+        return diffs.header_and_body(patch.text)[1], []
     found = state.read(manifest, patch.package, folder)
     if found.installed is None or found.problem or found.interrupted:
         reason = found.problem or found.interrupted or f"{patch.package} is not installed"
@@ -73,16 +72,12 @@ def _diff(manifest: Manifest, patch: Patch, folder: Path | None) -> tuple[bytes,
             f"patch {patch.id!r} shares a file with an earlier patch, so its export needs the "
             f"original file: {reason}"
         )
-    originals = {file.path: found.original(file.path) for file in patch.files}
-    chosen, before = frozenset({patch.id}), frozenset()
-    while chosen != before:
-        before = chosen
-        for path, original in originals.items():
-            chosen |= diffs.closure(original, links[path], chosen)
+    files = [(found.original(file.path), links[file.path]) for file in patch.files]
+    chosen = diffs.closure(files, patch.id)
     first = chosen - {patch.id}
     body = b"".join(
-        diffs.make(path, found.composed(path, first), found.composed(path, chosen))
-        for path in originals
+        diffs.make(file.path, found.composed(file.path, first), found.composed(file.path, chosen))
+        for file in patch.files
     )
     return body, [each.id for each in manifest.patches if each.id in first]
 
@@ -104,33 +99,30 @@ def _scripts(script: Path) -> list[Path]:
     return found
 
 
-def _title(patch: Patch) -> str:
-    """One line for the subject: the first of the patch file's header, or the id in words."""
-    first = diffs.header_of(patch.text).splitlines()[0].strip()
-    return first if len(first) <= _TITLE else patch.id.replace("-", " ")
-
-
-def _reasons(patch: Patch) -> list[str]:
-    """The manifest's reason and the patch file's header, once each."""
-    header = diffs.header_of(patch.text)
-    title, _, rest = header.partition("\n")
-    header = rest.strip() if title.strip() == _title(patch) else header
-    words = {text: " ".join(text.split()) for text in (patch.reason.strip(), header)}
-    reason = words[patch.reason.strip()]
-    wanted = [header] if reason in words[header] else [patch.reason.strip(), header]
-    return [text for text in wanted if text and words[text] != _title(patch)]
+def _prose(patch: Patch) -> tuple[str, list[str]]:
+    """The subject, and the message's first paragraphs: the manifest's reason and the patch file's
+    header, once each. The subject is the header's first line, or the id in words."""
+    header, reason = diffs.header_and_body(patch.text)[0], patch.reason.strip()
+    first, _, rest = header.partition("\n")
+    title = header.splitlines()[0].strip()
+    title = title if len(title) <= _TITLE else patch.id.replace("-", " ")
+    header = rest.strip() if first.strip() == title else header
+    words = {text: " ".join(text.split()) for text in (reason, header)}
+    wanted = [header] if words[reason] in words[header] else [reason, header]
+    return title, [_safe(text) for text in wanted if text and words[text] != title]
 
 
 def _safe(text: str) -> str:
     """The text with every line indented that git would take for something else than prose."""
-    return "\n".join(
-        f"  {line}" if line.startswith(_NOT_PROSE) else line for line in text.splitlines()
-    )
+    lines = text.splitlines()
+    return "\n".join(f"  {line}" if line.startswith(_NOT_PROSE) else line for line in lines)
 
 
 def _author(author: str | None) -> str:
     if author is None:
-        author = formataddr((_git_config("user.name"), _git_config("user.email")))
+        git = (["git", "config", f"user.{key}"] for key in ("name", "email"))
+        said = [subprocess.run(words, capture_output=True, text=True).stdout for words in git]
+        author = formataddr([each.strip() for each in said])
     name, address = parseaddr(author)
     if not name or "@" not in address or not f"{name}{address}".isprintable():
         raise PatchError(
@@ -138,8 +130,3 @@ def _author(author: str | None) -> str:
             f"user.name and user.email"
         )
     return formataddr((name, address))
-
-
-def _git_config(key: str) -> str:
-    command = ["git", "config", key]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

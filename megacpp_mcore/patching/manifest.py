@@ -98,7 +98,7 @@ class Patch:
     @functools.cached_property
     def diffs(self) -> Mapping[str, FileDiff]:
         """path -> its diff. Raises PatchError when the diff does not touch exactly `files`."""
-        if not diffs.header_of(self.text):
+        if not diffs.header_and_body(self.text)[0]:
             raise PatchError(f"{self.file}: the reason is missing above the first `diff --git`")
         parsed = {diff.path: diff for diff in diffs.parse(self.text, self.file)}
         listed = [file.path for file in self.files]

@@ -3,8 +3,9 @@
 import re
 import shutil
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import tomlkit
 
@@ -16,59 +17,44 @@ from megacpp_mcore.patching.verify import Proof
 Changes = dict[str, tuple[bytes | None, bytes]]  # path -> a file before (None: no file) and after
 
 
-@dataclass(frozen=True)
-class Draft:
-    """What the developer says about a new patch: the manifest's fields of the same names."""
-
-    id: str
-    reason: str
-    drop_when: str
-    needs: str = "cpu"
-    upstream: tuple[tuple[str, str], ...] = (("state", "not-reported"),)
-    defect: int | None = None
-
-
 def new(
-    lane: Path,
-    draft: Draft,
-    edited: Path,
-    test: Path,
-    folder: Path | None = None,
-    timeout: float = 600.0,
+    lane: Path, draft: Mapping[str, Any], edited: Path, test: Path, folder: Path | None = None
 ) -> tuple[list[Path], Proof]:
     """Add a patch to the end of `lane`: the differences of `edited` from the installed files.
 
-    edited: a folder with changed (or added) files under their site-packages paths; files in it that
-    are equal to the installed ones are no part of the patch. test: the reproducing script. It is
-    run (`verify`), and must show the defect without the patch and none with it, or be unable to run
-    here when draft.needs is "gpu". folder: site-packages with the whole lane applied.
+    draft: what the developer says, the manifest's id, reason, drop_when, needs, upstream and, if
+    there is a number, defect. edited: a folder with changed (or added) files under their
+    site-packages paths; files in it that are equal to the installed ones are no part of the patch.
+    test: the reproducing script. It is run (`verify`), and must show the defect without the patch
+    and none with it, or be unable to run here when the draft needs a GPU. folder: site-packages
+    with the whole lane applied.
     Returns the files written and the proof. Raises PatchError, with nothing written, otherwise.
     """
-    manifest = load(lane)
+    manifest, name = load(lane), draft["id"]
     inside = test.resolve().parent == (lane / REPRODUCERS).resolve()
-    test_name = test.name if inside else f"{re.sub('[-.]', '_', draft.id)}.py"
+    script = f"{REPRODUCERS}/{test.name if inside else re.sub('[-.]', '_', name) + '.py'}"
     if not edited.is_dir():
         raise PatchError(f"--from {edited}: is not a folder")
     if not test.is_file():
         raise PatchError(f"--test {test}: does not exist; a patch needs a test that reproduces it")
-    if not NAME.fullmatch(draft.id):
-        raise PatchError(f"{draft.id!r}: a patch's id is words of a-z and 0-9 joined by '-'")
-    if any(patch.id == draft.id for patch in manifest.patches):
-        raise PatchError(f"the lane has a patch {draft.id!r} already")
-    if not inside and (lane / REPRODUCERS / test_name).exists():
-        raise PatchError(f"{lane / REPRODUCERS / test_name}: exists already; give it as --test")
+    if not NAME.fullmatch(name):
+        raise PatchError(f"{name!r}: a patch's id is words of a-z and 0-9 joined by '-'")
+    if any(patch.id == name for patch in manifest.patches):
+        raise PatchError(f"the lane has a patch {name!r} already")
+    if not inside and (lane / script).exists():
+        raise PatchError(f"{lane / script}: exists already; give it as --test")
     package, changes = _changes(manifest, edited, folder)
-    entry = _entry(draft, package, test_name, changes)
+    entry = _entry(draft, package, Path(script).name, changes)
     files = {
-        f"{draft.id}.patch": patch_text(draft.reason, changes),
-        f"{REPRODUCERS}/{test_name}": test.read_bytes(),
+        f"{name}.patch": patch_text(draft["reason"], changes),
+        script: test.read_bytes(),
         MANIFEST: (lane / MANIFEST).read_bytes().rstrip(b"\n") + b"\n\n" + entry,
     }
     with tempfile.TemporaryDirectory(prefix="megacpp-lane-") as scratch:
         trial = Path(scratch, "lane")
         shutil.copytree(lane, trial, ignore=shutil.ignore_patterns("__pycache__"))
         _write(trial, files)
-        (proof,) = verify.verify(load(trial), folder, [draft.id], timeout)
+        (proof,) = verify.verify(load(trial), folder, [name])
     if proof.verdict == verify.FAILED:
         raise PatchError(
             f"--test {test} does not prove the patch: {proof.reason}. "
@@ -84,13 +70,12 @@ def patch_text(header: str, changes: Changes) -> bytes:
     return header.strip().encode() + b"\n\n" + body
 
 
-def file_tables(changes: Changes) -> tomlkit.items.AoT:
+def file_tables(changes: Changes) -> list[dict[str, str]]:
     """`[[patch.files]]` of a manifest."""
-    tables = tomlkit.aot()
-    for path, (before, after) in changes.items():
-        digests = {"sha256_before": sha256(before), "sha256_after": sha256(after)}
-        tables.append(tomlkit.item({"path": path, **digests}))
-    return tables
+    return [
+        {"path": path, "sha256_before": sha256(before), "sha256_after": sha256(after)}
+        for path, (before, after) in changes.items()
+    ]
 
 
 def _write(lane: Path, files: dict[str, bytes]) -> list[Path]:
@@ -144,7 +129,7 @@ def _owner(
         found = state.read(manifest, package, folder)
         if found.installed is None:
             continue
-        record = site.Record((found.installed.site / found.installed.record).read_bytes())
+        record = site.Record(found.installed)
         if tops and tops <= {path.split("/")[0] for path in record.rows if path}:
             if found.problem or found.interrupted:
                 raise PatchError(found.problem or found.interrupted)
@@ -155,20 +140,16 @@ def _owner(
     )
 
 
-def _entry(draft: Draft, package: str, test: str, changes: Changes) -> bytes:
+def _entry(draft: Mapping[str, Any], package: str, test: str, changes: Changes) -> bytes:
     """The manifest's new `[[patch]]`."""
-    upstream = tomlkit.inline_table()
-    upstream.update(dict(draft.upstream))
-    texts = {
-        key: tomlkit.string(text, multiline="\n" in text)
-        for key, text in (("reason", draft.reason.strip()), ("drop_when", draft.drop_when.strip()))
-    }
     patch = tomlkit.table()
-    patch.update({"id": draft.id, "package": package, "file": f"{draft.id}.patch"})
-    patch.update({} if draft.defect is None else {"defect": draft.defect})
-    patch.update({**texts, "test": test, "needs": draft.needs, "upstream": upstream})
+    patch.update({"id": draft["id"], "package": package, "file": f"{draft['id']}.patch"})
+    patch.update({"defect": draft["defect"]} if "defect" in draft else {})
+    for key in ("reason", "drop_when"):
+        text = draft[key].strip()
+        patch[key] = tomlkit.string(text, multiline="\n" in text)
+    upstream = tomlkit.inline_table()
+    upstream.update(draft["upstream"])
+    patch.update({"test": test, "needs": draft["needs"], "upstream": upstream})
     patch["files"] = file_tables(changes)
-    document = tomlkit.document()
-    document["patch"] = tomlkit.aot()
-    document["patch"].append(patch)
-    return tomlkit.dumps(document).encode()
+    return tomlkit.dumps({"patch": [patch]}).encode()

@@ -8,21 +8,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacpp_mcore.patching import PatchError, site, state, transaction
+from megacpp_mcore.patching import PatchError, site, state, store, transaction
 from megacpp_mcore.patching.manifest import ABSENT, Manifest, Patch, sha256
 from megacpp_mcore.patching.state import OUTDATED, PARTIAL, PackageState
-from megacpp_mcore.patching.store import (
-    LEDGER,
-    UNREADABLE,
-    Entry,
-    Kept,
-    Store,
-    digest,
-    ledger_bytes,
-)
-from megacpp_mcore.patching.transaction import Plan, Step, file_mode, no_step
+from megacpp_mcore.patching.store import LEDGER, Entry, Kept, Store, digest, ledger_bytes
+from megacpp_mcore.patching.transaction import Plan, file_mode
 
-WAIT = 30.0  # seconds to wait for another run on the same site
 _SLACK = 1 << 20  # bytes left free for the journal, the ledger and file system blocks
 
 
@@ -52,8 +43,7 @@ def change(
     manifest: Manifest,
     folder: Path | None = None,
     only: Collection[str] = (),
-    wait: float = WAIT,
-    step: Step = no_step,
+    wait: float = 30.0,
 ) -> Outcome:
     """Apply or revert the lane, or the patches named in `only`; those not named stay as they are.
 
@@ -67,10 +57,10 @@ def change(
     notes: list[str] = []
     with contextlib.ExitStack() as locks:
         try:
-            plans, absent = _locked_plans(request, locks, notes, wait, step)
+            plans = _locked_plans(request, locks, notes, wait)
             for plan in plans:
-                transaction.stage(plan, operation, step)
-                completed, why = transaction.finish(plan.store, step, again=False)
+                transaction.stage(plan, operation)
+                completed, why = transaction.finish(plan.store, again=False)
                 if not completed:
                     raise PatchError(f"{plan.store.site}: {why}. Nothing was changed there")
         except OSError as error:  # of reading or locking: the transaction handles its own
@@ -79,10 +69,13 @@ def change(
         except PatchError as error:
             raise type(error)("; ".join([*notes, str(error)])) from error
         states = [state.read(manifest, package, folder) for package in manifest.packages]
+    for found in states if request.whole else ():
+        if found.installed is None and (count := len(manifest.of(found.package))):
+            notes.append(f"{found.package} is not installed: its {count} patches are left out")
     applied = {found.package: found.applied for found in states if found.installed}
-    switched = [(plan.store.site, switch.action) for plan in plans for switch in plan.switches]
-    changed = [str(folder / action.path) for folder, action in switched if action.patched]
-    return Outcome(operation, tuple(changed), applied, (*notes, *absent))
+    switched = [(plan.store.site, each.action) for plan in plans for each in plan.switches]
+    changed = [str(where / action.path) for where, action in switched if action.patched]
+    return Outcome(operation, tuple(changed), applied, tuple(notes))
 
 
 apply = functools.partial(change, "apply")
@@ -90,8 +83,8 @@ revert = functools.partial(change, "revert")
 
 
 def _locked_plans(
-    request: _Request, locks: contextlib.ExitStack, notes: list[str], wait: float, step: Step
-) -> tuple[list[Plan], list[str]]:
+    request: _Request, locks: contextlib.ExitStack, notes: list[str], wait: float
+) -> list[Plan]:
     """The plans that write something, with every site they write to locked, and nothing unfinished.
 
     Plans first without any lock, so that a run with nothing to do writes nothing at all.
@@ -100,45 +93,39 @@ def _locked_plans(
     if not stores:
         # A concurrent run may cause an error here: the state is read again under the lock.
         with contextlib.suppress(PatchError, OSError):
-            plans, absent = _plans(request)
-            if not plans:
-                return plans, absent
+            if not _plans(request):
+                return []
     for package in {patch.package for patch in request.selected}:
         with contextlib.suppress(PatchError):
-            installed = site.find(package, request.folder)
-            if installed is not None and _is_writable(installed.site):
+            if (installed := site.find(package, request.folder)) is not None:
+                _check_folder(installed.site)
                 stores.setdefault(installed.site, Store(installed.site))
     for folder, kept in sorted(stores.items()):
         _check_folder(folder)
         locks.enter_context(kept.locked(wait))
         locks.callback(kept.clean)
         if kept.journal.exists():
-            _, done = transaction.finish(kept, step)
-            notes.append(f"{folder}: {done}")
+            notes.append(f"{folder}: {transaction.finish(kept)[1]}")
     return _plans(request)
 
 
-def _plans(request: _Request) -> tuple[list[Plan], list[str]]:
-    """The plans that write, one a site, and a sentence for each package left out because absent.
+def _plans(request: _Request) -> list[Plan]:
+    """The plans that write, one a site. Everything is checked and nothing written.
 
-    Everything is checked and nothing written. Raises PatchError.
+    Raises PatchError; a package that is absent is left out where no patch is named.
     """
     manifest, where = request.manifest, request.folder or "this interpreter's site-packages"
     plans: dict[Path, Plan] = {}
-    absent: list[str] = []
     for package in dict.fromkeys(patch.package for patch in request.selected):
         found = state.read(manifest, package, request.folder)
         leftovers = not found.links and found.files and request.operation == "revert"
         if found.problem and not (leftovers and request.whole):
             raise PatchError(f"{found.problem}. Nothing was changed")
         if found.installed is not None:
-            folder = found.installed.site
-            plan = plans.setdefault(folder, Plan(Store(folder), Store(folder).ledger()))
+            kept = Store(found.installed.site)
+            plan = plans.setdefault(kept.site, Plan(kept, kept.ledger()))
             _plan_package(request, found, plan)
-        elif request.whole:
-            count = len(manifest.of(package))
-            absent.append(f"{package} is not installed: its {count} patches are left out")
-        else:
+        elif not request.whole:
             raise PatchError(f"{package} {found.pinned} is not installed in {where}")
     if not plans:
         raise PatchError(
@@ -146,40 +133,37 @@ def _plans(request: _Request) -> tuple[list[Plan], list[str]]:
             f"{request.operation}"
         )
     for folder, plan in plans.items():  # the packages' files, their RECORDs, and last the ledger
-        plan.add(LEDGER, ledger_bytes(plan.ledger), 0o644, digest(folder / LEDGER), "")
+        plan.add(LEDGER, ledger_bytes(plan.ledger), digest(folder / LEDGER), "")
         plan.switches.sort(key=lambda switch: not switch.action.patched)
     writing = [plan for plan in plans.values() if plan.switches]
     for plan in writing:
         _check_writable(plan)
-    return writing, absent
+    return writing
 
 
 def _plan_package(request: _Request, found: PackageState, plan: Plan) -> None:
     """Add a package's files, its RECORD and its ledger entry to the plan."""
-    package, installed, old = found.package, found.installed, found.entry
+    package, folder, old = found.package, found.installed.site, found.entry
     wanted, paths = _targets(request, found)
-    site.check_inside(installed.site, package, [*paths, installed.record])
-    record = site.Record((installed.site / installed.record).read_bytes())
-    rows: dict[str, str | None] = {}
-    new = Entry(installed.version, wanted, {**old.files}, {**old.rows})
+    record, rows = site.Record(found.installed), {}
+    site.check_inside(folder, package, [*paths, record.path])
+    new = Entry(found.installed.version, wanted, {**old.files}, {**old.rows})
     for path in paths:
-        original = found.original(path)
+        original, now = found.original(path), found.files[path].found
         target = found.composed(path, wanted) if path in found.links else original
-        now, pristine = found.files[path].found, sha256(original)
-        mode = old.files[path].mode if path in old.files else file_mode(installed.site / path)
-        plan.add(path, target, mode, now, package, pristine)
+        known = new.files.pop(path, None)
+        mode = known.mode if known else file_mode(folder / path)
+        kept = Kept(sha256(original), sha256(target), mode)
+        plan.add(path, target, now, package, kept)
         # RECORD's line for the unpatched file: remembered, standing there now, or worked out.
-        row = record.rows.get(path) if now == pristine else record.row(path, original)
+        row = record.rows.get(path) if now == kept.before else record.row(path, original)
         row = rows[path] = new.rows.pop(path, row)
-        new.files.pop(path, None)
         if target != original:
             rows[path] = record.row(path, target)
-            new.files[path] = Kept(pristine, sha256(target), mode)
-            new.rows[path] = row
+            new.files[path], new.rows[path] = kept, row
             plan.originals += [original] if original is not None else []
-    path = installed.site / installed.record
-    plan.add(installed.record, record.with_rows(rows), file_mode(path), digest(path), package)
-    plan.versions[package], plan.ledger[package] = installed.version, new
+    plan.add(record.path, record.with_rows(rows), digest(folder / record.path), package)
+    plan.versions[package], plan.ledger[package] = new.version, new
 
 
 def _targets(request: _Request, found: PackageState) -> tuple[list[str], list[str]]:
@@ -195,14 +179,14 @@ def _targets(request: _Request, found: PackageState) -> tuple[list[str], list[st
         paths, now = found.files, ()
     for path in paths:
         file, where = found.files[path], f"{found.package}: {found.installed.site / path}"
-        if file.is_a(OUTDATED) and not request.whole:
+        if file.strange == OUTDATED and not request.whole:
             raise PatchError(f"{where} was patched by another release of the lane: name no patch")
-        if file.applied is None and not file.is_a(OUTDATED):
-            what = "is missing" if file.found == ABSENT else f"has sha256 {file.found}"
-            what = "cannot be read" if file.found == UNREADABLE else what
+        if file.strange not in ("", OUTDATED):
+            known = {ABSENT: "is missing", store.UNREADABLE: "cannot be read"}
             raise PatchError(
-                f"{where} {what}: the lane knows no such state, so someone else changed it. "
-                f"Nothing was changed. Undo that change, or reinstall: {found.installed.reinstall}"
+                f"{where} {known.get(file.found, f'has sha256 {file.found}')}: the lane knows no "
+                f"such state, so someone else changed it. Nothing was changed. Undo that change, "
+                f"or reinstall: {found.installed.reinstall}"
             )
     for patch in () if request.whole else patches:
         in_the_way = paths.keys() & {file.path for file in patch.files}
@@ -211,10 +195,8 @@ def _targets(request: _Request, found: PackageState) -> tuple[list[str], list[st
                 f"patch {patch.id!r} is {PARTIAL} on a file that this would change: name it as "
                 f"well, or name none"
             )
-    if request.operation == "apply":
-        wanted = [patch.id for patch in patches if patch in named or patch.id in now]
-    else:
-        wanted = [patch.id for patch in patches if patch not in named and patch.id in now]
+    on = request.operation == "apply"  # those not named stay as they are
+    wanted = [each.id for each in patches if (on if each in named else each.id in now)]
     return wanted, list(paths)
 
 
@@ -234,22 +216,19 @@ def _check_writable(plan: Plan) -> None:
                 f"{path.parent} is on another file system than {folder}: its files cannot be "
                 f"switched by a rename"
             )
-    data = [*(new for _, new, _ in plan.switches if new is not None), *plan.originals]
+    new = sum(
+        len(data or b"") for data in [*(each.data for each in plan.switches), *plan.originals]
+    )
     old = sum(path.stat().st_size for path in paths if path.exists())
-    needed, free = sum(map(len, data)) + old + _SLACK, shutil.disk_usage(folder).free
+    needed, free = new + old + _SLACK, shutil.disk_usage(folder).free
     if free < needed:
-        raise PatchError(
-            f"{folder}: {free} bytes are free, {needed} are needed. Nothing was changed"
-        )
-
-
-def _is_writable(folder: Path) -> bool:
-    """Whether this user may create and replace files in the folder."""
-    return os.access(folder, os.W_OK | os.X_OK)
+        said = f"{folder}: {free} bytes are free, {needed} are needed. Nothing was changed"
+        raise PatchError(said)
 
 
 def _check_folder(folder: Path) -> None:
-    if not _is_writable(folder):
+    """Refuse a folder in which this user may not create and replace files."""
+    if not os.access(folder, os.W_OK | os.X_OK):
         raise PatchError(
             f"{folder} is read-only for this user: nothing was changed. Run as its owner, or use "
             f"an environment of your own (python -m venv) or another folder with --site"

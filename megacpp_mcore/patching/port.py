@@ -96,10 +96,8 @@ def _textual(patch: Patch, before: Contents) -> tuple[Report, Contents]:
     judged: list[tuple[str, str]] = []
     after: Contents = {}
     for path, diff in patch.diffs.items():
-        lines = None if before[path] is None else diffs.split_lines(before[path])
-        found, lines = _file(diff, lines)
+        found, after[path] = _file(diff, before[path])
         judged += found
-        after[path] = None if lines is None else b"".join(lines)
     kinds = {kind for kind, _ in judged}
     details = tuple(detail for _, detail in judged if detail)
     if kinds == {UPSTREAM}:
@@ -181,7 +179,7 @@ def _write(
             continue
         kept.append(entry)
         if patch.package in there:
-            text = patch_text(diffs.header_of(patch.text), changes[patch.id])
+            text = patch_text(diffs.header_and_body(patch.text)[0], changes[patch.id])
             write_atomically(target / patch.file, text)
             entry["files"] = file_tables(changes[patch.id])
     document["patch"] = kept
@@ -189,19 +187,17 @@ def _write(
     load(target)
 
 
-def _file(
-    diff: FileDiff, lines: list[bytes] | None
-) -> tuple[list[tuple[str, str]], list[bytes] | None]:
-    """((result, detail) of each hunk of a file, its lines with those applied that apply)."""
+def _file(diff: FileDiff, before: bytes | None) -> tuple[list[tuple[str, str]], bytes | None]:
+    """((result, detail) of each hunk of a file, the file with those applied that apply)."""
     if diff.creates:
-        target = list(diff.hunks[0].target)
-        if lines is None or lines == target:
-            return [(AS_IS if lines is None else UPSTREAM, "")], target
-        return [(CONFLICT, f"{diff.path}: the file exists already, with other content")], lines
-    if lines is None:
+        made = b"".join(diff.hunks[0].target)
+        if before in (None, made):
+            return [(AS_IS if before is None else UPSTREAM, "")], made
+        return [(CONFLICT, f"{diff.path}: the file exists already, with other content")], before
+    if before is None:
         return [(CONFLICT, f"{diff.path}: the file is not in this version")], None
-    judged, result = [], list(lines)
-    shift = done = 0
+    judged, result, done = [], [], 0
+    lines = diffs.split_lines(before)
     for hunk in diff.hunks:
         kind, detail, at = _place(hunk, lines, diff.path)
         judged.append((kind, detail))
@@ -209,10 +205,9 @@ def _file(
             late = f"{diff.path}: hunk {hunk.number}: its lines stand before the last one's"
             judged.append((CONFLICT, late))
         elif at is not None:
+            result += [*lines[done:at], *hunk.target]
             done = at + len(hunk.source)
-            result[at + shift : done + shift] = hunk.target
-            shift += len(hunk.target) - len(hunk.source)
-    return judged, result
+    return judged, b"".join([*result, *lines[done:]])
 
 
 def _place(hunk: Hunk, lines: list[bytes], path: str) -> tuple[str, str, int | None]:

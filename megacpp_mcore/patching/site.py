@@ -30,11 +30,6 @@ class Installed:
     info: Path  # the .dist-info folder
 
     @property
-    def record(self) -> str:
-        """RECORD's path below the site."""
-        return f"{self.info.name}/RECORD"
-
-    @property
     def reinstall(self) -> str:
         """The command that brings the wheel's own files back."""
         return f"pip install --force-reinstall --no-deps {self.package}=={self.version}"
@@ -128,13 +123,16 @@ def shadowed(installed: Installed, paths: Iterable[str]) -> str:
 
 
 class Record:
-    """RECORD by its rows. rows: path -> its line; None -> a blank one."""
+    """A package's RECORD by its rows. path: its own, below the site. rows: path -> its line."""
 
-    def __init__(self, data: bytes) -> None:
-        self._lines = io.StringIO(data.decode("utf-8", "surrogateescape")).readlines()
-        self._paths = [(next(csv.reader([line])) or [None])[0] for line in self._lines]
-        self._end = "\r\n" if self._lines and self._lines[0].endswith("\r\n") else "\n"
-        self.rows = dict(zip(self._paths, self._lines, strict=True))
+    def __init__(self, installed: Installed) -> None:
+        self.path = f"{installed.info.name}/RECORD"
+        text = (installed.site / self.path).read_bytes().decode("utf-8", "surrogateescape")
+        self._lines = [
+            ((next(csv.reader([line])) or [""])[0], line) for line in io.StringIO(text).readlines()
+        ]
+        self._end = "\r\n" if self._lines and self._lines[0][1].endswith("\r\n") else "\n"
+        self.rows = dict(self._lines)
 
     def row(self, path: str, data: bytes | None) -> str | None:
         """The line for a file with these bytes (PEP 376, urlsafe base64); None for no file."""
@@ -152,6 +150,6 @@ class Record:
         a RECORD whose last line has no end.
         """
         rest = dict(rows)
-        kept = [rest.pop(path, line) for path, line in zip(self._paths, self._lines, strict=True)]
+        kept = [rest.pop(path, line) for path, line in self._lines]
         lines = [line for line in [*rest.values(), *kept] if line is not None]
         return "".join(lines).encode("utf-8", "surrogateescape")

@@ -20,19 +20,16 @@ UNFINISHED = "unfinished"
 
 @dataclass
 class FileState:
-    """One file that the lane manages, and its digest.
+    """One file that the lane manages: its digest, and the patches in it.
 
-    applied: the patches in it, or None when its bytes are none that the lane makes. other says what
-    they are then: OUTDATED, left by another release of the lane, with the original kept;
-    UNFINISHED, found or written by a run that is not finished; else DRIFTED.
+    strange: "" for bytes that the lane makes; else what they are: OUTDATED, left by another release
+    of the lane, with the original kept; UNFINISHED, found or written by a run that is not finished;
+    else DRIFTED.
     """
 
     found: str
-    applied: frozenset[str] | None = None
-    other: str = DRIFTED
-
-    def is_a(self, condition: str) -> bool:
-        return self.applied is None and self.other == condition
+    applied: frozenset[str] = frozenset()
+    strange: str = ""
 
 
 @dataclass
@@ -71,7 +68,7 @@ class PackageState:
         """One of the six states above, and the files that make it so (drifted, half applied)."""
         files = {file.path: self.files[file.path] for file in patch.files}
         for condition in (DRIFTED, UNFINISHED, OUTDATED):
-            if those := [path for path, file in files.items() if file.is_a(condition)]:
+            if those := [path for path, file in files.items() if file.strange == condition]:
                 return condition, those
         without = [path for path, file in files.items() if patch.id not in file.applied]
         if not without:
@@ -91,7 +88,7 @@ class PackageState:
         if file.found == wanted:
             return live.read_bytes()
         data = Store(self.installed.site).original(wanted)
-        if data is None and file.applied and file.found in [link.after for link in chain]:
+        if data is None and file.found in [link.after for link in chain]:
             data = live.read_bytes()
             for link in reversed(chain):
                 if link.id in file.applied:
@@ -122,25 +119,24 @@ class PackageState:
                 )
         return diffs.compose(original, chain, ids)
 
-    def examine(self, path: str) -> FileState:
-        """A file: after the first n patches, some of them, of another release, or drifted."""
-        store, kept = Store(self.installed.site), self.entry.files.get(path)
-        file = self.files[path] = FileState(digest(store.site / path))
-        chain = self.links.get(path, [])
-        stages = [chain[0].before, *(link.after for link in chain)] if chain else []
-        if file.found in stages:
-            file.applied = frozenset(link.id for link in chain[: stages.index(file.found)])
-        elif kept and not chain and file.found == kept.before:
-            file.applied = frozenset()
-        elif kept and file.found == kept.after:
-            whole = kept.before == ABSENT or store.original(kept.before) is not None
-            file.other = OUTDATED if whole or not chain else DRIFTED
-            if whole and chain:
-                some = frozenset(self.entry.patches).intersection(link.id for link in chain)
-                with contextlib.suppress(PatchError):
-                    if sha256(self.composed(path, some)) == file.found:
-                        file.applied = some
-        return file
+    def examine(self, path: str) -> None:
+        """Read a file: after the first n patches, some of them, of another release, or drifted."""
+        chain, kept = self.links.get(path, []), self.entry.files.get(path)
+        stages = [chain[0].before if chain else kept.before, *(link.after for link in chain)]
+        found = digest(self.installed.site / path)
+        file = self.files[path] = FileState(found)
+        if found in stages:
+            file.applied = frozenset(link.id for link in chain[: stages.index(found)])
+            return
+        file.strange = DRIFTED
+        if kept and found == kept.after:
+            store = Store(self.installed.site)
+            if not chain or kept.before == ABSENT or store.original(kept.before) is not None:
+                file.strange = OUTDATED
+            some = frozenset(self.entry.patches).intersection(link.id for link in chain)
+            with contextlib.suppress(PatchError):
+                if chain and sha256(self.composed(path, some)) == found:
+                    file.applied, file.strange = some, ""
 
 
 def read(manifest: Manifest, package: str, folder: Path | None = None) -> PackageState:
@@ -172,8 +168,8 @@ def read(manifest: Manifest, package: str, folder: Path | None = None) -> Packag
         state.examine(path)
     for action in actions or _unfinished(kept, package)[1]:  # a run may have begun meanwhile
         file = state.files.get(action.path)
-        if file and file.is_a(DRIFTED) and file.found in (action.before, action.after):
-            file.other = UNFINISHED
+        if file and file.strange == DRIFTED and file.found in (action.before, action.after):
+            file.strange = UNFINISHED
     return state
 
 
@@ -214,7 +210,7 @@ def status(manifest: Manifest, folder: Path | None = None) -> list[dict[str, Any
             condition, files = found.of(patch)
             patches.append({"id": patch.id, "state": condition, "files": files})
         known = {file.path for patch in found.patches for file in patch.files}
-        outdated = [path for path, file in found.files.items() if file.is_a(OUTDATED)]
+        outdated = [path for path, file in found.files.items() if file.strange == OUTDATED]
         row = {
             "package": found.package,
             "pinned": found.pinned,

@@ -16,10 +16,9 @@ import os
 import re
 import shutil
 import socket
-import stat
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -131,12 +130,8 @@ class Store:
         the store: it would lead our writes and removals elsewhere."""
         folders = {self.path, self.stage, self.path / "pristine"}
         for path in (*folders, self._lock, self.journal, self.site / LEDGER):
-            try:
-                mode = os.lstat(path).st_mode
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            is_own = stat.S_ISDIR if path in folders else stat.S_ISREG
-            if not is_own(mode):
+            is_own = path.is_dir() if path in folders else path.is_file()
+            if path.is_symlink() or (path.exists() and not is_own):
                 kind = "folder" if path in folders else "regular file"
                 raise PatchError(f"{path} is no {kind}, so the lane did not make it: delete it")
 
@@ -241,7 +236,7 @@ class Store:
         except BlockingIOError:
             return self._holder_text()
         except OSError:
-            return None
+            pass
         return None
 
     def _holder_text(self) -> str:
@@ -265,7 +260,7 @@ def _typed(value: Any, kind: Any) -> Any:
     if of is dict:
         return {key: _typed(each, hints[1]) for key, each in value.items()}
     if is_dataclass(kind):
-        types = {each.name: each.type for each in fields(kind)}
+        types = kind.__annotations__
         return kind(**{key: _typed(each, types[key]) for key, each in value.items()})
     return value
 

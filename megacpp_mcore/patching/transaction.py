@@ -13,7 +13,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -21,14 +21,7 @@ from typing import NamedTuple
 from megacpp_mcore.files import sync, write_atomically
 from megacpp_mcore.patching import InterruptedRun, PatchError, site
 from megacpp_mcore.patching.manifest import ABSENT, sha256
-from megacpp_mcore.patching.store import Action, Entry, Journal, Store, digest
-
-# Called before each single change to the disk with its name: tests end the process there.
-Step = Callable[[str], None]
-
-
-def no_step(name: str) -> None:
-    """The Step of every run but a test's."""
+from megacpp_mcore.patching.store import Action, Entry, Journal, Kept, Store, digest
 
 
 class Switch(NamedTuple):
@@ -54,33 +47,23 @@ class Plan:
     originals: list[bytes] = field(default_factory=list)
 
     def add(
-        self,
-        path: str,
-        data: bytes | None,
-        mode: int,
-        before: str,
-        package: str,
-        original: str = "",
+        self, path: str, data: bytes | None, before: str, package: str, kept: Kept | None = None
     ) -> None:
-        """One more file, unless it is as it shall be.
-
-        original: the wheel's digest of a patched file; "" for bookkeeping.
-        """
-        after, staged, patched = sha256(data), str(len(self.switches)), bool(original)
+        """One more file, unless it is as it shall be. kept: None for bookkeeping."""
+        after, staged = sha256(data), str(len(self.switches))
         if before != after:
-            action = Action(path, before, original or before, after, package, patched, staged)
+            original = kept.before if kept else before
+            action = Action(path, before, original, after, package, kept is not None, staged)
+            mode = kept.mode if kept else file_mode(self.store.site / path)
             self.switches.append(Switch(action, data, mode))
 
 
 def file_mode(path: Path) -> int:
     """The permission bits of a file, 0o644 when there is none."""
-    try:
-        return stat.S_IMODE(path.stat().st_mode)
-    except FileNotFoundError:
-        return 0o644
+    return stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
 
 
-def stage(plan: Plan, operation: str, step: Step = no_step) -> None:
+def stage(plan: Plan, operation: str) -> None:
     """Write every new file, and a copy of the one it replaces, to `stage/`; then the journal.
 
     Needs the lock. Raises PatchError, with nothing changed, when the disk refuses.
@@ -93,17 +76,14 @@ def stage(plan: Plan, operation: str, step: Step = no_step) -> None:
         shutil.rmtree(store.stage, ignore_errors=True)
         store.stage.mkdir()
         for data in plan.originals:
-            step("keep an original")
             store.keep(data)
         for action, data, mode in plan.switches:
             old, new = store.site / action.path, store.stage / action.staged
-            step(f"stage {action.path}")
             if data is not None:
                 _stage_one(new, old, data, mode)
             if action.before != ABSENT:
                 _stage_one(new.with_suffix(".old"), old, old.read_bytes(), file_mode(old))
         sync(store.stage)
-        step("write the journal")
         write_atomically(store.journal, json.dumps({"schema": 1, **asdict(journal)}, indent=1))
     except OSError as error:
         with contextlib.suppress(OSError):  # if it stays, status says so and the next run finishes
@@ -117,20 +97,17 @@ def _stage_one(path: Path, target: Path, data: bytes, mode: int) -> None:
     with open(path, "wb") as file:
         file.write(data)
         os.fchmod(file.fileno(), mode)
-        try:
-            old = os.stat(target)
-        except FileNotFoundError:
-            old = None
+        old = target.stat() if target.exists() else None
         if old and os.geteuid() == 0:  # root works on an environment of someone else
             os.fchown(file.fileno(), old.st_uid, old.st_gid)
         file.flush()
         os.fsync(file.fileno())
     # A .pyc counts as current when its source's whole second and size are the ones it names.
-    if old and int(old.st_mtime) >= int(os.stat(path).st_mtime):
+    if old and int(old.st_mtime) >= int(path.stat().st_mtime):
         os.utime(path, (old.st_atime, int(old.st_mtime) + 1))
 
 
-def finish(store: Store, step: Step = no_step, again: bool = True) -> tuple[bool, str]:
+def finish(store: Store, again: bool = True) -> tuple[bool, str]:
     """Complete the run that the journal describes. Returns (whether it was completed, a sentence).
 
     again: this finishes an earlier run. A package that was removed or changed since is left alone.
@@ -150,29 +127,28 @@ def finish(store: Store, step: Step = no_step, again: bool = True) -> tuple[bool
         replace(each, before=each.after, after=each.before, staged=f"{each.staged}.old")
         for each in reversed(actions)
     ]
-    patched = [each for each in actions if each.patched]
-    blocked = _first_blocked(store, actions)
+    patched, unpatched = ([each for each in way if each.patched] for way in (actions, back))
+    blocked = _blocked(store, *patched)
     if not patched and len(actions) < len(journal.actions):
         blocked = "the package is not the one it was"
     # A file that a patch creates may survive a reinstall, so it does not show that none took place.
     undo = blocked and any(
         digest(store.site / each.path) == each.after != each.original != ABSENT for each in patched
     )
-    if undo and _first_blocked(store, back):
+    if undo and _blocked(store, *unpatched):
         raise PatchError(
             f"{run} was interrupted and cannot be finished: {blocked}. Reinstall the package (pip "
             f"install --force-reinstall --no-deps), then run this again"
         )
     try:
         try:
-            _switch(store, () if blocked else actions, step)
+            _switch(store, () if blocked else actions)
         except OSError as error:
             final = again or isinstance(error, PermissionError)
-            if not final or _first_blocked(store, back):
+            if not final or _blocked(store, *unpatched):
                 raise
             blocked, undo = str(error), True
-        _switch(store, back if undo else (), step)
-        step("remove the journal")
+        _switch(store, back if undo else ())
         store.journal.unlink()
         sync(store.path)
     except OSError as error:
@@ -193,36 +169,29 @@ def _version(store: Store, package: str) -> str | None:
         return found.version if found else None
 
 
-def _first_blocked(store: Store, actions: Sequence[Action]) -> str:
-    reasons = (_blocked(store, each) for each in actions if each.patched)
-    return next(filter(None, reasons), "")
-
-
-def _blocked(store: Store, action: Action) -> str:
-    """Why a file cannot be switched: changed by someone else, or no staged copy; else ""."""
-    now = digest(store.site / action.path)
-    if now not in (action.before, action.after):
-        return f"{action.path} was changed by someone else since"
-    if action.after not in (ABSENT, now, digest(store.stage / action.staged)):
-        return f"the staged copy of {action.path} is missing or damaged"
+def _blocked(store: Store, *actions: Action) -> str:
+    """Why one of them cannot be switched: changed by someone else, or no staged copy; else ""."""
+    for action in actions:
+        now = digest(store.site / action.path)
+        if now not in (action.before, action.after):
+            return f"{action.path} was changed by someone else since"
+        if action.after not in (ABSENT, now, digest(store.stage / action.staged)):
+            return f"the staged copy of {action.path} is missing or damaged"
     return ""
 
 
-def _switch(store: Store, actions: Sequence[Action], step: Step) -> None:
+def _switch(store: Store, actions: Sequence[Action]) -> None:
     # RECORD may be someone else's by now; the next plan puts its rows right.
     for action in [each for each in actions if not _blocked(store, each)]:
         path = store.site / action.path
         if digest(path) != action.after:
-            step(f"switch {action.path}")
             if action.after == ABSENT:
                 path.unlink()
             else:
                 os.replace(store.stage / action.staged, path)
             sync(path.parent)
-        if path.suffix == ".py":
-            step(f"remove the .pyc of {action.path}")
-            for file in bytecode(path):
-                file.unlink(missing_ok=True)
+        for file in bytecode(path) if path.suffix == ".py" else ():
+            file.unlink(missing_ok=True)
 
 
 def bytecode(source: Path) -> list[Path]:

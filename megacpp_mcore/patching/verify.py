@@ -81,7 +81,7 @@ def verify(
     selected = manifest.select(only)
     states = [state.read(manifest, package, folder) for package in manifest.packages]
     for each in states:
-        drifted = [path for path, file in each.files.items() if file.applied is None]
+        drifted = [path for path, file in each.files.items() if file.strange]
         reason = each.problem or each.interrupted
         if reason or drifted:
             reason = reason or f"{each.installed.site / drifted[0]} was changed outside this lane"

@@ -5,6 +5,7 @@ import hashlib
 import os
 import signal
 import stat
+import sys
 import traceback
 from pathlib import Path
 
@@ -133,13 +134,28 @@ def refused(function, message, *arguments) -> None:
     assert snapshot(site) == before
 
 
-def in_child(function):
-    """Start `function` in a forked child; returns its pid."""
+# what Python reports before it changes the disk -> which of its arguments is the path
+_CHANGES = {"open": 0, "os.mkdir": 0, "os.remove": 0, "os.rename": 1, "os.rmdir": 0}
+
+
+def in_child(function, step=None):
+    """Start `function` in a forked child; returns its pid.
+
+    step(path) is called there before each single change to the disk.
+    """
     child = os.fork()
     if child:
         return child
+
+    def audit(event, arguments):
+        writes = event != "open" or arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if event in _CHANGES and writes:
+            step(str(arguments[_CHANGES[event]]))
+
     status = 1
     try:
+        if step:
+            sys.addaudithook(audit)
         function()
         status = 0
     except BaseException:
@@ -175,25 +191,30 @@ def two_sets(lane, site, ids=()):
 
 
 class DiesAt:
-    """A Step that kills its process at the n-th step."""
+    """A step that kills its process at the n-th change to the disk."""
 
     def __init__(self, number):
         self.left = number
 
-    def __call__(self, name):
+    def __call__(self, path):
         self.left -= 1
         if self.left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def is_switch(site, path):
+    """Whether a change to the disk is that of a file of a package, not of the lane's own."""
+    return path.startswith(f"{site}/") and FOLDER not in path and not path.endswith(".pyc")
+
+
 def kill_between_switches(lane, site, operation=apply, switches=1):
     """Leave a run broken off after some of its files were switched."""
 
-    def step(name):
-        if name.startswith("switch"):
+    def step(path):
+        if is_switch(site, path):
             step.seen += 1
             if step.seen == switches + 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     step.seen = 0
-    assert not outcome(in_child(lambda: operation(lane, site, step=step)))
+    assert not outcome(in_child(lambda: operation(lane, site), step))

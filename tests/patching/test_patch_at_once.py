@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from fakelane import content, in_child, outcome
+from fakelane import content, in_child, is_switch, outcome
 
 from megacpp_mcore.patching import PatchError, state
 from megacpp_mcore.patching.operations import apply, revert
@@ -26,11 +26,12 @@ def test_two_at_once_the_second_waits(lane, site, sets):
 def test_two_at_once_the_second_is_refused_after_its_wait(lane, site):
     reader, writer = os.pipe()
 
-    def step(name):
-        os.write(writer, b"x")
-        time.sleep(60)
+    def step(path):
+        if path.endswith("/stage"):
+            os.write(writer, b"x")
+            time.sleep(60)
 
-    child = in_child(lambda: apply(lane, site, step=step))
+    child = in_child(lambda: apply(lane, site), step)
     os.read(reader, 1)
     started = time.monotonic()
     with pytest.raises(PatchError, match=rf"another `megacpp patch` .*pid {child} on .*0.1 s"):
@@ -77,12 +78,12 @@ def test_a_lock_whose_file_was_removed_is_no_lock(site, monkeypatch):
 def test_status_during_a_run_says_who_works(lane, site):
     reader, writer = os.pipe()
 
-    def step(name):
-        if name.startswith("switch"):
+    def step(path):
+        if is_switch(site, path):
             os.write(writer, b"x")
             time.sleep(60)
 
-    child = in_child(lambda: apply(lane, site, step=step))
+    child = in_child(lambda: apply(lane, site), step)
     os.read(reader, 1)
     assert f"in progress (pid {child} on" in state.status(lane, site)[0]["interrupted"]
     os.kill(child, signal.SIGKILL)

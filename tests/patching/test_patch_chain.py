@@ -45,8 +45,21 @@ def test_a_patch_on_another_ones_lines_names_it(middle, last):
     with pytest.raises(DependencyError, match="'first'") as caught:
         diffs.compose(ONE, links, {"second"})
     assert caught.value.needs == "first"
-    assert diffs.closure(ONE, links, {"second"}) == {"first", "second"}
+    assert diffs.closure([(ONE, links)], "second") == {"first", "second"}
     assert diffs.compose(ONE, links, {"first", "second"}) == last
+
+
+def test_a_patch_needs_whoever_wrote_the_last_line_that_it_shows():
+    below = edit(ONE, (b"one = 8\n", b"one = 8\nadded = 1\n"))
+    above = edit(below, (b"one = 6\n", b"one = 66\n"))  # its third line of context is the other's
+    with pytest.raises(DependencyError, match="'below'"):
+        diffs.compose(ONE, [link("below", ONE, below), link("above", below, above)], {"above"})
+
+
+def test_what_is_needed_needs_more():
+    versions = [ONE, ADDS, CHANGES_ADDED, edit(CHANGES_ADDED, (b"added = 2", b"added = 3"))]
+    links = [link(name, *versions[n : n + 2]) for n, name in enumerate("abc")]
+    assert diffs.closure([(ONE, links)], "c") == {"a", "b", "c"}
 
 
 def test_equal_lines_are_told_apart():

@@ -217,8 +217,8 @@ def test_the_default_site_is_the_first_on_the_path(here, lane, site, tmp_path, m
     assert (second / "fakepkg/new.py").exists() and not (site / "fakepkg/new.py").exists()
 
 
-def test_a_site_of_its_own_for_each_package(lane, site, tmp_path, monkeypatch):
-    """A package from the base environment under a venv: both sites are patched, each on its own."""
+def with_another_package(lane, tmp_path):
+    """The lane with `omega` for otherpkg."""
     other = make_lane(
         tmp_path / "lane2", {"omega": {"otherpkg/x.py": (b"a\n", b"b\n")}}, package="otherpkg"
     )
@@ -227,12 +227,27 @@ def test_a_site_of_its_own_for_each_package(lane, site, tmp_path, monkeypatch):
     path.write_text(path.read_text() + text)
     for name in ("omega.patch", "reproducers/omega.py"):
         (lane.lane / name).write_bytes((other / name).read_bytes())
+    return manifest.load(lane.lane)
+
+
+def test_a_site_of_its_own_for_each_package(lane, site, tmp_path, monkeypatch):
+    """A package from the base environment under a venv: both sites are patched, each on its own."""
     base = make_site(tmp_path / "base", {"otherpkg/x.py": b"a\n"}, name="otherpkg")
     monkeypatch.syspath_prepend(str(base))
     monkeypatch.syspath_prepend(str(site))
-    both = manifest.load(lane.lane)
+    both = with_another_package(lane, tmp_path)
     assert apply(both).applied == {"fakepkg": ("alpha", "beta", "gamma"), "otherpkg": ("omega",)}
     assert (base / "otherpkg/x.py").read_bytes() == b"b\n"
     assert (base / ".megacpp_patches").is_dir() and (site / ".megacpp_patches").is_dir()
     revert(both)
     assert (base / "otherpkg/x.py").read_bytes() == b"a\n"
+
+
+def test_a_site_where_nothing_is_to_do_may_be_read_only(lane, site, tmp_path, monkeypatch):
+    base = make_site(tmp_path / "base", {"otherpkg/x.py": b"a\n"}, name="otherpkg")
+    both = with_another_package(lane, tmp_path)
+    monkeypatch.syspath_prepend(str(base))
+    monkeypatch.syspath_prepend(str(site))
+    apply(both, None, ["omega"])
+    monkeypatch.setattr("os.access", lambda path, mode: base not in (path, *path.parents))
+    assert apply(both).applied == {"fakepkg": ("alpha", "beta", "gamma"), "otherpkg": ("omega",)}

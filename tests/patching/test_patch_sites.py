@@ -94,12 +94,12 @@ def test_what_is_no_file_is_a_drifted_one(lane, site, make, patched):
     assert not (site / ONE_PATH).is_file()
 
 
-def test_a_record_that_is_no_utf8_keeps_its_bytes(lane, site):
+def test_a_record_that_is_no_utf8_or_repeats_itself_keeps_its_bytes(lane, site):
     record = site / "fakepkg-1.0.dist-info/RECORD"
-    record.write_bytes(b"fakepkg/caf\xe9.txt,,\n" + record.read_bytes())
+    record.write_bytes(b"fakepkg/caf\xe9.txt,,\n\nx,,\nx,,\n\n" + record.read_bytes())
     before = snapshot(site)
     apply(lane, site)
-    assert record.read_bytes().count(b"fakepkg/caf\xe9.txt,,\n") == 1
+    assert record.read_bytes().count(b"fakepkg/caf\xe9.txt,,\n\nx,,\nx,,\n\n") == 1
     revert(lane, site)
     assert snapshot(site) == before
 
@@ -219,6 +219,7 @@ def test_two_packages_and_one_absent(site, tmp_path):
     outcome = apply(both, site)
     assert outcome.notes == ("otherpkg is not installed: its 1 patches are left out",)
     refused(apply, "otherpkg 1.0 is not installed", both, site, ["omega"])
+    assert apply(both, site, ["alpha"]).notes == ()
     revert(both, site)
     make_site(site, {"otherpkg/x.py": b"a\n"}, name="otherpkg")
     before = snapshot(site)

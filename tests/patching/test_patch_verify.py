@@ -79,7 +79,8 @@ def test_verify_refuses_what_it_cannot_use(lane, site):
 
 
 def draft(name="delta", **fields):
-    return new.Draft(name, "why delta\n\nMore.", "never", **fields)
+    given = {"id": name, "reason": "why delta\n\nMore.", "drop_when": "never", "needs": "cpu"}
+    return given | {"upstream": {"state": "not-reported"}} | fields
 
 
 @pytest.fixture
@@ -97,12 +98,14 @@ def edited(tmp_path, proving_lane, site):
 
 
 def test_new_writes_a_patch_that_works(proving_lane, site, edited, tmp_path):
-    written, proof = new.new(proving_lane.lane, draft(), edited, tmp_path / "test_it.py", site)
+    given = draft(defect=3)
+    written, proof = new.new(proving_lane.lane, given, edited, tmp_path / "test_it.py", site)
     assert [path.name for path in written] == ["delta.patch", "delta.py", "manifest.toml"]
     assert proof.verdict == "proved"
     lane = manifest.load(proving_lane.lane)
     delta = lane.patches[-1]
-    assert delta.reason == "why delta\n\nMore."
+    assert (delta.reason, delta.defect) == ("why delta\n\nMore.", 3)
+    assert 'reason = """why delta\n\nMore."""' in (lane.lane / "manifest.toml").read_text()
     assert sorted(delta.diffs) == ["fakepkg/one.py", "fakepkg/sub/three.py"]
     assert delta.text.startswith(b"why delta\n\nMore.\n\ndiff --git a/fakepkg/one.py")
     apply(lane, site)
@@ -131,7 +134,7 @@ def test_new_refuses(proving_lane, site, edited, tmp_path):
     refused("has a patch 'alpha' already", a_draft=draft("alpha"))
     refused("'../up': a patch's id", a_draft=draft("../up"))
     refused("is not a folder", folder=tmp_path / "none")
-    refused("upstream: link: is missing", a_draft=draft(upstream=(("state", "open"),)))
+    refused("upstream: link: is missing", a_draft=draft(upstream={"state": "open"}))
     always = tmp_path / "always.py"
     always.write_text("import sys\nprint('always fine')\nsys.exit(0)\n")
     refused(
