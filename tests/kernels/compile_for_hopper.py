@@ -64,15 +64,18 @@ class Hopper:
         return GPUTarget("cuda", 90, 32)
 
 
-def compile_instead_of_launching() -> None:
+def compile_instead_of_launching(kernel: str = "") -> None:
+    """All kernels, or one alone."""
     driver.set_active(Hopper())
     launch = JITFunction.run
 
     def run(self, *args, grid, warmup, **options):
-        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        if self.__name__ != (kernel or self.__name__):
+            return
+        compiled = launch(self, *args, grid=grid, warmup=True, **options)
         versions = COMPILED.setdefault(f"{self.module}.{self.__name__}", [])
-        if kernel not in versions:
-            versions.append(kernel)
+        if compiled not in versions:
+            versions.append(compiled)
 
     JITFunction.run = run
 
