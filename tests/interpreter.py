@@ -4,7 +4,11 @@ It puts its own versions in the place of triton.language's functions for each la
 each function that a kernel calls; each time it searches the modules for those to replace. Here the
 search is done once, and a kernel's functions find what its launch has put there. Every operation
 makes types of blocks, each with its shape as a tuple of typed constants, and asks them how its two
-operands go together; what follows from the types alone is worked out once here.
+operands go together; what follows from the types alone is worked out once here. Operands keep their
+shapes where numpy, which computes the operation, broadcasts them itself; a reduction or scan by a
+kernel's own function takes all columns in one step, in the interpreter's order; and between
+bfloat16 and float32 there are two bytes more or less, which the interpreter finds bit by bit (and
+not at all where the exponent is zero).
 
 One thing is added: an integer of less than 64 bits that overflows is an error. The interpreter
 computes each integer operation again in 64 bits for that, and then, without its debug option, does
@@ -20,7 +24,8 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _search = inspect.getmembers
-_found: dict[int, list[tuple[str, Any]]] = {}
+_found: dict[int, list[tuple[str, Any]]] = {}  # id of a module or class -> its new functions
+_seen: dict[Any, set[str]] = {}  # function -> the modules that it sees
 _patch = interpreter._patch_lang
 _launch: "_Launch | None" = None
 
@@ -44,7 +49,9 @@ def _patch_once(fn: Any) -> _Launch:
     has what that function's module sees and the kernel's does not."""
     global _launch
     _launch = _launch or _Launch()
-    seen = {value.__name__ for value in fn.__globals__.values() if value is tl or value is tl.core}
+    if not (seen := _seen.get(fn)):
+        values = fn.__globals__.values()
+        seen = _seen[fn] = {value.__name__ for value in values if value is tl or value is tl.core}
     if not seen <= _launch.modules:
         _launch.modules |= seen
         _launch.scopes.append(_patch(fn))
@@ -54,10 +61,26 @@ def _patch_once(fn: Any) -> _Launch:
 def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
     """As the interpreter's."""
     if id(package) not in _found:
-        members = _search(package)
-        _found[id(package)] = [(n, member) for n, member in members if tl.core.is_builtin(member)]
+        semantic = TritonSemantic(builder)
+        _found[id(package)] = [
+            (name, _interpreted(member, semantic))
+            for name, member in _search(package)
+            if tl.core.is_builtin(member)
+        ]
     for name, member in _found[id(package)]:
-        interpreter._patch_attr(package, name, member, builder, scope)
+        scope.set_attr(package, name, member)
+
+
+def _interpreted(member: Any, semantic: TritonSemantic) -> Any:
+    """A function of triton.language that computes; around most is one that asks who computes."""
+    if member.__code__ is tl.core.add.__code__:
+        member = member.__wrapped__
+
+    def call(*args: Any, **options: Any) -> Any:
+        options["_semantic"] = semantic
+        return member(*args, **options)
+
+    return call
 
 
 _patch_tensor_as_it_is = interpreter._patch_lang_tensor
@@ -70,6 +93,7 @@ def _patch_tensor(tensor: Any, scope: Any) -> None:
 
 
 _blocks: dict[tuple, dict[str, Any]] = {}  # (name of the elements' type, shape) -> a block type's
+_of: dict[tuple[str, str], Any] = {}  # (name of a block type, of a type) -> a block of that type
 _tensors: dict[str, tuple[Any, Any]] = {}  # name of a type -> (numel, shape) of its tensors
 _dtypes: dict[str, Any] = {}  # name of a type -> numpy's
 _init_block, _init_tensor = tl.block_type.__init__, tl.tensor.__init__
@@ -78,14 +102,22 @@ _equal, _numpy_dtype = tl.dtype.__eq__, interpreter._get_np_dtype
 
 def _init_block_once(self: Any, element_ty: Any, shape: Any) -> None:
     values = shape.values if type(shape) is tl.tuple else shape
-    key = (element_ty.name, *(v.value if type(v) is tl.constexpr else v for v in values))
-    if type(element_ty) is not tl.dtype:  # a pointer's name does not tell all of it
-        _init_block(self, element_ty, shape)
-    elif key in _blocks:
-        self.__dict__.update(_blocks[key])
-    else:
+    key = (element_ty.name, *[v.value if type(v) is tl.constexpr else v for v in values])
+    if key not in _blocks:
         _init_block(self, element_ty, shape)
         _blocks[key] = dict(self.__dict__)
+    else:
+        self.__dict__.update(_blocks[key])
+        self.element_ty = element_ty  # a pointer's name does not tell all of it
+
+
+def _with_element_ty_once(self: Any, scalar_ty: Any) -> Any:
+    if type(scalar_ty) is not tl.dtype:
+        return tl.block_type(scalar_ty, self.shape)
+    key = self.name, scalar_ty.name
+    if key not in _of:
+        _of[key] = tl.block_type(scalar_ty, self.shape)
+    return _of[key]
 
 
 def _init_tensor_once(self: Any, handle: Any, type: Any) -> None:
@@ -133,8 +165,13 @@ def _changed(new: Any, old: Any) -> tuple[Any, Any]:
 
 
 def _broadcast_to(x: Any, kind: Any) -> Any:
-    """x in the shape of a block type. A pointer's name does not tell all of it: its type stays."""
-    data, element = np.broadcast_to(x.handle.data, kind.shape.values), x.type.scalar
+    """x in the shape of a block type."""
+    return _typed(x, np.broadcast_to(x.handle.data, kind.shape.values), kind)
+
+
+def _typed(x: Any, data: Any, kind: Any) -> Any:
+    """data with x's elements. A pointer's name does not tell all of it: its type stays."""
+    element = x.type.scalar
     if element.is_ptr():
         kind = tl.block_type(element, kind.shape)
     return tl.tensor(interpreter.TensorHandle(data, element), kind)
@@ -173,7 +210,99 @@ def _constant(x: Any) -> Any:
 def _as(self: Any, x: Any, kind: Any) -> Any:
     if x.type.scalar.name != kind.scalar.name:
         x = self.cast(x, kind.scalar)
-    return x if x.type.name == kind.name else _broadcast_to(x, kind)
+    return x if x.type.name == kind.name else _typed(x, x.handle.data, kind)  # numpy broadcasts
+
+
+_unwrap, _to_tensor = tl.core._unwrap_if_constexpr, TritonSemantic.to_tensor
+
+
+def _unwrap_at_once(o: Any) -> Any:
+    return o if type(o) is tl.tensor else _unwrap(o)
+
+
+def _to_tensor_at_once(self: Any, x: Any, check_type: bool = True) -> Any:
+    return x if type(x) is tl.tensor else _to_tensor(self, x, check_type)
+
+
+_widths: dict[str, int] = {}  # name of a type -> bits of its elements in numpy
+_convert = interpreter._convert_float
+
+
+def _width(kind: Any) -> int:
+    if kind.name not in _widths:
+        pointer = isinstance(kind, tl.pointer_type)
+        _widths[kind.name] = 64 if pointer else max(8, kind.primitive_bitwidth)
+    return _widths[kind.name]
+
+
+def _init_handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+    if data.itemsize * 8 > _width(dtype):
+        self.__post_init__()  # says what is wrong
+
+
+def _binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+    output, kind = op(lhs.data, rhs.data), lhs.dtype.scalar
+    if output.itemsize * 8 > _width(kind):
+        output = output.astype(_numpy_dtype_once(kind))
+    return interpreter.TensorHandle(output, kind)
+
+
+def _convert_float(x: Any, old: Any, new: Any, rounding_mode: Any) -> Any:
+    """What bfloat16 has no room for is cut off, as the interpreter does it."""
+    if rounding_mode is None and old == tl.float32 and new == tl.bfloat16:
+        return (x.view(np.uint32) >> 16).astype(np.uint16)
+    if old == tl.bfloat16 and new == tl.float32:
+        return x.astype(np.uint32) << 16
+    return _convert(x, old, new, rounding_mode)
+
+
+_reduce, _scan = interpreter.ReduceOps.generic_reduce, interpreter.ScanOps.generic_scan
+
+
+def _steps(self: Any, given: Any) -> list[tuple[Any, ...]] | None:
+    """What a function of two has made of the first one, two, three... places along the axis, for
+    all other places at once; None where it returns other types than it is given."""
+    data, kinds = [x.handle.data for x in given], [x.dtype for x in given]
+    places = [
+        tuple(self.to_tensor(d.take(i, self.axis), k) for d, k in zip(data, kinds, strict=True))
+        for i in range(data[0].shape[self.axis])
+    ]
+    found = places[:1]
+    for place in places[1:]:
+        made = self.combine_fn.fn(*found[-1], *place)
+        made = made if isinstance(made, tuple) else (made,)
+        if [getattr(x, "dtype", None) for x in made] != kinds:
+            return None
+        found.append(made)
+    return found
+
+
+def _shaped(x: Any, like: Any, axis: int) -> Any:
+    """The data of one step, which is one number where there is no other axis."""
+    return x.handle.data.reshape(like.shape[:axis] + like.shape[axis + 1 :])
+
+
+def _generic_reduce(self: Any, given: Any) -> Any:
+    if self.axis is None or not (steps := _steps(self, given)):
+        return _reduce(self, given)
+    found = []
+    for x, made in zip(given, steps[-1], strict=True):
+        data = _shaped(made, x.handle.data, self.axis)
+        data = np.expand_dims(data, self.axis) if self.keep_dims else data
+        found.append(self.to_tensor(data, x.dtype))
+    return found
+
+
+def _generic_scan(self: Any, given: Any) -> Any:
+    if not (steps := _steps(self, given)):
+        return _scan(self, given)
+    return [
+        self.to_tensor(
+            np.stack([_shaped(y, x.handle.data, self.axis) for y in made], self.axis), x.dtype
+        )
+        for x, made in zip(given, zip(*steps, strict=True), strict=True)
+    ]
 
 
 _EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
@@ -196,6 +325,14 @@ def search_once() -> None:
     TritonSemantic.binary_op_type_checking_impl = _check_operands_once
     TritonSemantic.binary_op_sanitize_overflow_impl = _assert_no_overflow
     tl.block_type.__init__, tl.tensor.__init__ = _init_block_once, _init_tensor_once
+    TritonSemantic.to_tensor = _to_tensor_at_once
+    tl.core._unwrap_if_constexpr = tl._unwrap_if_constexpr = _unwrap_at_once
+    tl.block_type.with_element_ty = _with_element_ty_once
     tl.dtype.__eq__, interpreter._get_np_dtype = _equal_at_once, _numpy_dtype_once
+    interpreter.TensorHandle.__init__ = _init_handle
+    interpreter.InterpreterBuilder.binary_op = _binary_op
+    interpreter._convert_float = _convert_float
+    interpreter.ReduceOps.generic_reduce = _generic_reduce
+    interpreter.ScanOps.generic_scan = _generic_scan
     interpreter._patch_lang, interpreter._patch_lang_tensor = _patch_once, _patch_tensor
     interpreter._patch_builtin = _patch_builtin

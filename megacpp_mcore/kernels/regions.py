@@ -110,64 +110,78 @@ def worst(
     """
     truth = _with_an_axis(truth)
     error = _with_an_axis(actual).to(truth.dtype) - truth
-    cells = _Cells(
-        grid(error.square()), grid(error * truth), grid(truth.square()),
-        grid(torch.as_tensor(floor, device=truth.device).square().expand(truth.shape)),
-        rounding, truth.shape, allowed, torch.finfo(actual.dtype).eps,
-        torch.finfo(truth.dtype).eps,
+    allowance = torch.as_tensor(floor, device=truth.device).square().expand(truth.shape)
+    sums = (
+        grid(error.square()), grid(truth.square()), rounding.squared, grid(allowance),
+        grid(error * truth), *(draw.product for draw in rounding.draws),
     )  # fmt: skip
+    eps, wide_eps = torch.finfo(actual.dtype).eps, torch.finfo(truth.dtype).eps
+    cells = _Cells(torch.stack(sums), truth.shape, allowed, eps, wide_eps)
     found = [d for parts in _views(truth.shape) for d in cells.distances(parts)]
-    return max(found, key=lambda distance: distance.share)
+    return max(found, key=lambda region: region.distance.share).in_words(truth.shape)
+
+
+@dataclass(frozen=True)
+class _Region:
+    """A distance without its words; `at` is the region's place in a view of so many parts."""
+
+    distance: Distance
+    kind: str
+    at: int
+    parts: Sequence[int]
+
+    def in_words(self, shape: torch.Size) -> Distance:
+        index = torch.unravel_index(torch.tensor(self.at), tuple(self.parts))
+        spans = [
+            f"{-(-int(i) * n // p)}:{-(-(int(i) + 1) * n // p)}" if p > 1 else ":"
+            for i, n, p in zip(index, shape, self.parts, strict=True)
+        ]
+        where = f"{self.kind}[{', '.join(spans)}]"
+        return Distance(self.distance.error, self.distance.bound, where)
 
 
 @dataclass(frozen=True)
 class _Cells:
-    """Sums over the finest cells, and what they are judged by."""
+    """Sums over the finest cells, and what they are judged by.
 
-    squared: Tensor
-    product: Tensor
-    truth: Tensor
-    floor: Tensor
-    rounding: Rounding
+    sums: of the squares of the error, the truth, its rounding and the floor, then of the products
+    with the truth of the error and of each draw's. One tensor, as each view pools all of them.
+    """
+
+    sums: Tensor
     shape: torch.Size
     allowed: float
     eps: float
     wide_eps: float
 
-    def distances(self, parts: Sequence[int]) -> Iterator[Distance]:
+    def distances(self, parts: Sequence[int]) -> Iterator[_Region]:
         """The worst region of a view by its rms, and by its scale."""
-        error, truth, noise, floor = (
-            _pooled(x, parts).flatten().sqrt()
-            for x in (self.squared, self.truth, self.rounding.squared, self.floor)
-        )
+        pooled = _pooled(self.sums, [len(self.sums), *parts]).flatten(1)
+        squared_noise = pooled[2].sum()
+        error, truth, noise, floor = pooled[:4].sqrt()
         # What cancels to the wide dtype's own rounding has no size: the usual region's counts.
         usual_size = truth.square().mean().sqrt()
         vanishes = truth <= 1000 * self.wide_eps * usual_size
         size = torch.where(vanishes, usual_size, truth)
-        usual = torch.where(vanishes, self.rounding.squared.sum().sqrt() / len(noise) ** 0.5, noise)
-        relative = torch.maximum(usual / size, (usual / size).median())
+        usual = torch.where(vanishes, squared_noise.sqrt() / len(noise) ** 0.5, noise)
+        relative = usual / size
+        relative = torch.maximum(relative, relative.median())
         factor = torch.where(relative < _FINE, FACTOR_OF_FINE, FACTOR)
         values = math.prod(self.shape) / math.prod(parts)
         independent = factor * relative + self.allowed
-        bound = independent + floor / size
-        yield self._worst(error / size, bound, parts, "")
-        draws = [_pooled(draw.product, parts).flatten() for draw in self.rounding.draws]
-        scales = torch.stack(draws).abs() / size.square()
-        chance = torch.maximum(scales.amax(0), scales.median())
+        of_floor = floor / size
+        yield self._worst(error / size, independent + of_floor, parts, "")
+        product, *scales = pooled[4:].abs() / size.square()
+        chance = torch.stack(scales)
+        chance = torch.maximum(chance.amax(0), chance.median())
         share = max(1 / 8, min(1.0, 4 / values**0.5))
         left = torch.where(independent < _FINE, 1.0, share) * independent
-        bound = factor * chance + left + floor / size / 2 + self.eps
-        found = _pooled(self.product, parts).flatten().abs() / size.square()
-        yield self._worst(found, bound, parts, "scale ")
+        bound = factor * chance + left + of_floor / 2 + self.eps
+        yield self._worst(product, bound, parts, "scale ")
 
-    def _worst(self, found: Tensor, bound: Tensor, parts: Sequence[int], kind: str) -> Distance:
+    def _worst(self, found: Tensor, bound: Tensor, parts: Sequence[int], kind: str) -> _Region:
         at = int((found / bound).nan_to_num(nan=math.inf).argmax())
-        index = torch.unravel_index(torch.tensor(at), tuple(parts))
-        spans = [
-            f"{-(-int(i) * n // p)}:{-(-(int(i) + 1) * n // p)}" if p > 1 else ":"
-            for i, n, p in zip(index, self.shape, parts, strict=True)
-        ]
-        return Distance(float(found[at]), float(bound[at]), f"{kind}[{', '.join(spans)}]")
+        return _Region(Distance(found[at].item(), bound[at].item(), ""), kind, at, parts)
 
 
 def _views(shape: torch.Size) -> Iterator[list[int]]:
@@ -195,6 +209,9 @@ def _pooled(x: Tensor, parts: Sequence[int]) -> Tensor:
     for axis, number in enumerate(parts):
         length = x.shape[axis]
         if number == length:
+            continue
+        if number == 1:
+            x = x.sum(axis, keepdim=True)
             continue
         if length % number == 0:
             x = x.unflatten(axis, (number, length // number)).sum(axis + 1)

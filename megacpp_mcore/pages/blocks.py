@@ -1,5 +1,6 @@
 """Find the generated blocks of a page and fill them."""
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -41,11 +42,16 @@ class PageError(MegacppError):
 
 @dataclass(frozen=True)
 class Page:
-    """A page of a checkout: its path, its text, and the text with every block filled."""
+    """A page of the checkout at `root`."""
 
     path: Path
     text: str
-    filled: str
+    root: Path
+
+    @functools.cached_property
+    def filled(self) -> str:
+        """The text with every block filled, for which all receipts of the page are read."""
+        return fill(self.text, self.path, self.root)
 
 
 def fill(text: str, path: Path, root: Path) -> str:
@@ -76,8 +82,7 @@ def prose(text: str) -> str:
 def pages(root: Path) -> Iterator[Page]:
     """README.md and every page of docs/ of the checkout at `root`."""
     for path in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
-        text = path.read_text()
-        yield Page(path, text, fill(text, path, root))
+        yield Page(path, path.read_text(), root)
 
 
 def _up(path: Path, root: Path) -> str:

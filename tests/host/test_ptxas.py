@@ -96,10 +96,9 @@ folder, tests, *programs = sys.argv[1:]
 sys.path.insert(0, tests)
 import compile_for_hopper
 from megacpp_mcore.kernels.mla_up.case import MLAUpCase
-compile_for_hopper.compile_instead_of_launching()
+compile_for_hopper.compile_instead_of_launching("mla_up_q_weight_backward")
 compile_for_hopper.operator_of(MLAUpCase.samples()["odd-unlike"], "triton")
-kernels = {name.rpartition(".")[2]: of for name, of in compile_for_hopper.COMPILED.items()}
-(kernel,) = kernels["mla_up_q_weight_backward"]
+((kernel,),) = compile_for_hopper.COMPILED.values()
 ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
 ptx.write_text(kernel.asm["ptx"])
 for program in programs:

@@ -11,8 +11,11 @@ and nothing here has compiled.
 """
 
 import ast
+import bisect
 import contextlib
+import itertools
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -64,15 +67,18 @@ class Hopper:
         return GPUTarget("cuda", 90, 32)
 
 
-def compile_instead_of_launching() -> None:
+def compile_instead_of_launching(kernel: str = "") -> None:
+    """All kernels, or one alone."""
     driver.set_active(Hopper())
     launch = JITFunction.run
 
     def run(self, *args, grid, warmup, **options):
-        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        if self.__name__ != (kernel or self.__name__):
+            return
+        compiled = launch(self, *args, grid=grid, warmup=True, **options)
         versions = COMPILED.setdefault(f"{self.module}.{self.__name__}", [])
-        if kernel not in versions:
-            versions.append(kernel)
+        if compiled not in versions:
+            versions.append(compiled)
 
     JITFunction.run = run
 
@@ -174,25 +180,47 @@ def update(dtype: torch.dtype | None) -> None:
     adam.adam_(adam.table_of([adam.Shard(*parts, weight)]), torch.ones(()), **hyper)
 
 
-def printed(cubin: bytes, program: str, *options: str) -> str:
-    """What a program of CUDA's prints of a kernel's machine code."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+def printed(code: bytes, program: str, *options: str) -> str:
+    """What a program of CUDA's prints of machine code."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(code)
         file.flush()
         command = [program, *options, file.name]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def wrong_descriptors(cubin: bytes) -> list[str]:
-    """Instructions that add something else than a carry to the upper word of an operand's
-    descriptor, as Triton's own ptxas makes them (`megacpp_mcore.host.ptxas`).
+def instructions(cubin: bytes) -> bytes:
+    """The sections of an ELF file that hold code."""
+    (at,) = struct.unpack_from("<Q", cubin, 40)
+    size, number, names = struct.unpack_from("<3H", cubin, 58)
+    sections = [struct.unpack_from("<2I4Q", cubin, at + i * size) for i in range(number)]
+    found = []
+    for name, _, _, _, start, length in sections:
+        if cubin[sections[names][4] + name :].startswith(b".text."):
+            found.append(cubin[start : start + length])
+    return b"".join(found)
+
+
+def wrong_descriptors(*cubins: bytes) -> list[tuple[int, str]]:
+    """The numbers of the kernels with instructions that add something else than a carry to the
+    upper word of an operand's descriptor, as Triton's own ptxas makes them
+    (`megacpp_mcore.host.ptxas`), and the instructions.
 
     That word is a constant, with the kind of swizzle in its two upper bits; a register that it is
-    added to must hold zero.
+    added to must hold zero. All kernels are printed by one nvdisasm, which takes half a second to
+    start.
     """
-    wrong, last = [], {}
-    for line in printed(cubin, knobs.nvidia.nvdisasm.path, "-c").splitlines():
-        found = re.search(r"\*/\s+(?:@!?U?P\w+\s+)?(U\S+)\s+(\S+), (.*?) ?;", line)
+    parts = [instructions(cubin) for cubin in cubins]
+    ends = list(itertools.accumulate(map(len, parts)))
+    wrong, last, before, seen = [], {}, 0, 0
+    for line in printed(b"".join(parts), knobs.nvidia.nvdisasm.path, "-b", "SM90a").splitlines():
+        found = re.search(r"/\*([0-9a-f]+)\*/\s+(.*?) ?;", line)
+        if not found:
+            continue
+        seen += 1
+        kernel = bisect.bisect_right(ends, int(found[1], 16))
+        last, before = last if kernel == before else {}, kernel
+        found = re.fullmatch(r"(?:@!?U?P\w+\s+)?(U\S+)\s+(\S+), (.*)", found[2])
         if not found:
             continue
         name, target, operands = found.groups()
@@ -200,8 +228,9 @@ def wrong_descriptors(cubin: bytes) -> list[str]:
         added = re.match(r"UR\d+", operands)
         to_upper_word = name == "UIADD3.X" and added and numbers and (int(numbers[0], 16) >> 30) & 3
         if to_upper_word and last.get(added[0]) != ("UMOV", "URZ"):
-            wrong.append(line.strip())
+            wrong.append((kernel, line.strip()))
         last[target] = name, operands
+    assert seen == ends[-1] // 16, "nvdisasm has not printed every instruction"
     return wrong
 
 
@@ -254,10 +283,10 @@ def main(*overrides: str) -> None:
     for name, versions in sorted(COMPILED.items()):
         for kernel in versions:
             print(resources(kernel), name)
-    for name, versions in COMPILED.items():
-        versions = [kernel for kernel in versions if "wgmma" in kernel.asm["ptx"]]
-        for line in (w for kernel in versions for w in wrong_descriptors(kernel.asm["cubin"])):
-            sys.exit(f"{name} has a wrong descriptor: {line}")
+    named = [(name, kernel.asm) for name, versions in COMPILED.items() for kernel in versions]
+    named = [(name, asm["cubin"]) for name, asm in named if "wgmma" in asm["ptx"]]
+    for number, line in wrong_descriptors(*(cubin for _, cubin in named)):
+        sys.exit(f"{named[number][0]} has a wrong descriptor: {line}")
     if missed := sorted(launched() - COMPILED.keys()):
         sys.exit(f"not compiled: {', '.join(missed)}")
 
