@@ -5,6 +5,7 @@ import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import uuid
@@ -18,6 +19,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Inductor need not try each vector instruction of this CPU with a program and a Python that imports
 # torch, in every process that compiles: it makes scalar code.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
+# A shell starts what stands behind `&` deaf to Ctrl-C, and so would be all that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The suite keeps nothing for the user, and finds nothing of an earlier run.
 if "PYTEST_XDIST_WORKER" not in os.environ:
