@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
@@ -130,8 +131,12 @@ class Store:
         the store: it would lead our writes and removals elsewhere."""
         folders = {self.path, self.stage, self.path / "pristine"}
         for path in (*folders, self._lock, self.journal, self.site / LEDGER):
-            is_own = path.is_dir() if path in folders else path.is_file()
-            if path.is_symlink() or (path.exists() and not is_own):
+            try:
+                mode = os.lstat(path).st_mode  # once: another run may be making it
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            is_own = stat.S_ISDIR if path in folders else stat.S_ISREG
+            if not is_own(mode):
                 kind = "folder" if path in folders else "regular file"
                 raise PatchError(f"{path} is no {kind}, so the lane did not make it: delete it")
 

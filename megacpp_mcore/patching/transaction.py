@@ -60,7 +60,10 @@ class Plan:
 
 def file_mode(path: Path) -> int:
     """The permission bits of a file, 0o644 when there is none."""
-    return stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
+    try:
+        return stat.S_IMODE(path.stat().st_mode)
+    except FileNotFoundError:
+        return 0o644
 
 
 def stage(plan: Plan, operation: str) -> None:
@@ -97,7 +100,10 @@ def _stage_one(path: Path, target: Path, data: bytes, mode: int) -> None:
     with open(path, "wb") as file:
         file.write(data)
         os.fchmod(file.fileno(), mode)
-        old = target.stat() if target.exists() else None
+        try:
+            old = target.stat()
+        except FileNotFoundError:
+            old = None
         if old and os.geteuid() == 0:  # root works on an environment of someone else
             os.fchown(file.fileno(), old.st_uid, old.st_gid)
         file.flush()

@@ -23,6 +23,26 @@ def test_two_at_once_the_second_waits(lane, site, sets):
     assert not (site / FOLDER).exists()
 
 
+def test_a_folder_that_another_run_is_making_is_the_lanes_own(site):
+    """A third of the checks failed that looked twice, whether it is a folder and whether it is."""
+    store = Store(site)
+    pristine = store.path / "pristine"
+    store.path.mkdir()
+
+    def make_and_remove():
+        while True:
+            pristine.mkdir()
+            pristine.rmdir()
+
+    child = in_child(make_and_remove)
+    try:
+        for _ in range(1000):
+            store.check()
+    finally:
+        os.kill(child, signal.SIGKILL)
+    assert not outcome(child)
+
+
 def test_two_at_once_the_second_is_refused_after_its_wait(lane, site):
     reader, writer = os.pipe()
 
