@@ -231,7 +231,8 @@ def _best(name: str, request: list[str], shown: Sequence[Layout]) -> Iterator[st
         other = f"{fp32} is" if fp32 else "use --top 0 to see"
         yield from _wrapped(
             "",
-            "1 sums gradients over ranks in bf16, which changes the numbers of a run; "
+            "1 sums gradients over ranks in bf16, which changes the numbers of a run: the "
+            "loss of the one pair compared ended higher (docs/performance.md); "
             f"{other} the fastest in fp32.",
         )
 

@@ -198,7 +198,7 @@ class Precision:
     first_last_layers_bf16: bool = to_flag(False)
     num_layers_at_start_in_bf16: int = to_flag(1, FROM_ZERO)
     num_layers_at_end_in_bf16: int = to_flag(1, FROM_ZERO)
-    grad_reduce_in_bf16: bool = to_flag(False)
+    grad_reduce_in_bf16: bool = to_flag(False)  # the loss ended higher: docs/performance.md
     attention_softmax_in_fp32: bool = to_flag(False)
     deterministic_mode: bool = to_flag(False)
     cross_entropy_loss_fusion: bool = to_flag(False)
