@@ -11,8 +11,9 @@
 set -euo pipefail
 gpus=$1 data=$2 minutes=${3:-25} only=" ${*:4} "
 here=$(cd "$(dirname "$0")" && pwd)
-card=$(python -c 'import re, torch
-print(re.search(r"[A-Z]+\d+", torch.cuda.get_device_name())[0].lower())' 2>/dev/null || echo h200)
+card=h200
+[ "${DRY:-}" ] || card=$(python -c 'import re, torch
+print(re.search(r"[A-Z]+\d+", torch.cuda.get_device_name())[0].lower())')
 out=$here/receipts/$card
 work=${WORK:-runs/rerun}
 mkdir -p "$work" "$out"

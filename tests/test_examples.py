@@ -325,7 +325,10 @@ os.makedirs(os.path.dirname(to), exist_ok=True)
 shutil.copy({sample!r}, to)
 """
 FAKE_PYTHON = r"""#!/bin/sh
-case "$*" in *is_traceable*|*megacpp_mcore.pages\ *) exit 0; esac
+case "$*" in
+*is_traceable*|*megacpp_mcore.pages\ *) exit 0 ;;
+*get_device_name*) echo h200; exit 0 ;;
+esac
 exec {python} "$@"
 """
 
@@ -374,6 +377,20 @@ def test_rerun_receipts_forces_backends_for_one_run_alone(tmp_path):
     assert len(forced) == 1 and "graph-plain-mr" in forced[0]
     cells = [line for line in done.stdout.splitlines() if "layer-moe-" in line]
     assert len({line.partition("--receipt")[2] for line in cells}) == len(cells) == 27
+
+
+def test_rerun_receipts_of_an_unknown_card_go_nowhere(tmp_path):
+    """An H100's went into the folder of H200s, by its name, where python could not import torch."""
+    script = shutil.copy(EXAMPLES / "rerun_receipts.sh", tmp_path)
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$2" in *torch*) exit 3;; esac\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", script, "1", "prefix", "0"], cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert done.returncode == 3, done
+    assert not (tmp_path / "receipts").exists()
 
 
 def test_rerun_receipts_runs_alternate_with_the_yardstick(tmp_path):

@@ -248,7 +248,7 @@ def run_port(args: argparse.Namespace) -> int:
 
 def _print_json(value: Any) -> int:
     def plain(part: Any) -> Any:
-        return dataclasses.asdict(part) if dataclasses.is_dataclass(part) else str(part)
+        return str(part) if isinstance(part, Path) else dataclasses.asdict(part)
 
     print(json.dumps(value, indent=2, default=plain))
     return 0

@@ -9,10 +9,9 @@ from megacpp_mcore.pages.tables import (
     digits,
     history,
     interval,
-    lines_of,
     link,
+    parts_of,
     table,
-    words_of,
 )
 from megacpp_mcore.receipts.judge import MARGIN, judge_rows
 from megacpp_mcore.receipts.reader import read, rows_by_key
@@ -31,8 +30,7 @@ def benches(words: str, folder: Path) -> str:
         "time, 99 % interval",
     ]
     rows = []
-    for line in lines_of(words):
-        name, label, ours, others = words_of(line, 4)
+    for name, label, ours, others in parts_of(words, 4):
         rows.append(_bench(folder, name, label, ours, others))
     return table(head, rows)
 

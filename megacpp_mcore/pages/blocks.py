@@ -15,6 +15,7 @@ from megacpp_mcore.pages import (
     profile_table,
     run_tables,
 )
+from megacpp_mcore.pages.tables import RECEIPTS
 
 Generator = Callable[[str, Path], str]  # (words of the block, folder of receipts) -> markdown
 GENERATORS: dict[str, Generator] = {
@@ -31,7 +32,6 @@ GENERATORS: dict[str, Generator] = {
     "keys": lambda words, receipts: key_tables.section(words),
     "backends": lambda words, receipts: catalog_tables.surfaces(),
 }
-RECEIPTS = "examples/receipts/h200"
 _BLOCK = re.compile(r"(?P<head><!-- (?P<name>[\w-]+)(?P<words>.*?)-->\n).*?(?P<end><!-- end -->)",
                     re.DOTALL)  # fmt: skip
 

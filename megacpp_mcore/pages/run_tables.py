@@ -10,10 +10,9 @@ from megacpp_mcore.pages.tables import (
     digits,
     history,
     interval,
-    lines_of,
     link,
+    parts_of,
     table,
-    words_of,
 )
 from megacpp_mcore.receipts.judge import judge_runs
 from megacpp_mcore.receipts.reader import Receipt, read, warm, warm_median, warm_power
@@ -31,8 +30,7 @@ def runs(words: str, folder: Path) -> str:
             "TFLOP/s per GPU", "MFU", "power",
             "peak memory", "slowest of the last 8", "loss"]  # fmt: skip
     rows = []
-    for line in lines_of(words):
-        name, label = words_of(line, 2)
+    for name, label in parts_of(words, 2):
         rows.append(_run(name, label, read(folder / f"{name}.json")))
     return table(head, rows)
 
@@ -75,8 +73,7 @@ def pair(words: str, folder: Path) -> str:
     """Runs B compared with A as by `report compare`. words: lines `A | B | what the pair is`."""
     head = ["B against A", "tokens/s, B / A", "time, B / A, 99 % interval", "loss", "verdict"]
     rows = []
-    for line in lines_of(words):
-        a, b, label = words_of(line, 3)
+    for a, b, label in parts_of(words, 3):
         first, second = read(folder / f"{a}.json"), read(folder / f"{b}.json")
         judged = judge_runs(first, second)
         rates = [run["result"]["tokens_per_s_median"] for run in (first, second)]
@@ -95,8 +92,7 @@ def layouts(words: str, folder: Path) -> str:
     FOLDER/RECEIPT it is compared with | what`."""
     head = ["run", "compared with", "steps in common", "largest difference of a step's loss"]
     rows = []
-    for line in lines_of(words):
-        name, other, label = words_of(line, 3)
+    for name, other, label in parts_of(words, 3):
         ours, theirs = read(folder / f"{name}.json"), read(folder / f"{other}.json")
         pairs = [*_common(ours, theirs)]
         worst = max(abs(a / b - 1) for a, b in pairs)
@@ -123,8 +119,7 @@ def curves(words: str, folder: Path) -> str:
             f"mean loss of the last {_SMOOTH}", f"greatest rise in the first {_EARLY} steps",
             "after them", "greatest gradient norm after them"]  # fmt: skip
     rows = []
-    for line in lines_of(words):
-        name, label = words_of(line, 2)
+    for name, label in parts_of(words, 2):
         run = read(folder / f"{name}.json")
         series = run["series"]
         rows.append([
@@ -164,8 +159,7 @@ def starts(words: str, folder: Path) -> str:
     head = ["run", "launcher", "then to the end of the first step", "the first step",
             "Triton kernels compiled in it"]  # fmt: skip
     rows = []
-    for line in lines_of(words):
-        name, label = words_of(line, 2)
+    for name, label in parts_of(words, 2):
         run = read(folder / f"{name}.json")
         result = run["result"]
         rows.append([

@@ -7,31 +7,28 @@ be others.
 """
 
 import posixpath
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megacpp_mcore.receipts.reader import Receipt
 
-_FOLDER = "examples/receipts/h200"
+RECEIPTS = "examples/receipts/h200"
 GIB = 2**30
 
 
-def lines_of(words: str) -> list[str]:
-    """The lines of a block's words, one a row."""
-    return [line.strip() for line in words.splitlines() if line.strip()]
-
-
-def words_of(line: str, count: int) -> list[str]:
-    """The `count` parts of a line between bars. Raises ValueError for another number of them."""
-    words = [word.strip() for word in line.split("|")]
-    if len(words) != count:
-        raise ValueError(f"{line!r} has {len(words)} parts between bars, {count} are needed")
-    return words
+def parts_of(words: str, count: int) -> Iterator[list[str]]:
+    """Of each line of a block's words, one a row, the `count` parts between bars. Raises ValueError
+    for another number of them."""
+    for line in filter(None, map(str.strip, words.splitlines())):
+        parts = [part.strip() for part in line.split("|")]
+        if len(parts) != count:
+            raise ValueError(f"{line!r} has {len(parts)} parts between bars, {count} are needed")
+        yield parts
 
 
 def link(label: str, name: str) -> str:
     """A link to the receipt `name`, from the root of the checkout."""
-    return f"[{label}]({posixpath.normpath(f'{_FOLDER}/{name}.json')})"
+    return f"[{label}]({posixpath.normpath(f'{RECEIPTS}/{name}.json')})"
 
 
 def history(receipt: Receipt) -> str:

@@ -1,4 +1,7 @@
-"""The planner's memory and step against every committed run on H200s, and its rates' origin."""
+"""The planner's memory and step against every committed run, and its rates' origin.
+
+Rates are an H200's; steps of an H100, which multiplies as fast, are held to them as well.
+"""
 
 import datetime
 import json
@@ -15,10 +18,12 @@ from megacpp_mcore.planner.step import micro_batch, step
 from megacpp_mcore.receipts.reader import read, rows_by_key, warm_median
 
 H200 = Path(__file__).parents[2] / "examples/receipts/h200"
+H100 = H200.with_name("h100")
 MEMORY, STEP = 0.05, 0.15
 RUNS = {
-    str(path.relative_to(H200)): document
-    for path in sorted(H200.glob("**/*.json"))
+    str(path.relative_to(folder)): document
+    for folder in (H200, H100)
+    for path in sorted(folder.glob("**/*.json"))
     if (document := json.loads(path.read_text()))["kind"] == "run"
 }
 
@@ -46,6 +51,8 @@ STEPS = {
     "run-nam56r-quarter-graph-before.json",
     "run-nam56r-2xh200-dp2-graph.json",
     "run-nam56r-2xh200-dp2-graph-again.json",
+    "run-nam56r-quarter-2xh100-reduce-bf16.json",
+    "run-nam56r-quarter-2xh100-reduce-fp32.json",
     "run-nam56r-quarter-200-eager.json",
     "run-nam56r-quarter-200-graph.json",
     "run-nam56r-quarter-cold.json",
