@@ -62,6 +62,7 @@ nproc_per_node = 1
 """
 _TP = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
 _PP = ("parallel.pipeline_model_parallel_size=2",)
+_PP2 = (*_PP, "model.pattern=AEM|EARME")
 
 
 def _ep(ranks: int) -> tuple[str, ...]:
@@ -106,13 +107,17 @@ RUNS = (
     Run("dp2", 2, saves=True),
     Run("ep2", 2, _ep(2), saves=True),
     Run("tp2", 2, _TP),
-    Run("pp2", 2, (*_PP, "model.pattern=AEM|EARME")),
-    Run("dp4", 4),
-    Run("ep4", 4, _ep(4)),
+    Run("pp2", 2, _PP2),
+    Run("dp4", 4, saves=True),
+    Run("ep4", 4, _ep(4), saves=True),
+    Run("tp2-dp2", 4, _TP),
+    Run("pp2-dp2", 4, _PP2),
     Run("tp2-ep2", 4, (*_TP, *_ep(2))),
     Run("pp2-vpp2", 2, (*_PP, "model.pattern=AE|ME|AR|ME")),
     Run("tp2-from-dp2", 2, _TP, start=("dp2", SAVED)),
     Run("ep4-from-ep2", 4, _ep(4), start=("ep2", SAVED)),
+    Run("ep4-from-dp4", 4, _ep(4), start=("dp4", SAVED)),
+    Run("dp4-from-ep4", 4, start=("ep4", SAVED)),
     Run("one-resumed", start=("one", SAVED)),
     Run("dp2-grouped-mm", 2, ("backends.moe_experts=grouped_mm",)),
 )
