@@ -5,13 +5,14 @@
 # most first, until MINUTES (default 25) have passed: a measurement that would end later is left out and
 # named. Each replaces its file in examples/receipts/h200 (another card's: in a folder of its name) when
 # it has ended well, so an earlier one stays where a bench is wrong or a run ends early. NAME: these
-# receipts alone. DATA_PREFIX: byte tokens of `megacpp data build`. With DRY=1 the commands are printed.
+# receipts alone. DATA_PREFIX: byte tokens of `megacpp data build`. With DRY=1 the commands are printed,
+# for CARD (h200 or h100).
 # Two runs whose losses are compared are compared when both are there (runs/rerun/A.B.txt). At the end
 # the table in examples/receipts/README.md is written anew.
 set -euo pipefail
 gpus=$1 data=$2 minutes=${3:-25} only=" ${*:4} "
 here=$(cd "$(dirname "$0")" && pwd)
-card=h200
+card=${CARD:-h200}
 [ "${DRY:-}" ] || card=$(python -c 'import re, torch
 print(re.search(r"[A-Z]+\d+", torch.cuda.get_device_name())[0].lower())')
 out=$here/receipts/$card
@@ -128,11 +129,19 @@ if [ "$gpus" = 1 ]; then
   compared $quarter-200-eager $quarter-200-graph
   compared $quarter-lr2-softplus $quarter-lr2-rational
 else
-  whole=run-nam56r-${gpus}x$card batch=(--set "schedule.global_batch_size=$((16 * gpus))") # four micro batches a GPU
+  whole=run-nam56r-${gpus}x$card batch=(--set "schedule.global_batch_size=$((16 * gpus))") beside=()
+  if [ "$card" = h100 ]; then # 80 GB: half the rows, and the yardstick, which keeps more, recomputes
+    batch+=(--set schedule.micro_batch_size=2)
+    beside=(--set 'recompute.moe=["act"]' --set recompute.layernorm=true)
+  fi
   for turn in "" -again; do # in turns: a machine that becomes slower does so for both
     train 240 "$whole-dp$gpus-graph$turn" nam56r 60 "${batch[@]}"
-    train 380 "$whole-yardstick$turn" nam56r 60 "${batch[@]}" --yardstick
+    train 380 "$whole-yardstick$turn" nam56r 60 "${batch[@]}" "${beside[@]}" --yardstick
   done
+  train 120 "$whole-ep$gpus" nam56r 20 "${batch[@]}" --set "parallel.expert_model_parallel_size=$gpus"
+  if [ "$card" = h100 ]; then # is another layout better for the yardstick?
+    train 160 "$whole-yardstick-1-row" nam56r 20 "${batch[@]}" --set schedule.micro_batch_size=1 --yardstick
+  fi
   quarter=run-nam56r-quarter-${gpus}x$card-reduce
   for dtype in fp32 bf16; do
     train 160 "$quarter-$dtype" nam56r-quarter 200 --set "schedule.global_batch_size=$((8 * gpus))" \

@@ -281,11 +281,13 @@ def test_rerun_receipts_fits_its_minutes_and_names_what_it_leaves_out(gpus, firs
     assert first in lines[0] and "left out, no time: " in done.stderr
 
 
-@pytest.mark.parametrize("gpus", ["1", "2", "4"])
-def test_rerun_receipts_measures_what_is_committed_with_recipes_that_load(gpus, tmp_path):
+@pytest.mark.parametrize(
+    ("gpus", "card"), [("1", "h200"), ("2", "h200"), ("4", "h200"), ("4", "h100")]
+)
+def test_rerun_receipts_measures_what_is_committed_with_recipes_that_load(gpus, card, tmp_path):
     done = subprocess.run(
         ["bash", str(EXAMPLES / "rerun_receipts.sh"), gpus, "prefix", "999"], cwd=tmp_path,
-        capture_output=True, text=True, env=os.environ | {"DRY": "1"}, check=True,
+        capture_output=True, text=True, env=os.environ | {"DRY": "1", "CARD": card}, check=True,
     )  # fmt: skip
     for line in done.stdout.splitlines():
         words = shlex.split(line.partition(" s ")[2])
@@ -399,6 +401,25 @@ def test_rerun_receipts_runs_alternate_with_the_yardstick(tmp_path):
         capture_output=True, text=True, env=os.environ | {"DRY": "1"}, check=True,
     )  # fmt: skip
     lines = done.stdout.splitlines()
-    assert ["--yardstick" in line for line in lines] == [False, True, False, True, False, False]
-    reduced = [re.search(r"grad_reduce_in_bf16=(\w+)", line)[1] for line in lines[4:]]
-    assert reduced == ["false", "true"]
+    whole, [experts, *reduced] = lines[:4], lines[4:]
+    assert ["--yardstick" in line for line in whole] == [False, True, False, True]
+    assert "parallel.expert_model_parallel_size=2" in experts
+    found = [re.search(r"grad_reduce_in_bf16=(\w+)", line)[1] for line in reduced]
+    assert found == ["false", "true"]
+
+
+def test_rerun_receipts_of_a_smaller_card_takes_fewer_rows_at_a_time(tmp_path):
+    """And the recipe's global batch. The yardstick, which keeps more, recomputes or has one row."""
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "rerun_receipts.sh"), "4", "prefix", "999"], cwd=tmp_path,
+        capture_output=True, text=True, env=os.environ | {"DRY": "1", "CARD": "h100"}, check=True,
+    )  # fmt: skip
+    whole = [line for line in done.stdout.splitlines() if "run-nam56r-4xh100" in line]
+    rows = []
+    for line in whole:
+        words = shlex.split(line.partition(" s ")[2])
+        recipe = trained(words[words.index("megacpp") + 1 :])
+        assert recipe.schedule.global_batch_size == load_recipe("nam56r").schedule.global_batch_size
+        assert ("--yardstick" in words) or not recipe.recompute.megatron_modules
+        rows.append((recipe.schedule.micro_batch_size, len(recipe.recompute.megatron_modules)))
+    assert rows == [(2, 0), (2, 2), (2, 0), (2, 2), (2, 0), (1, 0)]
