@@ -107,6 +107,9 @@ if [ "$gpus" = 1 ]; then
   train 230 $quarter-200-graph nam56r-quarter 200 "${four[@]}"
   train 260 $quarter-200-eager nam56r-quarter 200 "${four[@]}" --set launch.cuda_graph_impl=none \
     --set precision.gradient_accumulation_fusion=false --set optimizer.fused_update=false
+  for experts in te fused_moe; do
+    train 180 $quarter-100-$experts nam56r-quarter 100 "${four[@]}" --set backends.moe_experts=$experts
+  done
   # 500 steps of two micro batches at twice the learning rate, with both decays, and with Megatron's embedding
   for init in "" -megatron-init; do
     for decay in softplus rational; do
@@ -127,6 +130,7 @@ if [ "$gpus" = 1 ]; then
   done
   compared $quarter-graph-plain-mr $quarter-graph
   compared $quarter-200-eager $quarter-200-graph
+  compared $quarter-100-te $quarter-100-fused_moe
   compared $quarter-lr2-softplus $quarter-lr2-rational
 else
   whole=run-nam56r-${gpus}x$card batch=(--set "schedule.global_batch_size=$((16 * gpus))") beside=()
