@@ -265,7 +265,10 @@ class _Training:
         return gather_from_tensor_model_parallel_region(part)[0]
 
     def _template(self, is_loading: bool) -> dict[str, Any]:
-        how = {"distrib_optim_sharding_type": self.run.sharding}
+        # As Megatron's training loop has them.
+        how = {
+            "distrib_optim_sharding_type": self.run.sharding, "chained_optim_avoid_prefix": True
+        }  # fmt: skip
         state = {
             f"model{index}": chunk.module.sharded_state_dict(metadata=dict(how))
             for index, chunk in enumerate(self.chunks)

@@ -51,7 +51,13 @@ LAYOUTS = {
     "pp2-vpp2": (2, (*PP2, "model.pattern=AE|M|R|E")),
 }
 # from the checkpoint of one layout to another: ranks, overrides
-RESUMED = {("dp2", "tp2"): (2, TP2), ("ep2", "ep4"): (4, ep(4))}
+RESUMED = {
+    ("dp2", "tp2"): (2, TP2),
+    ("ep2", "ep4"): (4, ep(4)),
+    # Split experts have an optimizer of their own.
+    ("dp2", "ep2"): (2, ep(2)),
+    ("ep2", "dp2"): (2, ()),
+}
 # with a checkpoint that is asked for the logits behind these tokens
 ASKED = ("dp2", "ep2", "tp2-ep2")
 TOKENS = (256, 3, 7, 35, 0, 105, 2, 60)  # with TP, a multiple of it
