@@ -110,12 +110,15 @@ if [ "$gpus" = 1 ]; then
   for experts in te fused_moe; do
     train 180 $quarter-100-$experts nam56r-quarter 100 "${four[@]}" --set backends.moe_experts=$experts
   done
-  # 500 steps of two micro batches at twice the learning rate, with both decays, and with Megatron's embedding
-  for init in "" -megatron-init; do
+  # 500 steps of two micro batches at twice the learning rate, with both decays: as the recipe has them, with
+  # mamba-ssm's floor of the decay, and with Megatron's embedding as well
+  for start in "" -floor-1e-4 -megatron-init; do
+    upstream=()
+    if [ "$start" ]; then upstream=(--set mamba3.decay_floor=1e-4); fi
+    if [ "$start" = -megatron-init ]; then upstream+=(--set model.embedding_init_method_std=null); fi
     for decay in softplus rational; do
-      train 280 $quarter-lr2-$decay$init nam56r-quarter 500 --set "mamba3.decay=$decay" --set schedule.lr_warmup_iters=100 \
-        --set schedule.global_batch_size=8 --set optimizer.lr=6e-4 --set optimizer.min_lr=6e-5 \
-        --set "model.embedding_init_method_std=$([ "$init" ] && echo null || echo 1.0)"
+      train 280 $quarter-lr2-$decay$start nam56r-quarter 500 --set "mamba3.decay=$decay" --set schedule.lr_warmup_iters=100 \
+        --set schedule.global_batch_size=8 --set optimizer.lr=6e-4 --set optimizer.min_lr=6e-5 "${upstream[@]}"
     done
   done
   # Experts at every size; a cell that does not fit into memory is left out

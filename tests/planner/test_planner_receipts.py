@@ -34,10 +34,13 @@ DISTURBED = (
     "or for the other rank, of which no receipt says the part"
 )
 
+TESTED = "GPU tests ran on its GPU meanwhile; its losses are what it was made for"
+
 NO_MEMORY = dict.fromkeys((name for name in RUNS if "yardstick" in name), YARDSTICK)
 NO_STEP = {
     **dict.fromkeys((name for name in RUNS if "yardstick" in name), YARDSTICK),
     "layouts-2xh200/dp2.json": DISTURBED,
+    "run-nam56r-quarter-100-te.json": TESTED,
 }  # fmt: skip
 # Three of them are what rates are made of.
 STEPS = {
@@ -58,8 +61,10 @@ STEPS = {
     "run-nam56r-quarter-cold.json",
     "run-nam56r-quarter-warm.json",
     "run-nam56r-quarter-lr2-rational.json",
+    "run-nam56r-quarter-lr2-rational-floor-1e-4.json",
     "run-nam56r-quarter-lr2-rational-megatron-init.json",
     "run-nam56r-quarter-lr2-softplus.json",
+    "run-nam56r-quarter-lr2-softplus-floor-1e-4.json",
     "run-nam56r-quarter-lr2-softplus-megatron-init.json",
     "run-small-packed.json",
 }
