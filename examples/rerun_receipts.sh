@@ -80,7 +80,7 @@ if [ "$gpus" = 1 ]; then
   train 100 run-nam56r-1x$card-profile "$here/nam56r-1gpu.toml" 12 --profile 10
   bench 45 layer-mla layer A --against core_attention=sdpa_cudnn mla_rope=megatron
   bench 40 layer-mla-up layer A --against mla_up=reference
-  bench 50 layer-moe layer E --against moe_experts=grouped_mm
+  bench 210 layer-moe layer E --against moe_experts=grouped_mm upstream # Liger's autotuning takes two minutes
   bench 190 layer-mamba3 layer M "${mamba3[@]}"
   bench 220 layer-mamba3-wide layer M "${mamba3[@]}" --set mamba3.mamba_num_heads=112 \
     --set mamba3.mamba_state_dim=128
@@ -121,12 +121,13 @@ if [ "$gpus" = 1 ]; then
         --set schedule.global_batch_size=8 --set optimizer.lr=6e-4 --set optimizer.min_lr=6e-5 "${upstream[@]}"
     done
   done
-  # Experts at every size; a cell that does not fit into memory is left out
+  # Experts at every size; a cell that does not fit into memory is left out. Liger's are tuned once a size
+  export TRITON_CACHE_AUTOTUNING=1
   for tokens in 4 16 64; do
     for experts in 16 64 128; do
       for ffn in 512 896 2048; do
-        may_not_fit=1 rows=$((tokens / 4)) bench $((40 + tokens / 2)) "layer-moe-${tokens}k-$experts-$ffn" layer E \
-          --against moe_experts=grouped_mm moe_experts=te --set "moe.num_experts=$experts" \
+        may_not_fit=1 rows=$((tokens / 4)) bench $((80 + tokens / 2)) "layer-moe-${tokens}k-$experts-$ffn" layer E \
+          --against moe_experts=grouped_mm moe_experts=te upstream --set "moe.num_experts=$experts" \
           --set "moe.moe_ffn_hidden_size=$ffn" --set schedule.global_batch_size=128 # of the recipe's 8 GPUs
       done
     done

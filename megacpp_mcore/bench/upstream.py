@@ -3,7 +3,9 @@
 M is mamba-ssm's whole module, in_proj to out_proj, with its own launches and its own autotuning; it
 takes [b, s, h], so the transposes are part of it. R is XMA's recurrence: XMA's module has neither
 convolution nor gate nor norm, so it lies between our operations in plain torch, as lm-engine has it
-between its own. Norm in front and residual behind are the block's.
+between its own. E comes from no package; in its place are Liger's fused experts, by their own
+autotuning, between our router and the sum with the shared expert. Norm in front and residual behind
+are the block's.
 """
 
 import importlib
@@ -65,7 +67,7 @@ def of(recipe: Recipe) -> Upstream:
     """
     letter = recipe.plan.layers[0].letter
     if letter not in _UPSTREAM:
-        raise BenchError(f"--against {NAME}: layer {letter} is from no package; M and R are")
+        raise BenchError(f"--against {NAME}: layer {letter} is from no package; E, M and R are")
     found = _UPSTREAM[letter]
     bridges.before_megatron()
     bridges.import_ops_only(found.module.partition(".")[0])
@@ -188,6 +190,49 @@ class _Recurrence:
         )  # fmt: skip
 
 
+class _Experts(Block):
+    """Liger's fused experts on our weights, where experts take tokens in their order."""
+
+    def __init__(self, recipe: Recipe, model: torch.nn.Module, function: Any) -> None:
+        from megacpp_mcore.kernels.moe_experts.readers import Readers, Sorted
+        from megacpp_mcore.layers.moe import MegacppMoELayer
+
+        super().__init__(dict(model.decoder.named_parameters()))
+        layer = next(m for m in model.decoder.modules() if isinstance(m, MegacppMoELayer))
+        if not layer.routed_inside or not layer.config.gated_linear_unit:
+            raise BenchError(
+                f"--against {NAME}: Liger's experts are SwiGLU on weights that are one tensor, as "
+                "fused_moe's where every expert is local; these are not"
+            )
+        experts = layer.experts
+        # Autograd sums the gradients of the tokens' readers, as nothing of ours does it there.
+        experts.readers = lambda tokens: Readers(tokens, tokens, tokens, Sorted())
+        experts.routed = _RoutedByLiger(function, experts._weights, layer.config.moe_router_topk)
+
+
+@dataclass(frozen=True)
+class _RoutedByLiger:
+    """Liger's function with the interface of `megacpp_mcore.layers.experts.FusedExperts.routed`.
+
+    It takes the numbers of each token's experts where our router hands on a map.
+    """
+
+    function: Any
+    weights: Callable[[], tuple[Tensor, Tensor]]
+    topk: int
+
+    def __call__(
+        self, tokens: Tensor, routing_map: Tensor, probs: Tensor, *addends: Tensor | None
+    ) -> Tensor:
+        """addends: the shared expert's output, the residual, then what the sum of ours needs."""
+        index = routing_map.to(torch.uint8).topk(self.topk, dim=-1, sorted=False).indices
+        chosen = probs.gather(-1, index)
+        y = self.function.apply(tokens, *self.weights(), index.to(torch.int32), chosen)
+        for addend in addends[:2]:
+            y = y if addend is None else y + addend
+        return y
+
+
 def _mixer(decoder: torch.nn.Module) -> tuple[str, torch.nn.Module]:
     """The decoder's only mixer, and its name with a point behind it."""
     from megacpp_mcore.layers.mixer import RecurrentMixer
@@ -209,6 +254,11 @@ def put(upstream: Upstream, recipe: Recipe, model: torch.nn.Module) -> Block:
 
 
 _UPSTREAM = {
+    "E": Upstream(
+        "liger-kernel", "liger_kernel.ops.fused_moe", "LigerFusedMoEFunction",
+        "its fused experts between our router and our shared expert, by its own autotuning",
+        _Experts,
+    ),
     "M": Upstream(
         "mamba-ssm", "mamba_ssm.modules.mamba3", "Mamba3",
         "the module between norm and residual, by its own autotuning", _Mamba3,

@@ -47,7 +47,7 @@ def register(subparsers: Any) -> None:
         help="time only these and the chosen one; the first is the baseline. For `layer` and "
         "`model`: SURFACE=BACKEND,... each, or keys of the recipe's precision and recompute, "
         "such as precision.fp8=null. For `layer` M and R also `upstream`: what they come from, of "
-        "its own package")  # fmt: skip
+        "its own package; for E, Liger's fused experts")  # fmt: skip
     add("--variant", metavar="NAME",
         help="of linear_cross_entropy: weighted (a training step's sum of losses, the default), "
         "per_token (losses that take any gradient) or mean (equal weights, to compare with Liger's "

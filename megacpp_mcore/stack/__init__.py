@@ -51,7 +51,7 @@ PINS = (
     _optional_cuda("quack-kernels", "0.6.4", why="FlashAttention-4's kernels are written in it"),
     _optional_cuda("nvidia-cutlass-dsl", "4.6.2", why="FlashAttention-4's compiler"),
     _optional_cuda("nvidia-cuda-nvcc", "13.4.92", why="its ptxas assembles Triton's kernels right"),
-    _optional_cuda("liger-kernel", "0.8.5", why="a bench compares our loss with its loss"),
+    _optional_cuda("liger-kernel", "0.8.5", why="benches compare our loss and experts with it"),
 )  # fmt: skip
 
 

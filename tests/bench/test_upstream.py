@@ -1,9 +1,10 @@
 """`bench layer --against upstream`: what a block comes from, in its place and with its weights.
 
 mamba-ssm's module is the real one, of `make env`'s copy to patch; its kernels, which need a GPU,
-are our reference. XMA is a stand-in.
+are our reference. XMA and Liger are stand-ins.
 """
 
+import functools
 import json
 import sys
 from importlib import metadata
@@ -19,6 +20,7 @@ from megacpp_mcore.bench.layer import layer_overrides
 from megacpp_mcore.bench.variants import Variant
 from megacpp_mcore.kernels.m2rnn import m2rnn
 from megacpp_mcore.kernels.mamba3 import mamba3_scan
+from megacpp_mcore.layers import moe
 from megacpp_mcore.stack import bridges
 from megacpp_mcore.surfaces import support
 from megacpp_mcore.training.cpu.megatron_setup import single_process
@@ -32,6 +34,10 @@ SMALL = [
 MIMO = ("--set", "mamba3.variant=mimo", "--set", "mamba3.mimo_rank=2")
 PACKED = ("--set", "data.dataloader_inter_document_masking=true")
 OTHER = "mamba3_core=reference"
+EXPERTS = [
+    "--set", "moe.num_experts=4", "--set", "moe.moe_router_topk=2",
+    "--set", "moe.moe_ffn_hidden_size=24", "--set", "moe.moe_shared_expert_intermediate_size=16",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +110,33 @@ def xma(monkeypatch):
                          ("xma.layers.m2rnn", layers)):  # fmt: skip
         monkeypatch.setitem(sys.modules, name, module)
     return layers
+
+
+@pytest.fixture
+def liger(monkeypatch):
+    """Liger's function, of which only the name and the arguments are its own, in a process in which
+    the kernels of a GPU serve: in Triton's interpreter."""
+    module = ModuleType("liger_kernel.ops.fused_moe")
+
+    def theirs(x, gate_up_proj, down_proj, top_k_index, top_k_weights):
+        assert top_k_index.dtype == torch.int32 and top_k_index.shape == top_k_weights.shape
+        y = torch.zeros_like(x)
+        for expert, (w1, w2) in enumerate(zip(gate_up_proj, down_proj, strict=True)):
+            weight = (top_k_weights * (top_k_index == expert)).sum(-1, keepdim=True)
+            gate, up = (x @ w1.T).chunk(2, -1)
+            y = y + weight.to(x.dtype) * (torch.nn.functional.silu(gate) * up @ w2.T)
+        return y
+
+    module.LigerFusedMoEFunction = SimpleNamespace(apply=theirs)
+    for name, found in (("liger_kernel", ModuleType("liger_kernel")),
+                        ("liger_kernel.ops", ModuleType("liger_kernel.ops")),
+                        ("liger_kernel.ops.fused_moe", module)):  # fmt: skip
+        monkeypatch.setitem(sys.modules, name, found)
+    monkeypatch.setattr(torch.cuda, "Stream", SimpleNamespace)  # Megatron's dispatcher makes one
+    monkeypatch.setattr(moe, "current_device", lambda: "cuda")
+    monkeypatch.setattr(support, "cuda_only", lambda what, workload: None)
+    monkeypatch.setenv("MEGACPP_BACKENDS", "moe_experts=fused_moe,norm=reference")
+    return module.LigerFusedMoEFunction
 
 
 def bench(path, letter, *words):
@@ -273,13 +306,67 @@ def test_another_recurrence_is_refused(change, xma, tmp_path, monkeypatch, capsy
     assert "layer: recipe: " in capsys.readouterr().err
 
 
+def test_ligers_experts_in_the_layers_place(liger, tmp_path, monkeypatch):
+    right, calls = liger.apply, []
+    monkeypatch.setattr(liger, "apply", lambda *args: calls.append(args[0].shape) or right(*args))
+    status, receipt = bench(tmp_path / "e.json", "E", *EXPERTS, "--against", "upstream")
+    assert status == 0 and receipt["baseline"] == "upstream"
+    errors = {row["backend"]: (row["error"], row["tolerance"]) for row in receipt["rows"]}
+    assert 0 < errors["recipe"][0] <= errors["recipe"][1] < 1e-4
+    assert set(calls) == {(64, 32)}
+    served = {entry["surface"]: entry["observed"] for entry in receipt["backends"]}
+    assert served["moe_experts"] == "fused_moe" and served["moe_dispatch"] == "unmoved"
+    entry = of_upstream(receipt)
+    assert entry["implementation"] == "liger_kernel.ops.fused_moe:LigerFusedMoEFunction"
+    assert "its fused experts between our router" in entry["reason"]
+
+
+def swapped_halves(x, w1, w2, index, weights, right):
+    return right(x, w1.roll(w1.shape[1] // 2, 1), w2, index, weights)
+
+
+def unweighted(x, w1, w2, index, weights, right):
+    return right(x, w1, w2, index, torch.ones_like(weights))
+
+
+def shifted_experts(x, w1, w2, index, weights, right):
+    return right(x, w1, w2, (index + 1) % len(w1), weights)
+
+
+def without_the_routers_gradient(x, w1, w2, index, weights, right):
+    return right(x, w1, w2, index, weights.detach())
+
+
+def without_the_tokens_gradient(x, w1, w2, index, weights, right):
+    return right(x.detach(), w1, w2, index, weights)
+
+
+@pytest.mark.parametrize("change", [
+    swapped_halves, unweighted, shifted_experts, without_the_routers_gradient,
+    without_the_tokens_gradient,
+])  # fmt: skip
+def test_other_experts_are_refused(change, liger, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(liger, "apply", functools.partial(change, right=liger.apply))
+    assert bench(tmp_path / "e.json", "E", *EXPERTS, "--against", "upstream")[0] == 1
+    assert "layer: recipe: " in capsys.readouterr().err
+
+
+def test_experts_that_are_not_on_one_tensor_are_not_compared_with_ligers(
+    liger, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("MEGACPP_BACKENDS", "moe_experts=reference,norm=reference")
+    assert bench(tmp_path / "e.json", "E", *EXPERTS, "--against", "upstream") == (2, None)
+    assert "Liger's experts are SwiGLU" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("letter", "words", "message"), [
     ("M", (), "mamba-ssm is not installed: cannot import mamba_ssm.modules.mamba3"),
     ("R", (), "accelerated-model-architectures is not installed: cannot import xma.layers.m2rnn"),
-    ("E", (), "layer E is from no package; M and R are"),
+    ("E", (), "liger-kernel is not installed: cannot import liger_kernel.ops.fused_moe"),
+    ("A", (), "layer A is from no package; E, M and R are"),
 ])  # fmt: skip
 def test_without_the_package(letter, words, message, tmp_path, monkeypatch, capsys):
-    for name in ("mamba_ssm", "xma"):
+    for name in ("mamba_ssm", "xma", "liger_kernel"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(bridges, "import_ops_only", lambda package: None)
     assert bench(tmp_path / "x.json", letter, *words, "--against", "upstream") == (2, None)
