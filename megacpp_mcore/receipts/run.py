@@ -13,7 +13,7 @@ from megacpp_mcore.receipts.checks import ReceiptError, validate
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.receipts.reader import warm
 from megacpp_mcore.receipts.writer import receipt_head, write
-from megacpp_mcore.recipe import MAY_CHANGE, changed_keys
+from megacpp_mcore.recipe import changed_keys, refused_changes
 
 # A longer series is thinned to every 2nd, 4th, ... step, so that a run of a million steps still
 # validates and writes its receipt in about a second.
@@ -82,17 +82,18 @@ class RunReceipt:
 
         tokens: trained on up to that checkpoint. What `earlier` recorded after the checkpoint is
         dropped, and its step time becomes `lost`. Raises ReceiptError when `earlier` is no run
-        or another recipe's (`recipe.MAY_CHANGE` may differ), or when this process has recorded
-        steps already.
+        or another recipe's (`recipe.refused_changes`), or when this process has recorded steps
+        already.
         """
         if earlier["kind"] != "run":
             raise ReceiptError(f"a run cannot resume from a {earlier['kind']} receipt")
-        changed = changed_keys(earlier["recipe"]["content"], self._head["recipe"]["content"])
-        if not set(changed) <= set(MAY_CHANGE):
+        recipes = earlier["recipe"]["content"], self._head["recipe"]["content"]
+        changed = changed_keys(*recipes)
+        if refused := refused_changes(*recipes):
             raise ReceiptError(
                 f"the earlier receipt is of recipe {_recipe_text(earlier['recipe'])}, this run "
-                f"of {_recipe_text(self._head['recipe'])}; resume with the same recipe, or write "
-                "to another path"
+                f"of {_recipe_text(self._head['recipe'])}: {refused}; resume with the same recipe, "
+                "or write to another path"
             )
         if self._last_step:
             raise ReceiptError(f"resume comes before the first step; step {self._last_step} is in")

@@ -110,6 +110,30 @@ class Recipe:
 MAY_CHANGE = ("schedule.train_iters", "schedule.log_interval", "checkpoint.save_interval")
 
 
+# Sections and keys of which a run computes the same, but for roundings: how it is spread over GPUs.
+_LAYOUT = ("parallel", "recompute", "launch", "schedule.micro_batch_size")
+_NO_LAYOUT = ("parallel.use_distributed_optimizer", "launch.device")  # other checkpoints
+
+
+def refused_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """What of the resolved recipe `now` a run on GPUs cannot be resumed with, key by key, or None.
+
+    before: the recipe of its checkpoint. The keys of MAY_CHANGE may differ, and the layout.
+    """
+    refused = []
+    for key, (old, new) in changed_keys(before, now).items():
+        layout = (key in _LAYOUT or key.partition(".")[0] in _LAYOUT) and key not in _NO_LAYOUT
+        cut = key == "model.pattern" and _uncut(old) == _uncut(new)
+        if not (layout or cut or key in MAY_CHANGE):
+            refused.append(f"{key} was {old!r} and is {new!r}")
+    return "; ".join(refused) or None
+
+
+def _uncut(pattern: str | None) -> str | None:
+    """Without the ends of pipeline stages."""
+    return pattern and pattern.replace("|", "")
+
+
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> (value before, value now) of two resolved recipes, section -> key -> value."""
     changed = {}

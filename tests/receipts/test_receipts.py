@@ -33,6 +33,7 @@ from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.receipts.lane import code, is_traceable, lane
 from megacpp_mcore.receipts.reader import warm_rows
 from megacpp_mcore.receipts.run import Work
+from megacpp_mcore.recipe import load_recipe
 
 STOCK = Draft202012Validator(schema())
 
@@ -456,6 +457,19 @@ def test_a_run_resumed_elsewhere_keeps_its_losses_but_not_its_speeds(tmp_path):
     assert "from step 21 on with another lane; the steps before count as cold" in document["notes"]
 
 
+def test_a_run_resumed_in_another_layout_says_so(tmp_path):
+    path = tmp_path / "r.json"
+    before = load_recipe("nam56r").to_dict()
+    now = load_recipe("nam56r", ["parallel.expert_model_parallel_size=4"]).to_dict()
+    run = samples.start(path, recipe=recipe_entry("nam56r", before))
+    for step in range(1, 6):
+        run.step(step, tokens=samples.TOKENS, ms=10.0, loss=2.0)
+    run.write("complete")
+    notes = resumed(path, 5, recipe=recipe_entry("nam56r", now)).write()["notes"]
+    key = "parallel.expert_model_parallel_size"
+    assert f"from step 6 on {key} is 4, before it was 1" in notes
+
+
 def test_steps_that_no_receipt_saw_are_noted(tmp_path):
     path = tmp_path / "r.json"
     samples.train(path, steps=20, status="running")
@@ -469,7 +483,10 @@ def test_steps_that_no_receipt_saw_are_noted(tmp_path):
 def test_a_resume_of_another_recipe_or_kind_or_after_a_step_is_refused(tmp_path):
     path = tmp_path / "r.json"
     earlier = samples.train(path, steps=5)
-    with pytest.raises(ReceiptError, match=r"is of recipe nam56r-tiny \(.*this run of other \("):
+    refused = (
+        r"is of recipe nam56r-tiny \(.*this run of other \(.*model.hidden_size was .* and is None"
+    )
+    with pytest.raises(ReceiptError, match=refused):
         resumed(path, 5, recipe=recipe_entry("other", {"model": {}}))
     with pytest.raises(ReceiptError, match="cannot resume from a bench receipt"):
         samples.start(path).resume(samples.bench(te=1.0), 5, 5)

@@ -7,7 +7,12 @@ import shlex
 import pytest
 
 from megacpp_mcore.hybrid.block_settings import M2RNNSettings, Mamba3Settings
-from megacpp_mcore.recipe import ENVIRONMENT_VARIABLE, load_recipe, recipe_from_environment
+from megacpp_mcore.recipe import (
+    ENVIRONMENT_VARIABLE,
+    load_recipe,
+    recipe_from_environment,
+    refused_changes,
+)
 from megacpp_mcore.recipe.source import RecipeError, shipped
 
 NAMES = ("cpu-base", "nam56r", "nam56r-quarter", "nam56r-tiny")
@@ -328,3 +333,25 @@ def test_other_words_in_the_environment_are_refused(monkeypatch, text):
     with pytest.raises(RecipeError) as error:
         recipe_from_environment()
     assert ENVIRONMENT_VARIABLE in str(error.value) or shlex.split(text)[0] in str(error.value)
+
+
+def test_a_run_may_change_its_layout_and_its_length_and_nothing_else():
+    def refused(*overrides):
+        return refused_changes(before, load_recipe("nam56r", overrides).to_dict())
+
+    before = load_recipe("nam56r").to_dict()
+    whole = "AEMEAEMEAEMR" * 4 + "AEME"
+    uncut = load_recipe("nam56r", [f"model.pattern={whole}"]).to_dict()
+    stages = ["parallel.pipeline_model_parallel_size=2", f"model.pattern={whole[:24]}|{whole[24:]}"]
+    assert refused() is refused(*stages[:1]) is refused("schedule.train_iters=5000") is None
+    assert refused_changes(uncut, load_recipe("nam56r", stages).to_dict()) is None
+    moved = stages[0], f"model.pattern={whole[24:]}|{whole[:24]}"
+    assert refused_changes(uncut, load_recipe("nam56r", moved).to_dict()).startswith(
+        f"model.pattern was '{whole}' and is '"
+    )
+    assert refused("schedule.seed=7", "launch.nproc_per_node=4") == (
+        "schedule.seed was 1234 and is 7"
+    )
+    assert "launch.device was 'cuda' and is 'cpu'" in refused_changes(
+        before, load_recipe("nam56r-tiny").to_dict()
+    )

@@ -53,6 +53,7 @@ LAYOUTS = {
 # from the checkpoint of one layout to another: ranks, overrides
 RESUMED = {
     ("dp2", "tp2"): (2, TP2),
+    ("dp2", "pp2"): (2, (*PP2, "model.pattern=AEM|RE")),
     ("ep2", "ep4"): (4, ep(4)),
     # Split experts have an optimizer of their own.
     ("dp2", "ep2"): (2, ep(2)),
