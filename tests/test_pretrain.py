@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import receipt_samples as samples
 import torch
 from late_gpu import LateGpu
 from torch.distributed.checkpoint.metadata import Metadata
@@ -440,7 +441,8 @@ def test_a_run_goes_on_from_a_complete_checkpoint_or_begins_in_a_free_folder(
     args = SimpleNamespace(load=str(tmp_path / "saved"), ckpt_format="torch_dist")
     _check_folder(launched, args)
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "receipt.json").touch()
+    receipt = tmp_path / "out" / "receipt.json"
+    samples.train(receipt, recipe=receipts.recipe_entry("mine", launched.recipe.to_dict()))
     with pytest.raises(RunFolderError, match="has the receipt of a run"):
         _check_folder(launched, args)
     (tmp_path / "saved" / "iter_0000004").mkdir(parents=True)
@@ -452,6 +454,12 @@ def test_a_run_goes_on_from_a_complete_checkpoint_or_begins_in_a_free_folder(
     _check_folder(launched, args)
     assert "resuming from the last complete checkpoint, step 4" in capsys.readouterr().err
     assert tracker.read_text() == "4"
+    other = launched.recipe.to_dict()
+    other["optimizer"]["lr"] = 7.0
+    samples.train(receipt, recipe=receipts.recipe_entry("mine", other))
+    with pytest.raises(MegacppError, match=r"has another recipe: optimizer\.lr was 7\.0 and is "):
+        _check_folder(launched, args)
+    samples.train(receipt, recipe=receipts.recipe_entry("mine", launched.recipe.to_dict()))
     (tmp_path / "saved" / "iter_0000004" / ".metadata").write_bytes(b"junk")
     with pytest.raises(MegacppError, match=r"\.metadata cannot be read: .*no older whole"):
         _check_folder(launched, args)

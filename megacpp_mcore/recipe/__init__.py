@@ -110,15 +110,16 @@ class Recipe:
 MAY_CHANGE = ("schedule.train_iters", "schedule.log_interval", "checkpoint.save_interval")
 
 
-# Sections and keys of which a run computes the same, but for roundings: how it is spread over GPUs.
-_LAYOUT = ("parallel", "recompute", "launch", "schedule.micro_batch_size")
+# Sections and keys with which a run computes the same, but for roundings: how it is spread over
+# GPUs, and where it is saved.
+_LAYOUT = ("parallel", "recompute", "launch", "checkpoint", "schedule.micro_batch_size")
 _NO_LAYOUT = ("parallel.use_distributed_optimizer", "launch.device")  # other checkpoints
 
 
 def refused_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """What of the resolved recipe `now` a run on GPUs cannot be resumed with, key by key, or None.
 
-    before: the recipe of its checkpoint. The keys of MAY_CHANGE may differ, and the layout.
+    before: the recipe that it began with. The keys of MAY_CHANGE may differ, and the layout.
     """
     refused = []
     for key, (old, new) in changed_keys(before, now).items():

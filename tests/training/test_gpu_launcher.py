@@ -96,7 +96,7 @@ def test_a_run_is_resumed_in_another_layout(started, run_of, monkeypatch):
     words = run_of()
     for layout in (
         "parallel.expert_model_parallel_size=4", "schedule.micro_batch_size=2",
-        "schedule.train_iters=200_000", "launch.cuda_graph_impl=none",
+        "schedule.train_iters=200_000", "launch.cuda_graph_impl=none", "checkpoint.keep_latest=2",
     ):  # fmt: skip
         assert cli.main([*words, "--gpus", "4", "--set", layout]) == 0, layout
     assert started

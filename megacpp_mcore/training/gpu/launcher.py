@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megacpp_mcore import receipts
 from megacpp_mcore.hybrid import letters
-from megacpp_mcore.recipe import MAY_CHANGE, Recipe, load_recipe, patch_needs, refused_changes
+from megacpp_mcore.recipe import Recipe, load_recipe, patch_needs
 from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.recipe.rules import cuda_graphs
 from megacpp_mcore.training.gpu import precompile
@@ -22,7 +22,7 @@ from megacpp_mcore.training.gpu.rank_setup import (
     check_profile,
     recipe_argv,
 )
-from megacpp_mcore.training.gpu.resume import TRACKER, go_back, newest
+from megacpp_mcore.training.gpu.resume import TRACKER, check_same_run, go_back, newest
 from megacpp_mcore.training.gpu.torchrun import run_ranks
 from megacpp_mcore.training.kernels import compile_all
 from megacpp_mcore.training.packages import check_packages
@@ -45,8 +45,8 @@ def launch_ranks(
     receipt.
 
     Raises LaunchError when the run has no step `profile`, the machine has fewer GPUs, the recipe is
-    for several machines, the folder it loads from holds a checkpoint and `resume` is false, or the
-    folder has the receipt of a run that its recipe cannot resume;
+    for several machines, or the folder it loads from holds a checkpoint and `resume` is false;
+    ResumeError where `out` has the receipt of a run that the recipe cannot resume;
     RecipeError as `load_recipe`; MissingPackageError and MissingPatchError; DispatchError and
     KernelBuildError where the kernels of the recipe cannot be compiled: all before any rank is
     started. The ranks run the checks that need imports of the packages, before they build
@@ -66,7 +66,7 @@ def launch_ranks(
     resumes = resume or resume_from is not None
     _check(recipe, gpus, resumes)
     if resumes and newest(recipe.checkpoint.load):
-        _check_same_run(recipe, folder / "receipt.json")
+        check_same_run(recipe, folder / "receipt.json")
     check_packages(recipe, yardstick=yardstick)
     patch_needs.check(recipe)
     if not yardstick:
@@ -177,17 +177,4 @@ def _check(recipe: Recipe, gpus: int, resume: bool) -> None:
         raise LaunchError(
             f"{load} holds a checkpoint, from which Megatron would resume: give --resume, or "
             "set checkpoint.load and checkpoint.save to another folder"
-        )
-
-
-def _check_same_run(recipe: Recipe, receipt: Path) -> None:
-    """Refuse what the ranks would refuse as soon as they have built and loaded the model."""
-    if not receipt.is_file():
-        return
-    if refused := refused_changes(receipts.read(receipt)["recipe"]["content"], recipe.to_dict()):
-        raise LaunchError(
-            f"--resume: the run of {receipt} has another recipe: {refused}. Resume with the same "
-            f"(only {', '.join(MAY_CHANGE)} may change, and the layout: [parallel], [recompute], "
-            "[launch], schedule.micro_batch_size and where model.pattern is cut into pipeline "
-            "stages), or give another --out"
         )

@@ -11,8 +11,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from megacpp_mcore import receipts
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.files import write_atomically
+from megacpp_mcore.recipe import MAY_CHANGE, Recipe, refused_changes
 from megacpp_mcore.training.checkpoints import checksums
 from megacpp_mcore.training.checkpoints.folder import (
     TRACKER,
@@ -27,7 +29,7 @@ from megacpp_mcore.training.checkpoints.folder import (
 
 
 class ResumeError(MegacppError):
-    """A folder of checkpoints without a complete and whole one to resume from."""
+    """A folder of checkpoints without a complete and whole one to resume from, or another run's."""
 
 
 def newest(folder: str | None) -> Path | None:
@@ -71,6 +73,21 @@ def check(checkpoint: Path, *, verify: bool = True) -> None:
         unpickling.read_index(checkpoint)
     except (checksums.DamagedError, ValueError, OSError) as error:
         raise ResumeError(f"{error}; {advice(checkpoint)}") from error
+
+
+def check_same_run(recipe: Recipe, receipt: Path) -> None:
+    """Refuse to resume the run of `receipt`, if there is one, with a recipe that computes something
+    else: before a model is built. Raises ResumeError, which names the keys that differ, and
+    ReceiptError for a receipt that cannot be read."""
+    if not receipt.is_file():
+        return
+    if refused := refused_changes(receipts.read(receipt)["recipe"]["content"], recipe.to_dict()):
+        raise ResumeError(
+            f"the run of {receipt} has another recipe: {refused}. Resume with the same (only "
+            f"{', '.join(MAY_CHANGE)} may change, [checkpoint], and the layout: [parallel], "
+            "[recompute], [launch], schedule.micro_batch_size and where model.pattern is cut into "
+            "pipeline stages), or give another --out"
+        )
 
 
 def check_iteration(checkpoint: Path, iteration: int) -> None:

@@ -169,6 +169,7 @@ def _check_folder(launch: Launch, args: Any) -> None:
             f"{launch.out} has the receipt of a run, but there is no checkpoint in {args.load} to "
             "resume from: move the folder away, or choose another --out"
         )
+    resume.check_same_run(launch.recipe, receipt)
 
 
 def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
