@@ -124,9 +124,8 @@ def _of_these(optimizers: list, state_dict: Any, reshardable: set[str]) -> Any:
     several = len(optimizers) > 1
     here = [state_dict.get(i) for i in range(len(optimizers))] if several else [state_dict]
     saved = [part for part in (state_dict, *state_dict.values()) if _has_groups(part)]
-    alike = len(saved) == len(here) and all(map(_has_groups, here))
     kinds = {part.get("param_state_sharding_type") for part in saved}
-    if alike or not saved or kinds - reshardable:
+    if len(saved) in (0, len(here)) or kinds - reshardable:
         return state_dict
     groups = [group for part in saved for group in part["optimizer"]["param_groups"]]
     common = {key: value for key, value in saved[0].items() if isinstance(key, str)}
