@@ -1,6 +1,7 @@
 """Kernels compiled before a run's ranks start: what each part runs, and the launcher's side."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,6 +34,8 @@ told |= {name: os.environ.get(name) for name in names}
 script = how / part
 if script.is_file():
     exec(script.read_text())
+print("megacpp: took 2.1 s")
+print("a warning of a package's as it ends: 7.0")
 """
 
 
@@ -172,6 +175,13 @@ def test_a_part_that_is_not_the_recipes_is_refused(capsys):
     assert capsys.readouterr().err == "megacpp: D: choose A, E, M, R, ends\n"
 
 
+def test_a_part_says_how_long_it_took(monkeypatch, capsys):
+    for name in ("apply_environment", "_as_in_a_rank", "compile_part"):
+        monkeypatch.setattr(precompile_part, name, lambda *args: None)
+    assert precompile_part.main(["A", "--megacpp-recipe", "nam56r"]) == 0
+    assert re.fullmatch(precompile_part.TOOK.format(r"[\d.]+"), capsys.readouterr().out.strip())
+
+
 # --- the launcher's side
 
 
@@ -190,7 +200,9 @@ def test_each_part_has_a_process_on_a_gpu_in_turn(how, capsys, monkeypatch):
     assert first == (
         "megacpp: compiling the kernels of A, E, M, R and of the model's ends in 5 processes: once"
     )
-    assert last.startswith("megacpp: compiled them in ")
+    assert re.fullmatch(
+        r"megacpp: compiled them in [\d.]+ s: A 2 s, E 2 s, M 2 s, R 2 s, ends 2 s", last
+    )
     assert compiled(how) == PARTS
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,6")
     launch("launch.nproc_per_node=2", "model.hidden_size=1792", gpus=2)

@@ -8,6 +8,7 @@ here decides whether there is a run.
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.files import content_sha256, write_atomically
 from megacpp_mcore.receipts import lane
 from megacpp_mcore.recipe import Recipe
-from megacpp_mcore.training.gpu.precompile_part import ENDS, parts
+from megacpp_mcore.training.gpu.precompile_part import ENDS, TOOK, parts
 from megacpp_mcore.training.gpu.rank_setup import OUT, environment_of, recipe_argv
 
 LIMIT_S = 180.0
@@ -58,7 +59,7 @@ def beside(recipe: Recipe, gpus: int, out: Path) -> Iterator[None]:
         f"compiling the kernels of {letters} and of the model's ends in {len(names)} processes: "
         "once"
     )
-    began, running = time.monotonic(), []
+    began, running, took = time.monotonic(), [], []
     try:
         try:
             for number, name in enumerate(names):
@@ -67,12 +68,13 @@ def beside(recipe: Recipe, gpus: int, out: Path) -> Iterator[None]:
             _say(f"not all parts are compiled ahead, the ranks compile them: {error}")
         yield
         failed = _wait(running, began + LIMIT_S) or len(running) < len(names)
+        took = [found for part in running if (found := part.took())]
     finally:
         for part in running:
             part.end()
     if not failed:
         _leave(marks)
-    _say(f"compiled them in {time.monotonic() - began:.1f} s")
+    _say(f"compiled them in {time.monotonic() - began:.1f} s: {', '.join(took) or 'none'}")
 
 
 def _say(text: str) -> None:
@@ -102,10 +104,17 @@ class _Part:
             return None
         if status < 0:
             return f"it was killed by {signal.Signals(-status).name}"
+        said = [line.strip() for line in self._said().split("\n") if line.strip()]
+        return (said or [f"status {status}"])[-1].removeprefix("megacpp: ")[:500]
+
+    def took(self) -> str | None:
+        """Its name and its seconds, which one that ended well has printed; others None."""
+        found = re.findall(TOOK.format(r"([\d.]+)"), self._said())
+        return f"{self.name} {float(found[-1]):.0f} s" if found else None
+
+    def _said(self) -> str:
         self.log.seek(0)
-        lines = self.log.read().decode(errors="replace").split("\n")
-        said = next((line for line in reversed(lines) if line.strip()), f"status {status}")
-        return said.strip().removeprefix("megacpp: ")[:500]
+        return self.log.read().decode(errors="replace")
 
 
 def _start(name: str, recipe: Recipe, out: Path, device: str) -> _Part:

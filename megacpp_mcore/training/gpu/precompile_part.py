@@ -9,6 +9,7 @@ caches alone.
 """
 
 import sys
+import time
 import traceback
 from argparse import Namespace
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from megacpp_mcore.training.gpu.rank_setup import environment_of, parser_of
 from megacpp_mcore.training.one_rank import one_layer, one_rank
 
 ENDS = "ends"
+TOOK = "megacpp: took {} s"
+_BEGAN = time.monotonic()
 _ATTENTION, _EXPERTS, _MAMBA = "A", "E", "M"
 _NO_VOCABULARY = [
     "model.vocab_size=1024", "data.tokenizer_type=NullTokenizer", "data.tokenizer_model=null",
@@ -160,7 +163,8 @@ def _ends(model: Any, recipe: Recipe, args: Namespace, device: str) -> Callable[
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compile one part on the GPU. Returns the exit status; stderr's last line says an error."""
+    """Compile one part on the GPU, and print TOOK. Returns the exit status; stderr's last line says
+    an error."""
     parser = parser_of(__spec__.name, "Compile the kernels of one part of a recipe's model.")
     parser.add_argument("part", help=f"a block letter of the recipe, or {ENDS}")
     own = parser.parse_args(argv)
@@ -178,6 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception:
         traceback.print_exc()
         return 1
+    print(TOOK.format(f"{time.monotonic() - _BEGAN:.1f}"), flush=True)
     return 0
 
 
