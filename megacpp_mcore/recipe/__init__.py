@@ -110,24 +110,39 @@ class Recipe:
 MAY_CHANGE = ("schedule.train_iters", "schedule.log_interval", "checkpoint.save_interval")
 
 
-# Sections and keys with which a run computes the same, but for roundings: how it is spread over
-# GPUs, and where it is saved.
-_LAYOUT = ("parallel", "recompute", "launch", "checkpoint", "schedule.micro_batch_size")
+# Sections and keys with which a run on GPUs computes the same, but for roundings: how it is spread
+# over them, and where and how it is saved. The other keys of [checkpoint] decide what is loaded, or
+# which learning rates follow.
+_LAYOUT = (
+    "parallel", "recompute", "launch", "schedule.micro_batch_size", "checkpoint.save",
+    "checkpoint.load", "checkpoint.save_retain_interval", "checkpoint.keep_latest",
+    "checkpoint.verify_checksums", "checkpoint.exit_on_missing_checkpoint", "checkpoint.async_save",
+    "checkpoint.use_persistent_ckpt_worker", "checkpoint.ckpt_fully_parallel_load",
+    "checkpoint.dist_ckpt_optim_fully_reshardable",
+)  # fmt: skip
 _NO_LAYOUT = ("parallel.use_distributed_optimizer", "launch.device")  # other checkpoints
 
 
-def refused_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """What of the resolved recipe `now` a run on GPUs cannot be resumed with, key by key, or None.
+def refused_changes(
+    before: Mapping[str, Any], now: Mapping[str, Any], *, layout: bool = True
+) -> str | None:
+    """What of the resolved recipe `now` a run cannot be resumed with, key by key, or None.
 
-    before: the recipe that it began with. The keys of MAY_CHANGE may differ, and the layout.
+    before: the recipe that it began with. The keys of MAY_CHANGE may differ, and with `layout`, as
+    for a run on GPUs, how it is spread over them and saved.
     """
-    refused = []
-    for key, (old, new) in changed_keys(before, now).items():
-        layout = (key in _LAYOUT or key.partition(".")[0] in _LAYOUT) and key not in _NO_LAYOUT
-        cut = key == "model.pattern" and _uncut(old) == _uncut(new)
-        if not (layout or cut or key in MAY_CHANGE):
-            refused.append(f"{key} was {old!r} and is {new!r}")
+    refused = [
+        f"{key} was {old!r} and is {new!r}"
+        for key, (old, new) in changed_keys(before, now).items()
+        if key not in MAY_CHANGE and not (layout and _is_layout(key, old, new))
+    ]
     return "; ".join(refused) or None
+
+
+def _is_layout(key: str, old: Any, new: Any) -> bool:
+    if key == "model.pattern":
+        return _uncut(old) == _uncut(new)
+    return key not in _NO_LAYOUT and (key in _LAYOUT or key.partition(".")[0] in _LAYOUT)
 
 
 def _uncut(pattern: str | None) -> str | None:

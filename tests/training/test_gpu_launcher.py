@@ -56,72 +56,45 @@ def test_a_step_that_the_run_has_not_cannot_be_profiled(started, capsys, step):
 
 
 @pytest.fixture
-def run_of(tmp_path):
-    """run_of(words): the words that resume a run of nam56r with these, which has a checkpoint."""
-
-    def run(*words: str) -> list[str]:
-        saved = tmp_path / "out" / "checkpoints"
-        recipe = load_recipe(
-            "nam56r",
-            [
-                *words,
-                "launch.nproc_per_node=2",
-                f"checkpoint.load={saved}",
-                f"checkpoint.save={saved}",
-            ],
-        )
-        samples.train(
-            tmp_path / "out" / "receipt.json",
-            recipe=receipts.recipe_entry("nam56r", recipe.to_dict()),
-        )
-        (saved / "iter_0000005").mkdir(parents=True)
-        (saved / "iter_0000005" / "metadata.json").write_text("{}")
-        return [
-            "train",
-            "nam56r",
-            "--out",
-            str(tmp_path / "out"),
-            "--resume",
-            "--set",
-            f"checkpoint.load={saved}",
-            "--set",
-            f"checkpoint.save={saved}",
-        ]
-
-    return run
+def resuming(tmp_path, monkeypatch):
+    """The words that resume a run of nam56r, of two GPUs, which has a checkpoint."""
+    out, saved = tmp_path / "out", tmp_path / "saved"
+    overrides = [f"checkpoint.load={saved}", f"checkpoint.save={saved}"]
+    recipe = load_recipe("nam56r", [*overrides, "launch.nproc_per_node=2"])
+    entry = receipts.recipe_entry("nam56r", recipe.to_dict())
+    samples.train(out / "receipt.json", recipe=entry)
+    monkeypatch.setattr(launcher, "newest", lambda folder: saved)
+    sets = [word for override in overrides for word in ("--set", override)]
+    return ["train", "nam56r", "--out", str(out), "--resume", *sets]
 
 
-def test_a_run_is_resumed_in_another_layout(started, run_of, monkeypatch):
-    monkeypatch.setattr(launcher, "newest", lambda folder: folder)
-    words = run_of()
+def test_a_run_is_resumed_in_another_layout(started, resuming):
     for layout in (
         "parallel.expert_model_parallel_size=4", "schedule.micro_batch_size=2",
         "schedule.train_iters=200_000", "launch.cuda_graph_impl=none", "checkpoint.keep_latest=2",
     ):  # fmt: skip
-        assert cli.main([*words, "--gpus", "4", "--set", layout]) == 0, layout
+        assert cli.main([*resuming, "--gpus", "4", "--set", layout]) == 0, layout
     assert started
 
 
 @pytest.mark.parametrize("change", [
     "schedule.global_batch_size=32", "optimizer.lr=1e-4", "mamba3.decay_floor=1e-4",
     "model.pattern=AEMEAEMEAEMM", "parallel.use_distributed_optimizer=false",
+    "checkpoint.finetune=true", "checkpoint.override_opt_param_scheduler=true",
+    "checkpoint.use_checkpoint_opt_param_scheduler=true",
 ])  # fmt: skip
-def test_another_recipe_is_refused_before_any_rank_is_started(
-    change, started, run_of, monkeypatch, capsys
-):
-    monkeypatch.setattr(launcher, "newest", lambda folder: folder)
-    words = run_of()
+def test_another_recipe_is_refused_before_any_rank_is_started(change, started, resuming, capsys):
     more = ["parallel.overlap_param_gather=false"] if "distributed" in change else []
     sets = [word for each in (change, *more) for word in ("--set", each)]
-    assert cli.main([*words, "--gpus", "4", *sets]) == 2
+    assert cli.main([*resuming, "--gpus", "4", *sets]) == 2
     said = capsys.readouterr().err
     assert f"has another recipe: {change.partition('=')[0]} was " in said
     assert "give another --out" in said and not started
 
 
-def test_a_run_without_a_checkpoint_may_have_any_recipe(started, run_of):
-    words = run_of()
-    assert cli.main([*words, "--gpus", "4", "--set", "optimizer.lr=1e-4"]) == 0 and started
+def test_a_run_without_a_checkpoint_may_have_any_recipe(started, resuming, monkeypatch):
+    monkeypatch.setattr(launcher, "newest", lambda folder: None)
+    assert cli.main([*resuming, "--gpus", "4", "--set", "optimizer.lr=1e-4"]) == 0 and started
 
 
 @pytest.mark.parametrize("status", [0, 1])

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.files import read_regular, sync, write_atomically
-from megacpp_mcore.recipe import MAY_CHANGE, changed_keys
+from megacpp_mcore.recipe import MAY_CHANGE, refused_changes
 from megacpp_mcore.stack import unpickling
 from megacpp_mcore.training.checkpoints import checksums, folder, writer
 from megacpp_mcore.training.cpu.megatron_setup import quiet
@@ -132,13 +132,9 @@ def load(
             f"{checkpoint} is of iteration {progress.iteration}, by its {PROGRESS}: somebody "
             f"renamed it; {folder.advice(checkpoint)}"
         )
-    changed = changed_keys(progress.recipe, current.recipe)
-    if refused := [key for key in changed if key not in MAY_CHANGE]:
-        listed = "; ".join(
-            f"{key} was {changed[key][0]!r} and is {changed[key][1]!r}" for key in refused
-        )
+    if refused := refused_changes(progress.recipe, current.recipe, layout=False):
         raise CheckpointError(
-            f"{checkpoint} was trained with another recipe: {listed}. Use the same recipe (only "
+            f"{checkpoint} was trained with another recipe: {refused}. Use the same recipe (only "
             f"{', '.join(MAY_CHANGE)} may change), or another --out"
         )
     if progress.data_digest != digest_of(progress.recipe):

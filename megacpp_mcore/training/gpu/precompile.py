@@ -59,7 +59,7 @@ def beside(recipe: Recipe, gpus: int, out: Path) -> Iterator[None]:
         f"compiling the kernels of {letters} and of the model's ends in {len(names)} processes: "
         "once"
     )
-    began, running, took = time.monotonic(), [], []
+    began, running = time.monotonic(), []
     try:
         try:
             for number, name in enumerate(names):

@@ -84,9 +84,9 @@ def check_same_run(recipe: Recipe, receipt: Path) -> None:
     if refused := refused_changes(receipts.read(receipt)["recipe"]["content"], recipe.to_dict()):
         raise ResumeError(
             f"the run of {receipt} has another recipe: {refused}. Resume with the same (only "
-            f"{', '.join(MAY_CHANGE)} may change, [checkpoint], and the layout: [parallel], "
-            "[recompute], [launch], schedule.micro_batch_size and where model.pattern is cut into "
-            "pipeline stages), or give another --out"
+            f"{', '.join(MAY_CHANGE)} may change, where and how it is saved, and the layout: "
+            "[parallel], [recompute], [launch], schedule.micro_batch_size and where model.pattern "
+            "is cut into pipeline stages), or give another --out"
         )
 
 
