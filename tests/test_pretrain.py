@@ -35,6 +35,7 @@ from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.stack import bridges
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 from megacpp_mcore.training.gpu import launcher
+from megacpp_mcore.training.gpu.compilations import triton_cache_entries
 from megacpp_mcore.training.gpu.rank_setup import Launch, LaunchError, launch, recipe_argv
 from megacpp_mcore.training.gpu.torchrun import RanksOutcome
 
@@ -137,9 +138,10 @@ def test_kernels_are_kept_in_the_runs_folder_where_the_users_cannot_be_written(
 
 def test_a_start_tells_whether_its_kernels_were_compiled_before(gpu_recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    assert launch(arguments(gpu_recipe)).triton_cache_entries == 0
+    launch(arguments(gpu_recipe))
+    assert triton_cache_entries() == 0
     (tmp_path / "triton" / "a-kernel").mkdir(parents=True)
-    assert launch(arguments(gpu_recipe)).triton_cache_entries == 1
+    assert triton_cache_entries() == 1
 
 
 def test_the_yardstick_is_megatrons_own_stack_with_the_recipes_arguments(small_recipe, overrides):

@@ -105,6 +105,39 @@ def test_backends_are_checked_where_jax_is_not_found(monkeypatch, tmp_path):
         importlib.import_module("jax")
 
 
+def test_a_rank_builds_nothing_before_the_kernels_are_compiled(monkeypatch, tmp_path):
+    """It has checked everything by then: what it refuses, it refuses without waiting."""
+    from megacpp_mcore.training.gpu import train
+    from megacpp_mcore.training.gpu.rank_setup import launch
+
+    seen = []
+    for name in ("check_packages", "check_backends", "compile_all", "check_parameters_fit"):
+        monkeypatch.setattr(train, name, lambda *args, **words: None)
+    for name in ("before_megatron", "dataset_helper", "shift_documents_on_the_device"):
+        monkeypatch.setattr(train.bridges, name, lambda: None)
+    monkeypatch.setattr("megacpp_mcore.training.data.blend.check_data", lambda recipe: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=0)
+    )
+    monkeypatch.setattr(train, "megatron_args", lambda launched: seen.append("arguments"))
+    monkeypatch.setattr(train, "_check_folder", lambda launched, args: seen.append("folder"))
+    for name, value in RANK.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiles = subprocess.Popen(["sleep", "1"])
+
+    def pretrain(launched, args, goodput):
+        seen.append(("pretrain", compiles.poll()))
+        seen.append(goodput.record()["seconds"]["compile"] > 0.4)
+
+    monkeypatch.setattr(train, "_pretrain", pretrain)
+    recipe = load_recipe("nam56r", ["launch.nproc_per_node=1"])
+    own = [*recipe_argv(recipe), "--megacpp-after", f"{compiles.pid},{2**22}"]
+    train._train(launch([*own, *lower(recipe).argv]))
+    assert seen == ["arguments", "folder", ("pretrain", 0), True]
+
+
 @pytest.mark.slow
 def test_a_start_is_counted_from_the_process_and_from_its_launcher():
     """Never from before this test made the process: psutil's start may be wrong by a second."""

@@ -1,10 +1,11 @@
-"""Kernels compiled before a run's ranks start: what each part runs, and the launcher's side."""
+"""Kernels compiled before a run's model is built: what each part runs, and the launcher's side."""
 
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from left_behind import Marked, wait_until
 from megacpp_mcore.kernels.nvcc import KernelBuildError
 from megacpp_mcore.recipe import changed_keys, load_recipe
 from megacpp_mcore.training import one_process
-from megacpp_mcore.training.gpu import launcher, precompile, precompile_part
+from megacpp_mcore.training.gpu import launcher, precompile, precompile_part, rank_setup
 from megacpp_mcore.training.gpu.torchrun import RanksOutcome
 
 GPU = {"name": "NVIDIA H200", "capability": (9, 0), "cuda": "13.0"}
@@ -67,8 +68,8 @@ def compiled(how: Path) -> list[str]:
 
 
 def launch(*overrides: str, gpus: int = 1, out: str = "out", recipe: str = "nam56r") -> None:
-    with precompile.beside(load_recipe(recipe, overrides), gpus, Path(out)):
-        pass
+    with precompile.beside(load_recipe(recipe, overrides), gpus, Path(out)) as processes:
+        precompile.wait_for(processes)
 
 
 def told(how: Path) -> dict[str, dict]:
@@ -151,7 +152,7 @@ def test_a_part_has_the_runs_sizes_and_precision(part, recompute):
         "R": {"recompute.attention", "recompute.moe", "recompute.mamba3"},
         "ends": {key for key in differ if "recompute" in key},
     }[part]  # fmt: skip
-    allowed |= {"attention.mla_down_proj_fusion"} if part in "EMR" else set()
+    allowed |= {"attention.mla_down_proj_fusion"} if part != "A" else set()
     allowed |= set() if part == "ends" else {"model.vocab_size", "mtp.mtp_num_layers"}
     assert set(differ) <= allowed, differ
     assert own.precision.gradient_accumulation_fusion and own.plan.depth == 1
@@ -175,11 +176,57 @@ def test_a_part_that_is_not_the_recipes_is_refused(capsys):
     assert capsys.readouterr().err == "megacpp: D: choose A, E, M, R, ends\n"
 
 
-def test_a_part_says_how_long_it_took(monkeypatch, capsys):
-    for name in ("apply_environment", "_as_in_a_rank", "compile_part"):
-        monkeypatch.setattr(precompile_part, name, lambda *args: None)
-    assert precompile_part.main(["A", "--megacpp-recipe", "nam56r"]) == 0
-    assert re.fullmatch(precompile_part.TOOK.format(r"[\d.]+"), capsys.readouterr().out.strip())
+PART = """
+import sys, threading
+from megacpp_mcore.training.gpu import precompile_part
+
+def compile_part(part, recipe, done):
+    threading.Thread(target=lambda: threading.Event().wait(300)).start()  # as a package's
+    print(part, recipe.name)
+    if part == "E":
+        raise RuntimeError("no E here")
+    done()
+
+precompile_part.compile_part = compile_part
+precompile_part.apply_environment = precompile_part._as_in_a_rank = lambda *args: None
+status = precompile_part.main([sys.argv[1], "--megacpp-recipe", "nam56r"])
+print(status)
+"""
+
+
+def test_a_part_says_how_long_it_took_and_ends_at_once():
+    done = subprocess.run([sys.executable, "-c", PART, "A"], capture_output=True, text=True)
+    took = precompile_part.TOOK.format(r"[\d.]+")
+    assert done.returncode == 0 and re.fullmatch(rf"A nam56r\n{took}\n", done.stdout), done
+
+
+def test_a_part_that_fails_says_so_last():
+    with subprocess.Popen(
+        [sys.executable, "-c", PART, "E"], stdout=-1, stderr=-1, text=True
+    ) as run:
+        assert [run.stdout.readline() for _ in range(2)] == ["E nam56r\n", "1\n"]
+        run.kill()
+        assert run.stderr.read().endswith("RuntimeError: no E here\n")
+
+
+@pytest.mark.parametrize("pattern, letter", [("AEMR", "M"), ("AER", "R"), ("AE", "A"), ("E", "E")])
+def test_the_ends_are_built_with_the_cheapest_letter(pattern, letter):
+    sizes = [f"model.pattern={pattern}", f"model.depth={len(pattern)}", "mtp.mtp_num_layers=0"]
+    recipe = load_recipe("nam56r", [*sizes, "mtp.pattern=null"])
+    assert precompile_part.part_recipe("ends", recipe).plan.letters == {letter}
+
+
+@pytest.mark.parametrize("part, imported", [("M", False), ("ends", False), ("A", True)])
+def test_only_a_part_with_attention_looks_for_its_backends(part, imported, monkeypatch):
+    """FlashAttention-4 takes five seconds to import."""
+    from megacpp_mcore import dispatch
+
+    asked, choose = [], dispatch.choose
+    monkeypatch.setattr(
+        dispatch, "choose", lambda name, *args: asked.append(name) or choose(name, *args)
+    )
+    precompile_part._as_in_a_rank(part, load_recipe("nam56r-tiny"))
+    assert ("core_attention" in asked) is imported
 
 
 # --- the launcher's side
@@ -305,22 +352,75 @@ def test_not_where_ranks_have_parts_of_layers_nor_without_a_gpu(how, monkeypatch
     assert compiled(how) == [] and capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("yardstick", [False, True])
-def test_the_launcher_compiles_before_its_ranks_and_not_for_the_yardstick(
-    how, monkeypatch, yardstick
-):
-    seen = []
-
-    def ranks(module, argv, count):
-        seen.extend(compiled(how))
-        return RanksOutcome(0)
-
-    monkeypatch.setattr(launcher, "run_ranks", ranks)
+@pytest.fixture
+def launches(monkeypatch):
+    """launches(ranks): `megacpp train` with that in the place of run_ranks, as with GPUs."""
     monkeypatch.setattr(launcher, "check_packages", lambda recipe, yardstick: None)
     monkeypatch.setattr(launcher, "_check", lambda recipe, gpus, resume: None)
     monkeypatch.setattr(launcher, "compile_all", lambda recipe: None)
-    assert launcher.launch_ranks("nam56r", (), 1, "out", yardstick=yardstick) == 0
-    assert seen == ([] if yardstick else PARTS)
+
+    def run(ranks, **words):
+        monkeypatch.setattr(launcher, "run_ranks", ranks)
+        return launcher.launch_ranks("nam56r", (), 1, "out", **words)
+
+    return run
+
+
+@pytest.mark.parametrize("yardstick", [False, True])
+def test_ranks_start_while_parts_compile_and_wait_for_all_of_them(how, launches, capsys, yardstick):
+    for part in PARTS:
+        (how / part).write_text("while not (how / 'go').exists(): time.sleep(0.01)")
+
+    def ranks(module, argv, count):
+        processes = ()
+        if "--megacpp-after" in argv:
+            at = argv.index("--megacpp-after")
+            processes = rank_setup._process_ids(argv[at + 1])
+            wait_until(lambda: len(told(how)) == len(PARTS))
+            assert set(processes) == {process["pid"] for process in told(how).values()}
+            waiting = threading.Thread(target=precompile.wait_for, args=[processes])
+            waiting.start()
+            waiting.join(0.5)
+            assert waiting.is_alive() and "compiled them" not in capsys.readouterr().err
+            (how / "go").touch()
+            waiting.join(60)
+            assert not waiting.is_alive()
+        assert bool(processes) is not yardstick
+        return RanksOutcome(0)
+
+    assert launches(ranks, yardstick=yardstick) == 0
+    assert compiled(how) == ([] if yardstick else PARTS)
+    assert ("compiled them in" in capsys.readouterr().err) is not yardstick
+
+
+def test_nothing_is_waited_for_where_nothing_is_compiled(how, launches):
+    launch()
+    assert launches(lambda module, argv, count: RanksOutcome("--megacpp-after" in argv)) == 0
+
+
+def test_ranks_that_fail_before_the_parts_end_end_them(how, launches, monkeypatch, capsys):
+    marked = Marked()
+    for name, value in marked.environment.items():
+        monkeypatch.setenv(name, value)
+    for part in PARTS:
+        (how / part).write_text("time.sleep(300)")
+
+    def ranks(module, argv, count):
+        wait_until(lambda: len(told(how)) == len(PARTS))
+        return RanksOutcome(2, "rank 0 of 1 refuses")
+
+    assert launches(ranks) == 2
+    said = capsys.readouterr().err
+    assert "compiled them" not in said and "SIGKILL" not in said
+    assert not marked.left() and not Path(os.environ["TRITON_CACHE_DIR"]).exists()
+
+
+def test_a_process_that_ended_is_not_waited_for():
+    """Nor one whose parent has not yet asked for its status."""
+    with subprocess.Popen(["true"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        precompile.wait_for([process.pid])
+    precompile.wait_for([process.pid])
 
 
 def test_a_refusal_while_they_compile_kills_them(how, monkeypatch):
@@ -339,31 +439,45 @@ def test_a_refusal_while_they_compile_kills_them(how, monkeypatch):
     assert not Path(os.environ["TRITON_CACHE_DIR"]).exists()  # no mark
 
 
+# A rank that waits for the parts, and says so as a file of the folder HOW.
+RANK = """
+import os, sys
+from pathlib import Path
+from megacpp_mcore.training.gpu import precompile
+
+Path(os.environ["HOW"], "rank").touch()
+after = sys.argv[sys.argv.index("--megacpp-after") + 1]
+precompile.wait_for([int(pid) for pid in after.split(",")])
+"""
 LAUNCH = """
-import sys
+import sys, time
 from megacpp_mcore import cli
-from megacpp_mcore.training.gpu import launcher, precompile
+from megacpp_mcore.training.gpu import launcher, precompile, torchrun
 
 precompile._PART, precompile._gpu = "a_part", lambda: {"name": "a GPU"}
 launcher._check = lambda recipe, gpus, resume: None
 launcher.check_packages = lambda recipe, yardstick: None
-launcher.compile_all = lambda recipe: None
+launcher.compile_all = lambda recipe: time.sleep(300 if sys.argv[2] == "nvcc" else 0)
+launcher.run_ranks = lambda module, argv, count: torchrun.run_ranks("a_rank", argv, count)
 sys.exit(cli.main(["train", "nam56r", "--gpus", "1", "--out", sys.argv[1]]))
 """
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("when", ["nvcc", "ranks"])
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_of_a_launcher_that_is_stopped(how, tmp_path, monkeypatch, stop):
+def test_nothing_is_left_of_a_launcher_that_is_stopped(how, tmp_path, monkeypatch, stop, when):
     """Python itself: the server of `warm` would be the parent of the parts' parent."""
     marked = Marked()
     for name, value in marked.environment.items():
         monkeypatch.setenv(name, value)
     for part in PARTS:
         (how / part).write_text("import subprocess; subprocess.run(['sleep', '300'])")
-    words = [sys.executable, "-c", LAUNCH, str(tmp_path / "out")]
+    (tmp_path / "a_rank.py").write_text(RANK)
+    words = [sys.executable, "-c", LAUNCH, str(tmp_path / "out"), when]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
         wait_until(lambda: len(told(how)) == len(PARTS))
+        wait_until(lambda: when == "nvcc" or (how / "rank").exists())
         process.send_signal(stop)
         said = process.stderr.read()
     status = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}[stop]

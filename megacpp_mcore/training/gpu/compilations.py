@@ -4,8 +4,10 @@ release."""
 import contextlib
 import functools
 import gc
+import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 _SLOWEST = 5  # kernels that a receipt names
@@ -31,6 +33,12 @@ def _triton() -> list[tuple[str, float]]:
 
     triton.knobs.compilation.listener = listen
     return compiled
+
+
+def triton_cache_entries() -> int:
+    """In Triton's cache: with 0 this process will compile every kernel."""
+    cache = Path(os.environ["TRITON_CACHE_DIR"])
+    return len(os.listdir(cache)) if cache.is_dir() else 0
 
 
 def compilations() -> int:

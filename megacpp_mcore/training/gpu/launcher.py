@@ -15,6 +15,7 @@ from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.recipe.rules import cuda_graphs
 from megacpp_mcore.training.gpu import precompile
 from megacpp_mcore.training.gpu.rank_setup import (
+    AFTER,
     OUT,
     PROFILE,
     YARDSTICK,
@@ -69,19 +70,22 @@ def launch_ranks(
         check_same_run(recipe, folder / "receipt.json")
     check_packages(recipe, yardstick=yardstick)
     patch_needs.check(recipe)
-    if not yardstick:
-        with precompile.beside(recipe, gpus, folder):
-            compile_all(recipe)
-    if resume_from is not None:
-        verify = recipe.checkpoint.verify_checksums
-        for line in go_back(recipe.checkpoint.load, resume_from, verify=verify):
-            print(f"megacpp: {line}", file=sys.stderr)
     own = [*recipe_argv(recipe), OUT, str(folder), *([YARDSTICK] if yardstick else [])]
     if profile is not None:
         own += [PROFILE, str(profile)]
     receipt = folder / "receipt.json"
     before = _version(receipt)
-    with _stdout_to_stderr() if as_json else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if not yardstick:
+            compiling = stack.enter_context(precompile.beside(recipe, gpus, folder))
+            compile_all(recipe)
+            own += [AFTER, ",".join(map(str, compiling))] if compiling else []
+        if resume_from is not None:
+            verify = recipe.checkpoint.verify_checksums
+            for line in go_back(recipe.checkpoint.load, resume_from, verify=verify):
+                print(f"megacpp: {line}", file=sys.stderr)
+        if as_json:
+            stack.enter_context(_stdout_to_stderr())
         outcome = run_ranks("megacpp_mcore.pretrain", own + lower(recipe).argv, gpus)
     if outcome.reason is not None and outcome.status != _REFUSED:
         reason = outcome.reason.removesuffix(".")

@@ -1,9 +1,10 @@
-"""Kernels that are compiled before a run's ranks start, by a process for each part of the model.
+"""Kernels that are compiled before a run's model is built, by a process for each part of it.
 
 A rank compiles the kernels of Triton, Inductor and FlashAttention-4 one after another as its first
 step reaches them, and so does every other rank. The processes here fill the same caches, all parts
-at once, while nvcc compiles in the launcher. A rank compiles what it does not find, so that nothing
-here decides whether there is a run.
+at once, while nvcc compiles in the launcher, and while the ranks import their packages: those wait
+(`wait_for`) before they build anything. A rank compiles what it does not find, so that nothing here
+decides whether there is a run.
 """
 
 import contextlib
@@ -13,11 +14,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+import psutil
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.files import content_sha256, write_atomically
@@ -39,9 +43,10 @@ _KEYS_OF_THEM = (
 
 
 @contextlib.contextmanager
-def beside(recipe: Recipe, gpus: int, out: Path) -> Iterator[None]:
-    """Compile the kernels of the recipe's parts while the block runs, and wait for them at its end;
-    if it raises, they are killed, as they are where SIGTERM or Ctrl-C ends this process.
+def beside(recipe: Recipe, gpus: int, out: Path) -> Iterator[list[int]]:
+    """Compile the kernels of the recipe's parts while the block runs. Yields the processes that do,
+    for ranks to wait for; those that are left at the block's end, or where SIGTERM or Ctrl-C ends
+    this process, are killed.
 
     gpus: of this machine, to which the parts go in turn. out: the run's folder. Nothing is done
     where torch sees no GPU, where ranks have a part of each layer (tensor or context parallelism),
@@ -51,7 +56,7 @@ def beside(recipe: Recipe, gpus: int, out: Path) -> Iterator[None]:
     gpu = _gpu()
     marks = _marks(recipe, out, gpu) if gpu and not _splits_layers(recipe) else []
     if not marks or all(mark.is_file() for mark in marks):
-        yield
+        yield []
         return
     names = parts(recipe)
     letters = ", ".join(name for name in names if name != ENDS)
@@ -59,22 +64,54 @@ def beside(recipe: Recipe, gpus: int, out: Path) -> Iterator[None]:
         f"compiling the kernels of {letters} and of the model's ends in {len(names)} processes: "
         "once"
     )
-    began, running = time.monotonic(), []
+    began, running, cut = time.monotonic(), [], threading.Event()
+    waiting = threading.Thread(target=lambda: _collect(running, len(names), began, marks, cut))
     try:
         try:
             for number, name in enumerate(names):
                 running.append(_start(name, recipe, out, _device(number, gpus)))
         except OSError as error:  # no more processes, no place for a log
             _say(f"not all parts are compiled ahead, the ranks compile them: {error}")
-        yield
-        failed = _wait(running, began + LIMIT_S) or len(running) < len(names)
-        took = [found for part in running if (found := part.took())]
+        waiting.start()
+        yield [part.process.pid for part in running]
     finally:
+        if any(part.process.poll() is None for part in running):
+            cut.set()
         for part in running:
-            part.end()
-    if not failed:
+            part.kill()
+        if waiting.ident:  # else Ctrl-C came before it was started
+            waiting.join()
+        for part in running:
+            part.log.close()
+
+
+def wait_for(processes: Sequence[int]) -> None:
+    """Wait until these processes of the launcher have ended; it kills one that takes too long."""
+    while any(map(_is_running, processes)):
+        time.sleep(0.05)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _collect(
+    running: list["_Part"], count: int, began: float, marks: list[Path], cut: threading.Event
+) -> None:
+    """Wait for the parts, kill those that take too long, and say what came of `count` parts, unless
+    the end of the block that they ran beside has `cut` them short."""
+    whys = _wait(running, began + LIMIT_S)
+    if cut.is_set():
+        return
+    for why in whys:
+        _say(why)
+    if not whys and len(running) == count:
         _leave(marks)
-    _say(f"compiled them in {time.monotonic() - began:.1f} s: {', '.join(took) or 'none'}")
+    took = ", ".join(found for part in running if (found := part.took()))
+    _say(f"compiled them in {time.monotonic() - began:.1f} s: {took or 'none'}")
 
 
 def _say(text: str) -> None:
@@ -89,13 +126,12 @@ class _Part:
     process: subprocess.Popen
     log: IO[bytes]
 
-    def end(self) -> None:
-        """Kill it, if it is there, with all of its group."""
+    def kill(self) -> None:
+        """With all of its group, if it is there."""
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        self.log.close()
 
     def why_it_failed(self) -> str | None:
         """None for one that did not, or that is still there."""
@@ -133,19 +169,19 @@ def _command() -> list[str]:
     return [sys.executable, "-m", _PROCESS, str(os.getpid()), _PART]
 
 
-def _wait(running: list[_Part], deadline: float) -> bool:
-    """Wait for all of them until the deadline. Returns whether one failed, which is said."""
-    failed = False
+def _wait(running: list[_Part], deadline: float) -> list[str]:
+    """Wait for all of them until the deadline, then kill them. Returns what failed, and why."""
+    found = []
     for part in running:
         with contextlib.suppress(subprocess.TimeoutExpired):
             part.process.wait(max(0.0, deadline - time.monotonic()))
         in_time = part.process.poll() is not None
         why = part.why_it_failed() if in_time else f"it took more than {LIMIT_S:g} s"
+        part.kill()
         if why is not None:
-            failed = True
             of = "the model's ends" if part.name == ENDS else part.name
-            _say(f"no kernels of {of} are compiled ahead, the ranks compile them: {why}")
-    return failed
+            found.append(f"no kernels of {of} are compiled ahead, the ranks compile them: {why}")
+    return found
 
 
 def _device(number: int, gpus: int) -> str:

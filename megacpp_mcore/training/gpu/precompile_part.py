@@ -8,6 +8,7 @@ of a step, and the optimizer's update. It reads no data and no checkpoint, and w
 caches alone.
 """
 
+import os
 import sys
 import time
 import traceback
@@ -15,7 +16,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.hybrid import letters
@@ -83,15 +84,19 @@ def _of_others(letter: str, recipe: Recipe) -> list[str]:
 
 
 def _cheapest(recipe: Recipe) -> str:
-    """The letter of layers that the ends are built with, and lose: experts take memory."""
-    used = parts(recipe)[:-1]
-    return next((letter for letter in used if letter != _EXPERTS), used[0])
+    """The letter of layers that the ends are built with, and lose: experts take memory, attention
+    takes seconds to import."""
+    costly = (_ATTENTION, _EXPERTS)
+    return min(parts(recipe)[:-1], key=lambda x: costly.index(x) if x in costly else -1)
 
 
-def compile_part(part: str, recipe: Recipe, device: str = "cuda") -> None:
+def compile_part(
+    part: str, recipe: Recipe, device: str = "cuda", done: Callable[[], None] | None = None
+) -> None:
     """Build the part on this process's GPU, or on the CPU, and train it for one step.
 
-    recipe: the run's. Raises what building and running the model raises.
+    recipe: the run's. done: called before the process groups are destroyed, which takes a second.
+    Raises what building and running the model raises.
     """
     import torch
 
@@ -117,6 +122,8 @@ def compile_part(part: str, recipe: Recipe, device: str = "cuda") -> None:
         training.update()
         if device == "cuda":
             torch.cuda.synchronize()  # what a kernel did wrong is raised here
+        if done:
+            done()
 
 
 def _forget_gradients(parallel: Any) -> None:
@@ -146,12 +153,12 @@ def _layer(model: Any, recipe: Recipe, args: Namespace, device: str) -> Callable
 def _ends(model: Any, recipe: Recipe, args: Namespace, device: str) -> Callable[[], Any]:
     """A call of the model without its layers: the sum of a micro batch's losses."""
     import torch
+    from megatron.core.models.hybrid.hybrid_block import HybridStack
 
-    from megacpp_mcore.layers.hybrid_stack import MegacppStack
     from megacpp_mcore.training import one_process
 
     for module in model.modules():
-        if isinstance(module, MegacppStack):
+        if isinstance(module, HybridStack):  # the decoder, and what MTP repeats of it
             module.layers = torch.nn.ModuleList()
     packed = one_process.packed_documents(recipe, args, device)
     [batch] = one_process.random_batches(recipe, args, device, 1)
@@ -163,8 +170,10 @@ def _ends(model: Any, recipe: Recipe, args: Namespace, device: str) -> Callable[
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compile one part on the GPU, and print TOOK. Returns the exit status; stderr's last line says
-    an error."""
+    """Compile one part on the GPU, print TOOK, and end the process with status 0.
+
+    Where that fails, returns another exit status; stderr's last line says why.
+    """
     parser = parser_of(__spec__.name, "Compile the kernels of one part of a recipe's model.")
     parser.add_argument("part", help=f"a block letter of the recipe, or {ENDS}")
     own = parser.parse_args(argv)
@@ -174,19 +183,24 @@ def main(argv: list[str] | None = None) -> int:
             raise MegacppError(f"{own.part}: choose {', '.join(parts(recipe))}")
         # Before torch is imported, as in a rank.
         apply_environment(environment_of(recipe, Path(own.out or f"runs/{recipe.name}")))
-        _as_in_a_rank(recipe)
-        compile_part(own.part, recipe)
+        _as_in_a_rank(own.part, recipe)
+        compile_part(own.part, recipe, done=_end)
     except MegacppError as error:
         print(f"megacpp: {error}", file=sys.stderr)
         return error.exit_status
     except Exception:
         traceback.print_exc()
-        return 1
+    return 1
+
+
+def _end() -> NoReturn:
+    """At once: the caches are written, and a launcher waits."""
     print(TOOK.format(f"{time.monotonic() - _BEGAN:.1f}"), flush=True)
-    return 0
+    sys.stderr.flush()
+    os._exit(0)
 
 
-def _as_in_a_rank(recipe: Recipe) -> None:
+def _as_in_a_rank(part: str, recipe: Recipe) -> None:
     """What a rank does before it imports Megatron, and what decides about backends."""
     from megacpp_mcore import dispatch
     from megacpp_mcore.stack import bridges
@@ -195,7 +209,7 @@ def _as_in_a_rank(recipe: Recipe) -> None:
     dispatch.begin(say_each=False)
     bridges.import_ops_only("mamba_ssm")
     with bridges.hide_packages("jax"):  # Transformer Engine also imports its JAX support
-        check_backends(recipe)
+        check_backends(part_recipe(part, recipe))  # an M need not import FlashAttention-4
     bridges.before_megatron()
     bridges.shift_documents_on_the_device()
 

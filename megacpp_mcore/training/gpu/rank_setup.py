@@ -25,6 +25,7 @@ from megacpp_mcore.training.environment import apply_environment
 
 RECIPE, SET, OUT = "--megacpp-recipe", "--megacpp-set", "--megacpp-out"
 YARDSTICK, PROFILE = "--megacpp-yardstick", "--megacpp-profile"
+AFTER = "--megacpp-after"
 YARDSTICK_SPEC = Spec("megacpp_mcore.specs.yardstick", "yardstick_stack_spec")
 
 
@@ -39,7 +40,7 @@ class Launch:
     argv: Megatron's arguments. out: the run's folder, for the receipt.
     yardstick: train Megatron's own blocks of the recipe's sizes, with Mamba-2 in the M slot.
     profile: the step whose kernels the receipt lists.
-    triton_cache_entries: the size of Triton's cache at process start; 0: every kernel is compiled.
+    after: processes of the launcher that compile kernels; the rank builds nothing before they end.
     """
 
     recipe: Recipe
@@ -48,8 +49,8 @@ class Launch:
     out: Path
     environment: dict[str, dict[str, str]]
     yardstick: bool = False
-    triton_cache_entries: int = 0
     profile: int | None = None
+    after: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -81,6 +82,8 @@ def launch(argv: Sequence[str]) -> Launch:
                         help="train Megatron's own blocks instead, to compare with")  # fmt: skip
     parser.add_argument(PROFILE, dest="profile", type=int, metavar="STEP",
                         help="list the kernels of this step in the receipt")  # fmt: skip
+    parser.add_argument(AFTER, dest="after", type=_process_ids, default=(), metavar="PID,...",
+                        help="build nothing before these processes end")  # fmt: skip
     own, megatron_argv = parser.parse_known_args(argv)
     recipe = _recipe(own.recipe, own.overrides, megatron_argv)
     _check_world(recipe, os.environ)
@@ -95,11 +98,13 @@ def launch(argv: Sequence[str]) -> Launch:
         lowered, megatron_argv = _with_yardstick_spec(recipe, lowered, megatron_argv)
     out = Path(own.out or f"runs/{recipe.name}")
     environment = apply_environment(environment_of(recipe, out))
-    cached = Path(os.environ["TRITON_CACHE_DIR"])
-    entries = len(os.listdir(cached)) if cached.is_dir() else 0
     return Launch(
-        recipe, lowered, megatron_argv, out, environment, own.yardstick, entries, own.profile
+        recipe, lowered, megatron_argv, out, environment, own.yardstick, own.profile, own.after
     )
+
+
+def _process_ids(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
 
 
 def check_profile(recipe: Recipe, step: int | None, done: int = 0) -> None:

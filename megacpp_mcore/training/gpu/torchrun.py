@@ -50,7 +50,7 @@ def run_ranks(module: str, argv: Sequence[str], count: int) -> RanksOutcome:
         signals_to_handle=",".join(number.name for number in _AGENTS),
     )  # fmt: skip
     words = ("-u", "-m", _RANK, str(os.getpid()), module, *argv)
-    with _TermHandedOn() as term:
+    with _TermHandedOn(module) as term:
         try:
             elastic_launch(config, sys.executable)(*words)
         except ChildFailedError as error:
@@ -68,10 +68,11 @@ class _TermHandedOn:
     """SIGTERM goes on to the ranks, which save and end: torchrun's agent would give them 30 s.
 
     A second one ends them at once. Without a rank yet, the agent ends as torchrun's does.
+    module: what the ranks run, by which they are known among this process's children.
     """
 
-    def __init__(self) -> None:
-        self.came = 0
+    def __init__(self, module: str) -> None:
+        self.came, self._module = 0, module
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "_TermHandedOn":
@@ -90,7 +91,7 @@ class _TermHandedOn:
         told = False
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if _RANK in child.cmdline():
+                if self._module in child.cmdline():
                     child.send_signal(signal.SIGKILL if self.came > 1 else number)
                     told = True
         if not told:

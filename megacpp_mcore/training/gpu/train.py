@@ -20,7 +20,7 @@ from megacpp_mcore.recipe.check import megatrons_refusals
 from megacpp_mcore.recipe.rules import cuda_graphs
 from megacpp_mcore.stack import bridges, unpickling
 from megacpp_mcore.training import sizes
-from megacpp_mcore.training.gpu import memory, resume
+from megacpp_mcore.training.gpu import memory, precompile, resume
 from megacpp_mcore.training.gpu.rank_setup import Launch, LaunchError, check_agreement
 from megacpp_mcore.training.heartbeat import Heartbeat
 from megacpp_mcore.training.kernels import compile_all
@@ -79,6 +79,8 @@ def _train(launch: Launch) -> None:
     args = megatron_args(launch)
     if os.environ["RANK"] == "0":  # before other ranks read the folder: they wait for rank 0
         _check_folder(launch, args)
+    with goodput.span("compile"):
+        precompile.wait_for(launch.after)
     _pretrain(launch, args, goodput)
 
 

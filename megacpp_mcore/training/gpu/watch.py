@@ -35,7 +35,12 @@ from megacpp_mcore.training.gpu import (
     step_end,
     zeroing,
 )
-from megacpp_mcore.training.gpu.compilations import captured_bytes, compilations, compile_times
+from megacpp_mcore.training.gpu.compilations import (
+    captured_bytes,
+    compilations,
+    compile_times,
+    triton_cache_entries,
+)
 from megacpp_mcore.training.gpu.gather_check import GatherCheck
 from megacpp_mcore.training.gpu.loop import WatchError, wrapped
 from megacpp_mcore.training.gpu.process_start import start_times
@@ -143,7 +148,7 @@ class Watch:
             self._profile = StepProfile(self.launch.profile)
             parameters = sum(p.numel() for chunk in built[0] for p in chunk.parameters())
             self._results["rank_parameters"] = parameters
-            self._results["triton_cache_entries_at_start"] = self.launch.triton_cache_entries
+            self._results["triton_cache_entries_at_start"] = triton_cache_entries()
         return built
 
     def _optimizer(self, call: Callable, given: dict[str, Any]) -> Any:
