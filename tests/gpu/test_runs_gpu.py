@@ -8,6 +8,7 @@ small NAM56R of the layouts.
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -38,13 +39,18 @@ def command(corpus: Path, out: Path, gpus: int, steps: int, *more: str) -> list[
     return words + [word for text in sets for word in ("--set", text)]
 
 
+PACKAGES = "import flash_attn.cute, megatron.core, megatron.training, transformer_engine.pytorch"
+
+
 @pytest.mark.alone
 def test_the_second_run_of_a_user_compiles_nothing(corpus, tmp_path):
-    """Nor does the first run's rank compile much: processes do, before it starts."""
+    """Nor does the first run's rank compile much: processes do, while it imports its packages."""
     attention = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
     names = "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", attention
     caches = {name: str(tmp_path / name) for name in names}
-    found, said = [], []
+    found, said, began = [], [], time.monotonic()
+    subprocess.run([sys.executable, "-W", "ignore", "-c", PACKAGES], check=True)
+    imports = time.monotonic() - began
     for out in (tmp_path / "first", tmp_path / "second"):
         run = subprocess.run(
             command(corpus, out, 1, 3), check=True, env=os.environ | caches,
@@ -58,8 +64,9 @@ def test_the_second_run_of_a_user_compiles_nothing(corpus, tmp_path):
     assert "compiled them in" in said[0] and "compiling the kernels" not in said[1]
     assert first["triton_cache_entries_at_start"] > 0
     assert first["triton_kernels_compiled"] <= 3 and second["triton_kernels_compiled"] == 0, found
-    assert first["first_step_ms"] <= second["first_step_ms"] + 15_000, found
-    assert second["launch_s"] + second["cold_start_s"] < 30, found  # from the command
+    cold, warm = (run["launch_s"] + run["cold_start_s"] for run in found)  # from the command
+    assert cold <= warm + 15, found
+    assert warm <= 2 * imports + 15, (imports, found)  # the launcher's torch, a rank's packages
     assert first["tflops_per_s_per_device"] > 0 and first["optimizer_bytes"] > 0
 
 

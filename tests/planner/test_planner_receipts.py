@@ -54,6 +54,7 @@ STEPS = {
     "run-nam56r-quarter-graph-before.json",
     "run-nam56r-2xh200-dp2-graph.json",
     "run-nam56r-2xh200-dp2-graph-again.json",
+    "run-nam56r-4xh200-dp4-graph.json",
     "run-nam56r-quarter-2xh100-reduce-bf16.json",
     "run-nam56r-quarter-2xh100-reduce-fp32.json",
     "run-nam56r-quarter-200-eager.json",
