@@ -1096,7 +1096,7 @@ def test_train_on_gpus_refuses_what_it_cannot_do(gpu_recipe, small_recipe, overr
     refused("schedule.global_batch_size = 4", 3)
     refused("launch.nnodes = 2", 1, "launch.nnodes=2")
     if torch.cuda.device_count() == 0:
-        refused("torch sees 0 CUDA devices")
+        refused("CUDA shows 0 GPUs")
     with pytest.raises(LaunchError, match="without --gpus"):
         launcher.launch_ranks(str(small_recipe), [], 1, None)
 
@@ -1105,7 +1105,7 @@ def test_train_on_gpus_refuses_what_it_cannot_do(gpu_recipe, small_recipe, overr
 def on_a_machine_with_gpus(monkeypatch):
     """The launcher as on two GPUs, whose ranks end as told: (what they were started with, end)."""
     started, ends = [], [RanksOutcome(0)]
-    monkeypatch.setattr(launcher, "_devices", lambda: 2)
+    monkeypatch.setattr(launcher, "visible", lambda: ["a GPU"] * 2)
 
     def ranks(module, argv, count):
         started.append((module, argv, count))

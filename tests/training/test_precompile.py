@@ -13,13 +13,14 @@ import pytest
 import torch
 from left_behind import Marked, wait_until
 
+from megacpp_mcore.host.gpus import Gpu
 from megacpp_mcore.kernels.nvcc import KernelBuildError
 from megacpp_mcore.recipe import changed_keys, load_recipe
 from megacpp_mcore.training import one_process
 from megacpp_mcore.training.gpu import launcher, precompile, precompile_part, rank_setup
 from megacpp_mcore.training.gpu.torchrun import RanksOutcome
 
-GPU = {"name": "NVIDIA H200", "capability": (9, 0), "cuda": "13.0"}
+GPU = Gpu("NVIDIA H200", (9, 0))
 PARTS = ["A", "E", "M", "R", "ends"]
 # Writes what it was started with, and does as a file of its name in the folder HOW says.
 FAKE = """
@@ -54,7 +55,7 @@ def how(tmp_path, monkeypatch):
     for name in precompile._CACHES:
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setattr(precompile, "_PART", "a_part")
-    monkeypatch.setattr(precompile, "_gpu", lambda: GPU)
+    monkeypatch.setattr(precompile, "visible", lambda: [GPU])
     return folder
 
 
@@ -326,7 +327,7 @@ def test_what_is_compiled_is_compiled_once(how, monkeypatch, capsys, change):
     elif change == "code":
         monkeypatch.setattr(precompile.lane, "code_sha256", lambda: "0" * 64)
     elif change == "gpu":
-        monkeypatch.setattr(precompile, "_gpu", lambda: GPU | {"name": "NVIDIA H100"})
+        monkeypatch.setattr(precompile, "visible", lambda: [Gpu("NVIDIA H100", (9, 0))])
     else:
         attention = Path(os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"])
         for mark in attention.iterdir():
@@ -347,7 +348,7 @@ def test_every_key_that_a_kernel_depends_on_counts(key):
 def test_not_where_ranks_have_parts_of_layers_nor_without_a_gpu(how, monkeypatch, capsys):
     tensor = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
     launch(*tensor, "launch.nproc_per_node=2", gpus=2)
-    monkeypatch.setattr(precompile, "_gpu", lambda: None)
+    monkeypatch.setattr(precompile, "visible", lambda: [])
     launch()
     assert compiled(how) == [] and capsys.readouterr().err == ""
 
@@ -452,9 +453,10 @@ precompile.wait_for([int(pid) for pid in after.split(",")])
 LAUNCH = """
 import sys, time
 from megacpp_mcore import cli
+from megacpp_mcore.host.gpus import Gpu
 from megacpp_mcore.training.gpu import launcher, precompile, torchrun
 
-precompile._PART, precompile._gpu = "a_part", lambda: {"name": "a GPU"}
+precompile._PART, precompile.visible = "a_part", lambda: [Gpu("a GPU", (9, 0))]
 launcher._check = lambda recipe, gpus, resume: None
 launcher.check_packages = lambda recipe, yardstick: None
 launcher.compile_all = lambda recipe: time.sleep(300 if sys.argv[2] == "nvcc" else 0)

@@ -1,7 +1,6 @@
 """`megacpp train --gpus N`: start this machine's ranks, each running megacpp_mcore.pretrain."""
 
 import contextlib
-import ctypes
 import json
 import os
 import sys
@@ -9,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megacpp_mcore import receipts
+from megacpp_mcore.host.gpus import visible
 from megacpp_mcore.hybrid import letters
 from megacpp_mcore.recipe import Recipe, load_recipe, patch_needs
 from megacpp_mcore.recipe.lowering import lower
@@ -146,17 +146,6 @@ def _resume_hint(recipe: Recipe) -> str:
     return "There is no complete checkpoint to resume from"
 
 
-def _devices() -> int:
-    """How many GPUs torch sees. Without the driver's library none, and torch is not imported."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
-
-
 def _check(recipe: Recipe, gpus: int, resume: bool) -> None:
     if recipe.launch.device != "cuda":
         raise LaunchError(
@@ -168,9 +157,9 @@ def _check(recipe: Recipe, gpus: int, resume: bool) -> None:
             f"recipe {recipe.name} is for launch.nnodes = {recipe.launch.nnodes} machines: start "
             "torchrun on each with the output of `megacpp recipe args`"
         )
-    if (found := _devices()) < gpus:
+    if (found := len(visible())) < gpus:
         raise LaunchError(
-            f"--gpus {gpus}: torch sees {found} CUDA devices on this machine; use at most that many"
+            f"--gpus {gpus}: CUDA shows {found} GPUs on this machine; use at most that many"
         )
     load = recipe.checkpoint.load
     if resume and not load:

@@ -17,14 +17,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import psutil
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.files import content_sha256, write_atomically
+from megacpp_mcore.host.gpus import Gpu, visible
 from megacpp_mcore.receipts import lane
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.training.gpu.precompile_part import ENDS, TOOK, parts
@@ -49,12 +50,12 @@ def beside(recipe: Recipe, gpus: int, out: Path) -> Iterator[list[int]]:
     this process, are killed.
 
     gpus: of this machine, to which the parts go in turn. out: the run's folder. Nothing is done
-    where torch sees no GPU, where ranks have a part of each layer (tensor or context parallelism),
+    where there is no GPU, where ranks have a part of each layer (tensor or context parallelism),
     or where the caches hold the mark of an earlier launch that compiled the same. What fails, or
     takes more than LIMIT_S in all, is said in a line on stderr.
     """
-    gpu = _gpu()
-    marks = _marks(recipe, out, gpu) if gpu and not _splits_layers(recipe) else []
+    found = [] if _splits_layers(recipe) else visible()
+    marks = _marks(recipe, out, found[0]) if found else []
     if not marks or all(mark.is_file() for mark in marks):
         yield []
         return
@@ -198,33 +199,20 @@ def _splits_layers(recipe: Recipe) -> bool:
     return any((size or 1) > 1 for size in sizes)
 
 
-def _gpu() -> dict[str, Any] | None:
-    """What kernels are compiled for: this process's first GPU, or None."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    return {
-        "name": torch.cuda.get_device_name(),
-        "capability": torch.cuda.get_device_capability(),
-        "cuda": torch.version.cuda,
-    }
-
-
-def _marks(recipe: Recipe, out: Path, gpu: dict[str, Any]) -> list[Path]:
+def _marks(recipe: Recipe, out: Path, gpu: Gpu) -> list[Path]:
     """A file in each cache, with which goes that all of a launch's kernels are there."""
     wanted = {**environment_of(recipe, out, say=False), **os.environ}
     name = f"megacpp-precompiled-{_digest(recipe, gpu)[:16]}"
     return [Path(wanted[cache], name) for cache in _CACHES]
 
 
-def _digest(recipe: Recipe, gpu: dict[str, Any]) -> str:
+def _digest(recipe: Recipe, gpu: Gpu) -> str:
     """Of everything that kernels depend on."""
     content = recipe.to_dict()
     sections = {name: keys for name, keys in content.items() if name not in _SECTIONS_APART}
     return content_sha256({
-        "code": lane.code_sha256(), "packages": lane.packages(), "gpu": gpu, "recipe": sections,
-        "keys": {key: recipe.get(key) for key in _KEYS_OF_THEM},
+        "code": lane.code_sha256(), "packages": lane.packages(), "gpu": asdict(gpu),
+        "recipe": sections, "keys": {key: recipe.get(key) for key in _KEYS_OF_THEM},
         "backends": dispatch.forced_backends(),
     })  # fmt: skip
 
