@@ -143,8 +143,8 @@ else
     beside=(--set 'recompute.moe=["act"]' --set recompute.layernorm=true)
   fi
   for turn in "" -again; do # in turns: a machine that becomes slower does so for both
-    train 240 "$whole-dp$gpus-graph$turn" nam56r 60 "${batch[@]}"
-    train 380 "$whole-yardstick$turn" nam56r 60 "${batch[@]}" "${beside[@]}" --yardstick
+    train 200 "$whole-dp$gpus-graph$turn" nam56r 60 "${batch[@]}"
+    train 500 "$whole-yardstick$turn" nam56r 60 "${batch[@]}" "${beside[@]}" --yardstick
   done
   train 120 "$whole-ep$gpus" nam56r 20 "${batch[@]}" --set "parallel.expert_model_parallel_size=$gpus"
   if [ "$card" = h100 ]; then # is another layout better for the yardstick?

@@ -45,8 +45,10 @@ def library(source: Path) -> ctypes.CDLL:
 
 
 def translate(source: Path) -> str:
-    """The C++ of a .cu file and of what it includes of its own."""
-    text = _with_includes(source, set())
+    """The C++ of a .cu file, of its folder's others, and of what they include of their own."""
+    seen: set[str] = set()
+    units = [source, *sorted(source.parent.glob("*.cu"))]
+    text = "\n".join(_with_includes(unit, seen) for unit in units)
     text = re.sub(r"#include <.*?>|#pragma (once|unroll.*)", "", text)
     text = _ASM.sub(lambda match: _instruction(match.group()), text)
     text = text.replace(

@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -27,7 +28,7 @@ from megacpp_mcore.surfaces.support import OfMachine, Unbuildable
 TESTED_MAJOR = 9
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _HOST_COMPILERS = ("g++", "gcc", "c++", "cc")
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC")
+_FLAGS = ("-O3", "-std=c++17", "-Xcompiler", "-fPIC")
 
 
 class KernelBuildError(MegacppError):
@@ -54,7 +55,8 @@ def untested_gpu() -> str | None:
 class Library:
     """CUDA C++ of ours, compiled for one GPU.
 
-    source: a file, which may include others of its folder. instead: surface=backend, the slower
+    source: the file with the entry points. Its folder's other .cu files are compiled at the same
+    time, each by a process of its own, and linked with it. instead: surface=backend, the slower
     backend that a user without nvcc can name. feature: "a" for Hopper's own instructions.
     """
 
@@ -133,21 +135,44 @@ def fingerprint(nvcc: str, sources: Path) -> str:
 
 
 def _compile(nvcc: str, source: Path, architecture: str, path: Path) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     number = architecture.removeprefix("sm_")
     target = f"-gencode=arch=compute_{number},code={architecture}"  # machine code, no PTX
-    command = [nvcc, *_FLAGS, target, "-o", temporary, source]
     # In one piece: libraries are compiled side by side.
     sys.stderr.write(f"megacpp: compiling {source.name} for {architecture}: once\n")
     sys.stderr.flush()
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        temporary.unlink(missing_ok=True)
-        # nvcc itself only says that it failed to preprocess a host compiler's properties.
-        alone = not any(map(shutil.which, _HOST_COMPILERS))
-        hint = ". nvcc needs a host compiler, and there is no g++: install one" if alone else ""
-        raise KernelBuildError(
-            f"{nvcc} {target} failed on {source.name} with status {result.returncode}: "
-            f"{result.stderr.strip()}{hint}"
+    units = sorted(source.parent.glob("*.cu"))
+    with tempfile.TemporaryDirectory(prefix=f"{path.name}.", dir=path.parent) as folder:
+        objects = [Path(folder, f"{unit.stem}.o") for unit in units]
+        _run([nvcc, target], {
+            unit.name: [*_FLAGS, "-c", "-o", to, unit]
+            for unit, to in zip(units, objects, strict=True)
+        })  # fmt: skip
+        whole = Path(folder, path.name)
+        _run([nvcc, target], {source.name: ["-shared", "-o", whole, *objects]})
+        os.replace(whole, path)
+
+
+def _run(nvcc: list[str], words: dict[str, list[str | Path]]) -> None:
+    """Run nvcc with its words for each of these files, all at once. Raises KernelBuildError for one
+    that fails, when all have ended."""
+    running = {
+        name: subprocess.Popen(
+            [*nvcc, *own], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
         )
-    os.replace(temporary, path)
+        for name, own in words.items()
+    }  # fmt: skip
+    try:
+        ends = {name: process.communicate()[0].strip() for name, process in running.items()}
+    finally:
+        for process in running.values():
+            process.kill()  # where Ctrl-C came before its end
+    for name, process in running.items():
+        if process.returncode:
+            # nvcc itself only says that it failed to preprocess a host compiler's properties.
+            alone = not any(map(shutil.which, _HOST_COMPILERS))
+            hint = ". nvcc needs a host compiler, and there is no g++: install one" if alone else ""
+            raise KernelBuildError(
+                f"{' '.join(nvcc)} failed on {name} with status {process.returncode}: "
+                f"{ends[name]}{hint}"
+            )

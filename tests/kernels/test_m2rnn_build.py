@@ -181,15 +181,19 @@ def test_a_missing_host_compiler_is_named(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_built_once_whoever_asks(monkeypatch, tmp_path):
-    """Four processes at once: one compiles, all load the same whole library."""
+    """Four processes at once: one compiles every unit and links them, all load the same library."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler to stand in for nvcc")
     script = f"""case "$1" in --version) echo 13.0; exit;; esac
-echo built >> {tmp_path}/log
+case "$*" in
+*" -c -o "*) for unit; do :; done; basename $unit >> {tmp_path}/log
+  while [ "$1" != -o ]; do shift; done; exec touch "$2";;
+esac
 while [ "$1" != -o ]; do shift; done
+to=$2; shift 2; ls "$@" | xargs -n 1 basename >> {tmp_path}/log || exit 1
 sleep 0.3; echo 'int answer(void) {{ return 42; }}' > {tmp_path}/$$.c
-exec {compiler} -shared -fPIC -o "$2" {tmp_path}/$$.c"""
+exec {compiler} -shared -fPIC -o $to {tmp_path}/$$.c"""
     monkeypatch.setenv("CUDA_HOME", nvcc(tmp_path / "toolkit", script))
     program = (
         "from megacpp_mcore.kernels.m2rnn.launch import LIBRARY;"
@@ -200,7 +204,23 @@ exec {compiler} -shared -fPIC -o "$2" {tmp_path}/$$.c"""
         for _ in range(4)
     ]
     assert [process.communicate()[0].strip() for process in processes] == ["42"] * 4
-    assert (tmp_path / "log").read_text() == "built\n"
+    units = {unit.name for unit in LIBRARY.source.parent.glob("*.cu")}
+    assert {"m2rnn.cu", "bf16_fwd.cu", "bf16_bwd.cu", "fp32.cu"} < units
+    wanted = [*units, *(unit.replace(".cu", ".o") for unit in units)]
+    assert sorted((tmp_path / "log").read_text().split()) == sorted(wanted)
+    left = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert sorted(path.suffix for path in left) == [".lock", ".so"]
+
+
+@pytest.mark.parametrize("unit", ["bf16_bwd.cu", "m2rnn.cu"])
+def test_a_unit_that_nvcc_refuses_is_named(monkeypatch, tmp_path, unit):
+    script = f"""case "$1" in --version) echo 13.0; exit;; esac
+case "$*" in *{unit}) echo "error: no such type" >&2; exit 1;; esac
+while [ "$1" != -o ]; do shift; done; touch $2"""
+    monkeypatch.setenv("CUDA_HOME", nvcc(tmp_path / "toolkit", script))
+    with pytest.raises(KernelBuildError, match=f"failed on {unit} with status 1: error: no such"):
+        LIBRARY.load("sm_90")
+    assert not list((tmp_path / "cache").rglob("*.so*"))
 
 
 def test_another_nvcc_or_source_is_another_library(tmp_path):

@@ -29,13 +29,6 @@ __device__ void sum_heads(const Params& p, void* to, const void* parts, int64_t 
   sum_parts<T, T>(to, vec, parts, token * p.heads * vecs + vec % vecs, p.heads, vecs);
 }
 
-// y of float32 inputs. For 16-bit inputs the forward kernel's blocks sum y themselves.
-__global__ void combine_forward(const __grid_constant__ Params p) {
-  const int64_t vecs = static_cast<int64_t>(p.batch) * p.tokens * p.heads * (kColumns / 4);
-  const int64_t vec = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (vec < vecs) sum_parts<float, float>(p.y, vec, p.y_parts, vec, p.row_blocks, vecs);
-}
-
 struct CombineSizes {
   int64_t dq, dk, dv, df, dW;  // outputs of four values (df: of one), one a thread
 };
@@ -64,6 +57,20 @@ __global__ void combine_backward(const __grid_constant__ Params p) {
     for (int j = 0; j < parts; ++j) sum += p.df_parts[i + j * n.df];
     p.df[i] = sum;
   }
+}
+
+constexpr int kCombineThreads = 256;
+
+inline unsigned combine_blocks(int64_t vecs) {
+  return static_cast<unsigned>((vecs + kCombineThreads - 1) / kCombineThreads);
+}
+
+template <typename T>
+cudaError_t run_combine(const Params& p, cudaStream_t stream) {
+  const CombineSizes n = combine_sizes(p);
+  const unsigned grid = combine_blocks(n.dq + n.dk + n.dv + n.dW + n.df);
+  combine_backward<T><<<grid, kCombineThreads, 0, stream>>>(p);
+  return cudaGetLastError();
 }
 
 }  // namespace m2rnn

@@ -365,7 +365,7 @@ __device__ void multiply(Shared& shared, const Problem& p, const CUtensorMap* ma
 }
 
 // By two warps: rows of tokens, in the order of `source`; zeros where that is negative.
-__device__ void copy_rows(const Shared& shared, const Problem& p, int warp) {
+inline __device__ void copy_rows(const Shared& shared, const Problem& p, int warp) {
   constexpr int kWarps = 2, kAtOnce = 14;  // kAtOnce chunks a thread: a row of 3,584 columns
   const Copy& copy = p.copy;
   const int lane = threadIdx.x % 32, apart = gridDim.x * kWarps;
