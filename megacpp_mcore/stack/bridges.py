@@ -8,6 +8,7 @@ Bridges for the distributed optimizer's checkpoints: `megacpp_mcore.stack.optimi
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import logging
@@ -16,13 +17,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from megacpp_mcore.kernels.documents import shifted_left
 from megacpp_mcore.patching import applied
+
+_COMPILE = torch.compile
 
 
 def before_megatron(runs: bool = True) -> None:
@@ -32,16 +35,20 @@ def before_megatron(runs: bool = True) -> None:
     `OSError: libcuda.so.1`. A None in sys.modules makes Megatron run without TE; with the patch
     te-import-without-driver Megatron does so itself.
 
-    Megatron compiles elementwise functions with torch.compile at import. On a CPU that costs about
-    20 s of C++ compilation per process without a benefit, so torch.compile is disabled. Where
-    nothing runs it leaves functions as they are, which spares the import of Dynamo and Inductor:
-    half of the processor time until Megatron is imported.
+    Megatron hands elementwise functions to torch.compile at import, which imports Inductor: a
+    seventh of a rank's imports, for functions of which our layers call none. Each of Megatron's is
+    compiled at its first call instead. On a CPU, where that is about 20 s of C++ compilation per
+    process without a benefit, it stays as it is, and torch.compile is disabled. Where nothing runs,
+    torch.compile leaves all functions as they are, which spares the import of Dynamo, too.
 
     Warnings about absent CUDA packages are silenced.
     """
+    has_gpu = torch.cuda.is_available()
     if not runs:
         torch.compile = _leave_uncompiled
-    if torch.cuda.is_available():
+    else:
+        torch.compile = _CompileOfMegatrons(_compiled_when_called if has_gpu else _leave_uncompiled)
+    if has_gpu:
         return
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -54,6 +61,33 @@ def before_megatron(runs: bool = True) -> None:
 
 def _leave_uncompiled(function=None, **options):
     return (lambda decorated: decorated) if function is None else function
+
+
+@dataclass(frozen=True)
+class _CompileOfMegatrons:
+    """torch.compile, but for Megatron's own functions. theirs: what they become."""
+
+    theirs: Callable
+
+    def __call__(self, model: Callable | None = None, **options: Any) -> Callable:
+        if model is None:
+            return functools.partial(self, **options)
+        if isinstance(model, FunctionType) and (model.__module__ or "").startswith("megatron."):
+            return self.theirs(model, **options)
+        return _COMPILE(model, **options)
+
+
+def _compiled_when_called(function: Callable, **options: Any) -> Callable:
+    """Within a function that is being compiled it is part of that, as a compiled one would be."""
+    compiled = functools.cache(lambda: _COMPILE(function, **options))
+
+    @functools.wraps(function)
+    def call(*args: Any, **words: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **words)
+        return compiled()(*args, **words)
+
+    return call
 
 
 def install() -> None:
