@@ -73,6 +73,8 @@ print(curves("\n".join(f"{name} | {name}" for name in sys.argv[2:]), Path(sys.ar
 packed=(--set data.dataloader_inter_document_masking=true)
 gqa=(--set attention.kind=gqa)
 mamba3=(--against upstream mamba3_core=reference) # upstream's autotuning takes two minutes
+m2rnn=(--against m2rnn_core=reference) # and XMA's recurrence where it is installed, which PyPI has not
+if python -c 'import xma.layers.m2rnn' 2>/dev/null; then m2rnn+=(upstream); fi
 
 if [ "$gpus" = 1 ]; then
   quarter=run-nam56r-quarter four=(--set schedule.global_batch_size=16) # four micro batches a step
@@ -84,7 +86,7 @@ if [ "$gpus" = 1 ]; then
   bench 190 layer-mamba3 layer M "${mamba3[@]}"
   bench 220 layer-mamba3-wide layer M "${mamba3[@]}" --set mamba3.mamba_num_heads=112 \
     --set mamba3.mamba_state_dim=128
-  bench 50 layer-m2rnn-core layer R --against m2rnn_core=reference
+  bench 80 layer-m2rnn-core layer R "${m2rnn[@]}"
   train 80 $quarter-graph nam56r-quarter 14 "${four[@]}"
   # M and R operation by operation, around mamba-ssm's scan and our recurrence
   forced=mamba3_core=reference,m2rnn_core=reference train 80 $quarter-graph-plain-mr nam56r-quarter 14 "${four[@]}"

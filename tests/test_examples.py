@@ -305,7 +305,7 @@ def test_rerun_receipts_measures_what_is_committed_with_recipes_that_load(gpus, 
                 s for s, _, _ in (w.partition("=") for w in words if "=" in w and "." not in w)
             }
             assert words[at + 2] in (*REGISTRY, "layer", "model") and names <= {*REGISTRY}
-            assert "upstream" not in words or (words[at + 2] == "layer" and words[at + 3] in "EM")
+            assert "upstream" not in words or (words[at + 2] == "layer" and words[at + 3] in "EMR")
             recipe = words[words.index("--recipe") + 1] if "--recipe" in words else "nam56r"
             own = layer_overrides(words[at + 3]) if words[at + 2] == "layer" else []
             load_for_bench(recipe, [*own, *overrides])

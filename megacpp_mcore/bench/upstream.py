@@ -1,9 +1,9 @@
 """`--against upstream`: what a block comes from, of its own package, in the block's place.
 
 M is mamba-ssm's whole module, in_proj to out_proj, with its own launches and its own autotuning; it
-takes [b, s, h], so the transposes are part of it. R is XMA's recurrence: XMA's module has neither
-convolution nor gate nor norm, so it lies between our operations in plain torch, as lm-engine has it
-between its own. E comes from no package; in its place are Liger's fused experts, by their own
+takes [b, s, h], so the transposes are part of it. R is XMA's recurrence: XMA's module has no gate
+and no norm, so it lies between our operations in plain torch, as lm-engine has it between its own.
+E comes from no package; in its place are Liger's fused experts, by their own
 autotuning, between our router and the sum with the shared expert. Norm in front and residual behind
 are the block's.
 """
