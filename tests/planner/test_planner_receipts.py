@@ -34,13 +34,10 @@ DISTURBED = (
     "or for the other rank, of which no receipt says the part"
 )
 
-TESTED = "GPU tests ran on its GPU meanwhile; its losses are what it was made for"
-
 NO_MEMORY = dict.fromkeys((name for name in RUNS if "yardstick" in name), YARDSTICK)
 NO_STEP = {
     **dict.fromkeys((name for name in RUNS if "yardstick" in name), YARDSTICK),
     "layouts-2xh200/dp2.json": DISTURBED,
-    "run-nam56r-quarter-100-te.json": TESTED,
 }  # fmt: skip
 # Three of them are what rates are made of.
 STEPS = {
@@ -57,6 +54,7 @@ STEPS = {
     "run-nam56r-4xh200-dp4-graph.json",
     "run-nam56r-quarter-2xh100-reduce-bf16.json",
     "run-nam56r-quarter-2xh100-reduce-fp32.json",
+    "run-nam56r-quarter-100-fused_moe.json",
     "run-nam56r-quarter-200-eager.json",
     "run-nam56r-quarter-200-graph.json",
     "run-nam56r-quarter-cold.json",

@@ -76,7 +76,8 @@ def beside(recipe: Recipe, gpus: int, out: Path) -> Iterator[list[int]]:
         waiting.start()
         yield [part.process.pid for part in running]
     finally:
-        if any(part.process.poll() is None for part in running):
+        # poll() says None of one that has ended while the other thread waits for it
+        if any(_is_running(part.process.pid) for part in running):
             cut.set()
         for part in running:
             part.kill()
