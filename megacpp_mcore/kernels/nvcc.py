@@ -155,18 +155,17 @@ def _compile(nvcc: str, source: Path, architecture: str, path: Path) -> None:
 def _run(nvcc: list[str], words: dict[str, list[str | Path]]) -> None:
     """Run nvcc with its words for each of these files, all at once. Raises KernelBuildError for one
     that fails, when all have ended."""
-    running = {
-        name: subprocess.Popen(
-            [*nvcc, *own], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True,
-        )
-        for name, own in words.items()
-    }  # fmt: skip
+    running = {}
     try:
+        for name, own in words.items():
+            running[name] = subprocess.Popen(
+                [*nvcc, *own], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, text=True,
+            )  # fmt: skip
         ends = {name: process.communicate()[0].strip() for name, process in running.items()}
     finally:
         for process in running.values():
-            process.kill()  # where Ctrl-C came before its end
+            process.kill()  # where Ctrl-C, or no place for another, came before its end
     for name, process in running.items():
         if process.returncode:
             # nvcc itself only says that it failed to preprocess a host compiler's properties.

@@ -16,6 +16,7 @@ import torch
 from small_runs import result, series, small, small_run
 
 from megacpp_mcore import receipts
+from megacpp_mcore.host.gpus import visible
 from megacpp_mcore.training.gpu.compilations import captured_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -66,8 +67,16 @@ def test_the_second_run_of_a_user_compiles_nothing(corpus, tmp_path):
     assert first["triton_kernels_compiled"] <= 3 and second["triton_kernels_compiled"] == 0, found
     cold, warm = (run["launch_s"] + run["cold_start_s"] for run in found)  # from the command
     assert cold <= warm + 15, found
-    assert warm <= 2 * imports + 15, (imports, found)  # the launcher's torch, a rank's packages
+    # a host that is slow to import is so for the launcher's torch and for a rank's packages
+    assert warm < max(30, 2 * imports + 5), (imports, found)
     assert first["tflops_per_s_per_device"] > 0 and first["optimizer_bytes"] > 0
+
+
+def test_torch_sees_the_gpus_that_the_launcher_sees():
+    assert [(gpu.name, gpu.capability) for gpu in visible()] == [
+        (torch.cuda.get_device_name(at), torch.cuda.get_device_capability(at))
+        for at in range(torch.cuda.device_count())
+    ]
 
 
 def test_the_yardstick_trains(corpus, tmp_path):

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from megacpp_mcore.host import gpus
 from megacpp_mcore.host.gpus import DriverError, Gpu
@@ -85,14 +84,6 @@ def test_a_driver_that_does_not_work_is_an_error_with_its_words(driver, function
     with pytest.raises(DriverError) as refused:
         gpus.visible()
     assert str(refused.value) == f"CUDA's driver answers {function} with error {status}: {said}"
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_torch_sees_the_same():  # pragma: no cover
-    assert [(gpu.name, gpu.capability) for gpu in gpus.visible()] == [
-        (torch.cuda.get_device_name(at), torch.cuda.get_device_capability(at))
-        for at in range(torch.cuda.device_count())
-    ]
 
 
 @pytest.mark.slow

@@ -159,7 +159,7 @@ def _start(name: str, recipe: Recipe, out: Path, device: str) -> _Part:
     words = [*_command(), name, *recipe_argv(recipe), OUT, str(out)]
     environment = {**os.environ, **_ALONE, "CUDA_VISIBLE_DEVICES": device}
     environment.setdefault("OMP_NUM_THREADS", "1")  # they share the machine's cores
-    log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
+    log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `beside`)
     process = subprocess.Popen(
         words, env=environment, start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=log, stderr=log,
