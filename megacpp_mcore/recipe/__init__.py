@@ -129,14 +129,24 @@ def refused_changes(
     """What of the resolved recipe `now` a run cannot be resumed with, key by key, or None.
 
     before: the recipe that it began with. The keys of MAY_CHANGE may differ, and with `layout`, as
-    for a run on GPUs, how it is spread over them and saved.
+    for a run on GPUs, how it is spread over them and saved. A key that the run's release did not
+    have may have its default, which stands for what that release did.
     """
     refused = [
         f"{key} was {old!r} and is {new!r}"
         for key, (old, new) in changed_keys(before, now).items()
-        if key not in MAY_CHANGE and not (layout and _is_layout(key, old, new))
+        if key not in MAY_CHANGE
+        and not (layout and _is_layout(key, old, new))
+        and not _is_new_at_default(before, key, new)
     ]
     return "; ".join(refused) or None
+
+
+def _is_new_at_default(before: Mapping[str, Any], key: str, new: Any) -> bool:
+    section, _, name = key.partition(".")
+    if name in before.get(section, {}) or key not in KEYS or KEYS[key].required:
+        return False
+    return new == json.loads(json.dumps(KEYS[key].default))
 
 
 def _is_layout(key: str, old: Any, new: Any) -> bool:
@@ -154,12 +164,10 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
     """Dotted key -> (value before, value now) of two resolved recipes, section -> key -> value."""
     changed = {}
     for section in sorted(set(before) | set(now)):
-        old, new = before.get(section), now.get(section)
-        if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
-            old, new = {"": old}, {"": new}
+        old, new = before.get(section, {}), now.get(section, {})
         for key in sorted(set(old) | set(new)):
             if old.get(key) != new.get(key):
-                changed[f"{section}.{key}".rstrip(".")] = (old.get(key), new.get(key))
+                changed[f"{section}.{key}"] = (old.get(key), new.get(key))
     return changed
 
 

@@ -29,9 +29,11 @@ R = {
 def operators(letter):
     """The fused operator, the definition, and what the case gives to either."""
     if letter.startswith("M"):
-        triton = pytest.importorskip("megacpp_mcore.kernels.mamba3_core.triton")
+        from megacpp_mcore.kernels.mamba3_core import triton
+
         return triton.mamba3_core, mamba3_core.mamba3_core, M
-    triton = pytest.importorskip("megacpp_mcore.kernels.m2rnn_core.triton")
+    from megacpp_mcore.kernels.m2rnn_core import triton
+
     return triton.m2rnn_core, m2rnn_core.m2rnn_core, R
 
 

@@ -355,3 +355,27 @@ def test_a_run_may_change_its_layout_and_its_length_and_nothing_else():
     assert "launch.device was 'cuda' and is 'cpu'" in refused_changes(
         before, load_recipe("nam56r-tiny").to_dict()
     )
+
+
+def test_a_run_of_a_release_without_a_key_goes_on_at_the_keys_default():
+    def begun_without(key):
+        section, _, name = key.partition(".")
+        content = load_recipe("nam56r").to_dict()
+        del content[section][name]
+        return content
+
+    now = load_recipe("nam56r").to_dict()
+    assert refused_changes(begun_without("optimizer.adam_eps"), now) is None
+    eps = load_recipe("nam56r", ["optimizer.adam_eps=1e-6"]).to_dict()
+    assert refused_changes(begun_without("optimizer.adam_eps"), eps) == (
+        "optimizer.adam_eps was None and is 1e-06"
+    )
+    # What the run asked for and this release does not know, or has no default for, is refused.
+    assert refused_changes({**now, "data": {**now["data"], "old": 3}}, now) == (
+        "data.old was 3 and is None"
+    )
+    assert "model.hidden_size was None" in refused_changes(begun_without("model.hidden_size"), now)
+    # A section that is new has keys that are new.
+    content = load_recipe("nam56r-tiny").to_dict()
+    without = {name: keys for name, keys in content.items() if name != "recompute"}
+    assert refused_changes(without, content) is None
