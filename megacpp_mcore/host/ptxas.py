@@ -5,7 +5,7 @@ wrong. Of one kernel of `mla_up` it computed an operand's descriptor from a regi
 something else: an illegal address on an H200, and it could have been wrong numbers. 12.9 and newer
 assemble the same PTX right. Upstream saw more: wrong numbers by 12.8 and an invalid write by 13.0
 (fla-org/flash-linear-attention #1262), and operands in registers that are overwritten while they
-are read, which NVIDIA mended in 13.3 (triton-lang/triton #11781).
+are read, which NVIDIA fixed in 13.3 (triton-lang/triton #11781).
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ from pathlib import Path
 
 VARIABLE = "TRITON_PTXAS_PATH"  # which Triton reads at every compilation
 PACKAGE = "nvidia-cuda-nvcc"
-RIGHT, MENDED = (12, 9), (13, 3)  # see above: the first without our error; without the others
+RIGHT, FIXED = (12, 9), (13, 3)  # see above: the first without our error; without the others
 
 
 def choose() -> None:

@@ -133,20 +133,33 @@ def refused_changes(
     have may have its default, which stands for what that release did.
     """
     refused = [
-        f"{key} was {old!r} and is {new!r}"
+        _difference(before, key, old, new)
         for key, (old, new) in changed_keys(before, now).items()
         if key not in MAY_CHANGE
         and not (layout and _is_layout(key, old, new))
-        and not _is_new_at_default(before, key, new)
+        and not (_is_new(before, key) and new == _default(key))
     ]
     return "; ".join(refused) or None
 
 
-def _is_new_at_default(before: Mapping[str, Any], key: str, new: Any) -> bool:
+def _difference(before: Mapping[str, Any], key: str, old: Any, new: Any) -> str:
+    if _is_new(before, key):
+        return f"{key} is {new!r}, and the release that began the run had no such key"
+    if key not in KEYS and not key.startswith(f"{BACKENDS}."):
+        return f"{key} was {old!r}, and this release has no such key"
+    return f"{key} was {old!r} and is {new!r}"
+
+
+def _is_new(before: Mapping[str, Any], key: str) -> bool:
+    """Whether this release has the key and the one that resolved the recipe `before` did not."""
     section, _, name = key.partition(".")
-    if name in before.get(section, {}) or key not in KEYS or KEYS[key].required:
-        return False
-    return new == json.loads(json.dumps(KEYS[key].default))
+    return key in KEYS and name not in before.get(section, {})
+
+
+def _default(key: str) -> Any:
+    """As JSON has it. MISSING, which equals no value, where the key must be given."""
+    default = KEYS[key].default
+    return default if KEYS[key].required else json.loads(json.dumps(default))
 
 
 def _is_layout(key: str, old: Any, new: Any) -> bool:

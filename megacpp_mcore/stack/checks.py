@@ -204,13 +204,13 @@ def triton_ptxas(facts: Facts) -> Check:
     found = ".".join(map(str, facts.ptxas))
     if facts.ptxas < ptxas.RIGHT:
         return Check(name, FAIL, f"ptxas {found} assembles wrong products for Hopper", remedy)
-    if facts.ptxas < ptxas.MENDED:
-        mended = ".".join(map(str, ptxas.MENDED))
+    if facts.ptxas < ptxas.FIXED:
+        fixed = ".".join(map(str, ptxas.FIXED))
         return Check(
             name,
             WARN,
             f"ptxas {found}; wrong code for Hopper is known of it",
-            f"{remedy}; {mended} has the corrections",
+            f"{remedy}; {fixed} has the corrections",
         )
     return Check(name, OK, f"ptxas {found}")
 

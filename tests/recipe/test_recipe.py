@@ -368,13 +368,17 @@ def test_a_run_of_a_release_without_a_key_goes_on_at_the_keys_default():
     assert refused_changes(begun_without("optimizer.adam_eps"), now) is None
     eps = load_recipe("nam56r", ["optimizer.adam_eps=1e-6"]).to_dict()
     assert refused_changes(begun_without("optimizer.adam_eps"), eps) == (
-        "optimizer.adam_eps was None and is 1e-06"
+        "optimizer.adam_eps is 1e-06, and the release that began the run had no such key"
     )
     # What the run asked for and this release does not know, or has no default for, is refused.
     assert refused_changes({**now, "data": {**now["data"], "old": 3}}, now) == (
-        "data.old was 3 and is None"
+        "data.old was 3, and this release has no such key"
     )
-    assert "model.hidden_size was None" in refused_changes(begun_without("model.hidden_size"), now)
+    assert "model.hidden_size is 3584, and the release that began the run" in refused_changes(
+        begun_without("model.hidden_size"), now
+    )
+    norm = load_recipe("nam56r", ["backends.norm=te"]).to_dict()
+    assert refused_changes(norm, now) == "backends.norm was 'te' and is None"
     # A section that is new has keys that are new.
     content = load_recipe("nam56r-tiny").to_dict()
     without = {name: keys for name, keys in content.items() if name != "recompute"}

@@ -163,7 +163,7 @@ def model_config(
     """
     config = hybrid_config_from_args(args, model_config_cls=config_class)
     # Megatron synchronises the device after each exchange of pipeline stages, and no argument turns
-    # it off. It was for a race of `batch_isend_irecv` that torch mended in 2022 (pytorch #82450).
+    # it off. It was for a race of `batch_isend_irecv` that torch fixed in 2022 (pytorch #82450).
     config.transformer.batch_p2p_sync = False
     settings = settings_of(recipe)
     attach(config.transformer, settings)
