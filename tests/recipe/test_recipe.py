@@ -335,6 +335,32 @@ def test_other_words_in_the_environment_are_refused(monkeypatch, text):
     assert ENVIRONMENT_VARIABLE in str(error.value) or shlex.split(text)[0] in str(error.value)
 
 
+def test_sizes_that_follow_from_several_keys():
+    common = (
+        "launch.nproc_per_node=8", "launch.nnodes=3", "schedule.global_batch_size=96",
+        "model.vocab_size=65000", "model.make_vocab_size_divisible_by=96",
+    )  # fmt: skip
+
+    def sizes(tp=1, pp=1):
+        layout = f"tensor_model_parallel_size={tp}", f"pipeline_model_parallel_size={pp}"
+        words = [*common, *(f"parallel.{word}" for word in layout)]
+        words += ["parallel.sequence_parallel=true"] if tp > 1 else []
+        recipe = load_recipe("nam56r", words)
+        return recipe.padded_vocab_size, recipe.data_parallel_size
+
+    assert sizes() == (65088, 24)  # 678 x 96
+    assert sizes(tp=2) == (65088, 12)  # 339 x 192
+    assert sizes(tp=4) == (65280, 6)  # 170 x 384
+    assert sizes(pp=2) == (65088, 12)
+    assert sizes(tp=2, pp=2) == (65088, 6)
+
+
+def test_where_values_come_from_makes_no_other_recipe(write):
+    named = load_recipe(write('extends = "nam56r"'))
+    told = load_recipe(write('extends = "nam56r"\n[optimizer]\nweight_decay = 0.1'))
+    assert named == told and named.origins != told.origins
+
+
 def test_a_run_may_change_its_layout_and_its_length_and_nothing_else():
     def refused(*overrides):
         return refused_changes(before, load_recipe("nam56r", overrides).to_dict())
