@@ -62,6 +62,9 @@ def main(argv: list[str] | None = None) -> int:
     except Exception:
         if not signals.interrupted:
             raise
+    while not signals.ended:
+        with contextlib.suppress(KeyboardInterrupt):  # once more, as the block ended
+            signals.end()
     print("megacpp: interrupted", file=sys.stderr)
     return 128 + signal.SIGINT
 
@@ -97,24 +100,33 @@ class _Signals:
     last: SIGINT is ignored after the block. interrupted: whether Ctrl-C was pressed in it; a
     library may make another error of that. Where the exception would be swallowed (`_swallows`) it
     waits (a second Ctrl-C does not), and where it was, as in any other callback of Python's, it is
-    raised again.
+    raised again. ended: whether handlers are what they were before the block; a Ctrl-C may have
+    kept `end` from that.
     """
 
     def __init__(self, last: bool) -> None:
-        self.interrupted, self._last = False, last
+        self.interrupted, self.ended, self._last = False, False, last
         self._before: dict[signal.Signals, Any] = {}
         self._timer: tuple[float, float] | None = None  # another's
+        self._unraisablehook = sys.unraisablehook
+        # which alone may set a handler
+        self._is_main_thread = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> None:
-        self._unraisablehook, sys.unraisablehook = sys.unraisablehook, self._unraisable
-        if threading.current_thread() is not threading.main_thread():
-            return  # which alone may set a handler
+        sys.unraisablehook = self._unraisable
+        if not self._is_main_thread:
+            return
         self._before = {signal.SIGTERM: signal.signal(signal.SIGTERM, self._leave)}
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
 
     def __exit__(self, *error: object) -> None:
-        if self._last and signal.SIGINT in self._before:
+        self.end()
+
+    def end(self) -> None:
+        """Restore the handlers. Can be called again where Ctrl-C interrupted it."""
+        is_caught = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, self._interrupt)
+        if self._last and self._is_main_thread and is_caught:
             self._before[signal.SIGINT] = signal.SIG_IGN
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self._timer is not None:
@@ -124,6 +136,7 @@ class _Signals:
         if self._timer is not None:
             signal.setitimer(signal.ITIMER_REAL, *self._timer)
         sys.unraisablehook = self._unraisablehook
+        self.ended = True
 
     def _leave(self, *_: object) -> None:
         raise SystemExit(128 + signal.SIGTERM)

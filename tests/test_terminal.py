@@ -257,6 +257,31 @@ def test_ctrl_c_again_and_again_until_the_process_is_gone_is_one_line():
         assert (child.returncode, told) in [(130, "megacpp: interrupted\n"), (0, "")]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("place, presses", [("__enter__", 1), ("end", 1), ("end", 3)])
+def test_ctrl_c_as_handlers_change_is_one_line_and_the_last(place, presses):
+    """What comes after the command's end is ignored."""
+    script = f"""
+import os, signal, sys
+from megacpp_mcore import cli
+left, place = {presses}, cli._Signals.{place}
+def press(signals):
+    global left
+    while left:
+        left -= 1
+        os.kill(os.getpid(), signal.SIGINT)
+    place(signals)
+cli._Signals.{place} = press
+status = cli.main()
+os.kill(os.getpid(), signal.SIGINT)
+assert left == 0 and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+sys.exit(status)
+"""
+    words = [sys.executable, "-c", script, "recipe", "list"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "megacpp: interrupted\n")
+
+
 def test_names_are_shown_with_their_escape_sequences_escaped(capsys):
     assert printable("a\x1b[31mb\x9b\u202e\n\tc") == "a\\x1b[31mb\\x9b\\u202e\n\tc"
     assert printable(os.fsdecode(b"\xff.toml")) == "\\udcff.toml"
