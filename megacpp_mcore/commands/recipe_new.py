@@ -9,7 +9,8 @@ from typing import Any
 
 from megacpp_mcore.commands.parser import add_overrides
 from megacpp_mcore.files import write_atomically
-from megacpp_mcore.recipe import Recipe, changed_keys, load_recipe
+from megacpp_mcore.recipe import Recipe, load_recipe
+from megacpp_mcore.recipe.changes import changed_keys
 from megacpp_mcore.recipe.notes import facts
 from megacpp_mcore.recipe.source import KEYS, RecipeError, read, split_override
 

@@ -13,7 +13,7 @@ from megacpp_mcore.receipts.checks import ReceiptError, validate
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.receipts.reader import warm
 from megacpp_mcore.receipts.writer import receipt_head, write
-from megacpp_mcore.recipe import changed_keys, refused_changes
+from megacpp_mcore.recipe.changes import changed_keys, refused_changes
 
 # A longer series is thinned to every 2nd, 4th, ... step, so that a run of a million steps still
 # validates and writes its receipt in about a second.
@@ -82,8 +82,8 @@ class RunReceipt:
 
         tokens: trained on up to that checkpoint. What `earlier` recorded after the checkpoint is
         dropped, and its step time becomes `lost`. Raises ReceiptError when `earlier` is no run
-        or another recipe's (`recipe.refused_changes`), or when this process has recorded steps
-        already.
+        or another recipe's (`recipe.changes.refused_changes`), or when this process has recorded
+        steps already.
         """
         if earlier["kind"] != "run":
             raise ReceiptError(f"a run cannot resume from a {earlier['kind']} receipt")

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,85 +103,6 @@ class Recipe:
         return self.world_size // (
             p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
         )
-
-
-# Keys in which a resumed run may differ from its checkpoint: its length, and how often it logs and
-# saves.
-MAY_CHANGE = ("schedule.train_iters", "schedule.log_interval", "checkpoint.save_interval")
-
-
-# Sections and keys with which a run on GPUs computes the same, but for roundings: how it is spread
-# over them, and where and how it is saved. The other keys of [checkpoint] decide what is loaded, or
-# which learning rates follow.
-_LAYOUT = (
-    "parallel", "recompute", "launch", "schedule.micro_batch_size", "checkpoint.save",
-    "checkpoint.load", "checkpoint.save_retain_interval", "checkpoint.keep_latest",
-    "checkpoint.verify_checksums", "checkpoint.exit_on_missing_checkpoint", "checkpoint.async_save",
-    "checkpoint.use_persistent_ckpt_worker", "checkpoint.ckpt_fully_parallel_load",
-    "checkpoint.dist_ckpt_optim_fully_reshardable",
-)  # fmt: skip
-_NO_LAYOUT = ("parallel.use_distributed_optimizer", "launch.device")  # other checkpoints
-
-
-def refused_changes(
-    before: Mapping[str, Any], now: Mapping[str, Any], *, layout: bool = True
-) -> str | None:
-    """What of the resolved recipe `now` a run cannot be resumed with, key by key, or None.
-
-    before: the recipe that it began with. The keys of MAY_CHANGE may differ, and with `layout`, as
-    for a run on GPUs, how it is spread over them and saved. A key that the run's release did not
-    have may have its default, which stands for what that release did.
-    """
-    refused = [
-        _difference(before, key, old, new)
-        for key, (old, new) in changed_keys(before, now).items()
-        if key not in MAY_CHANGE
-        and not (layout and _is_layout(key, old, new))
-        and not (_is_new(before, key) and new == _default(key))
-    ]
-    return "; ".join(refused) or None
-
-
-def _difference(before: Mapping[str, Any], key: str, old: Any, new: Any) -> str:
-    if _is_new(before, key):
-        return f"{key} is {new!r}, and the release that began the run had no such key"
-    if key not in KEYS and not key.startswith(f"{BACKENDS}."):
-        return f"{key} was {old!r}, and this release has no such key"
-    return f"{key} was {old!r} and is {new!r}"
-
-
-def _is_new(before: Mapping[str, Any], key: str) -> bool:
-    """Whether this release has the key and the one that resolved the recipe `before` did not."""
-    section, _, name = key.partition(".")
-    return key in KEYS and name not in before.get(section, {})
-
-
-def _default(key: str) -> Any:
-    """As JSON has it. MISSING, which equals no value, where the key must be given."""
-    default = KEYS[key].default
-    return default if KEYS[key].required else json.loads(json.dumps(default))
-
-
-def _is_layout(key: str, old: Any, new: Any) -> bool:
-    if key == "model.pattern":
-        return _uncut(old) == _uncut(new)
-    return key not in _NO_LAYOUT and (key in _LAYOUT or key.partition(".")[0] in _LAYOUT)
-
-
-def _uncut(pattern: str | None) -> str | None:
-    """Without the ends of pipeline stages."""
-    return pattern and pattern.replace("|", "")
-
-
-def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (value before, value now) of two resolved recipes, section -> key -> value."""
-    changed = {}
-    for section in sorted(set(before) | set(now)):
-        old, new = before.get(section, {}), now.get(section, {})
-        for key in sorted(set(old) | set(new)):
-            if old.get(key) != new.get(key):
-                changed[f"{section}.{key}"] = (old.get(key), new.get(key))
-    return changed
 
 
 def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:

@@ -16,7 +16,8 @@ from left_behind import Marked, wait_until
 
 from megacpp_mcore.host.gpus import Gpu
 from megacpp_mcore.kernels.nvcc import KernelBuildError
-from megacpp_mcore.recipe import changed_keys, load_recipe
+from megacpp_mcore.recipe import load_recipe
+from megacpp_mcore.recipe.changes import changed_keys
 from megacpp_mcore.training import one_process
 from megacpp_mcore.training.gpu import launcher, precompile, precompile_part, rank_setup
 from megacpp_mcore.training.gpu.torchrun import RanksOutcome

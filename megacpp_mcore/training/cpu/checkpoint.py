@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.files import read_regular, sync, write_atomically
-from megacpp_mcore.recipe import MAY_CHANGE, refused_changes
+from megacpp_mcore.recipe.changes import MAY_CHANGE, refused_changes
 from megacpp_mcore.stack import unpickling
 from megacpp_mcore.training.checkpoints import checksums, folder, writer
 from megacpp_mcore.training.cpu.megatron_setup import quiet
@@ -118,8 +118,8 @@ def load(
     checksums first.
 
     Raises CheckpointError when the checkpoint cannot be read, or was made with another recipe (the
-    differing keys are named; those of `recipe.MAY_CHANGE` may differ) or other data; the trainer
-    must then not be used.
+    differing keys are named; those of `recipe.changes.MAY_CHANGE` may differ) or other data; the
+    trainer must then not be used.
     """
     if verify:
         try:

@@ -14,7 +14,8 @@ from pathlib import Path
 from megacpp_mcore import receipts
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.files import write_atomically
-from megacpp_mcore.recipe import MAY_CHANGE, Recipe, refused_changes
+from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.recipe.changes import MAY_CHANGE, refused_changes
 from megacpp_mcore.training.checkpoints import checksums
 from megacpp_mcore.training.checkpoints.folder import (
     TRACKER,
