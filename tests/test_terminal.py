@@ -1,26 +1,19 @@
-"""What a person at a terminal sees of every command: one line where it is refused or interrupted,
-soon; no escape sequence of a name; no bar where there is no room for one."""
+"""What a person at a terminal sees of every command: one line where it is refused, soon; no escape
+sequence of a name; no bar where there is no room for one."""
 
-import contextlib
 import ctypes
 import fcntl
-import importlib
 import os
 import pty
-import random
 import re
-import signal
 import struct
 import subprocess
 import sys
 import termios
-import time
-import weakref
 
 import pytest
 
 from megacpp_mcore import cli, terminal
-from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.patching import manifest
 from megacpp_mcore.terminal import Escaping, Progress, has_room, left, printable
 from megacpp_mcore.training.cpu import progress
@@ -58,228 +51,6 @@ def test_gpus_are_refused_without_torch_where_there_is_no_driver(monkeypatch, ca
     monkeypatch.setitem(sys.modules, "torch", None)
     assert cli.main(["train", "nam56r", "--gpus", "2"]) == 2
     assert "CUDA shows 0 GPUs" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("where", ["build_parser", "run"])
-def test_ctrl_c_anywhere_is_one_line(where, monkeypatch, capsys):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    if where == "build_parser":
-        monkeypatch.setattr(cli, "build_parser", interrupted)
-    else:
-        from megacpp_mcore.commands import recipe
-
-        monkeypatch.setattr(recipe, "shipped", interrupted)
-    assert cli.main(["recipe", "list"]) == 130
-    assert capsys.readouterr() == ("", "megacpp: interrupted\n")
-
-
-@pytest.mark.parametrize("error", [RuntimeError, MegacppError])
-def test_ctrl_c_of_which_a_library_makes_another_error_is_one_line(error, monkeypatch, capsys):
-    """torch does, where it imports NumPy. Without Ctrl-C the error is told."""
-    from megacpp_mcore.commands import recipe
-
-    def interrupted(*_):
-        with contextlib.suppress(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(5)
-        raise error("NumPy cannot be imported twice")
-
-    monkeypatch.setattr(recipe, "shipped", interrupted)
-    assert cli.main(["recipe", "list"]) == 130
-    assert capsys.readouterr() == ("", "megacpp: interrupted\n")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    monkeypatch.setattr(recipe, "shipped", lambda *_: (_ for _ in ()).throw(error("a defect")))
-    if error is RuntimeError:
-        with pytest.raises(RuntimeError, match="a defect"):
-            cli.main(["recipe", "list"])
-    else:
-        assert cli.main(["recipe", "list"]) == 2
-
-
-IMPORT_OF_TORCH = """
-import os, signal, time
-try:
-    for _ in range(presses):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.2)
-except KeyboardInterrupt:  # as torch does in C++, where it imports NumPy
-    swallowed.append(True)
-"""
-
-
-@pytest.mark.parametrize("presses", [1, 2])
-def test_ctrl_c_waits_until_torch_is_imported(presses, monkeypatch, capsys):
-    """Which would swallow it; a second one does not wait, and the first is then told."""
-    from megacpp_mcore.commands import recipe
-
-    swallowed = []
-    names = {"__name__": "torch", "presses": presses, "swallowed": swallowed}
-
-    def importing(*_):
-        exec(compile(IMPORT_OF_TORCH, "torch/__init__.py", "exec"), names)
-        assert presses == 2, "KeyboardInterrupt was lost" * (time.sleep(5) is None)
-        raise RuntimeError("another error")
-
-    monkeypatch.setattr(recipe, "shipped", importing)
-    before = signal.getitimer(signal.ITIMER_REAL)[0]
-    assert cli.main(["recipe", "list"]) == 130
-    assert capsys.readouterr() == ("", "megacpp: interrupted\n")
-    assert len(swallowed) == presses - 1
-    assert signal.getitimer(signal.ITIMER_REAL)[0] in (0, pytest.approx(before, abs=5))
-
-
-def in_a_destructor():
-    class Dying:
-        def __del__(self):
-            press()
-
-    Dying()
-
-
-def in_a_callback():
-    class Dying:
-        pass
-
-    dying = Dying()
-    watch = weakref.ref(dying, lambda watch: press())
-    del dying
-    return watch
-
-
-def in_a_callback_of_importlib():
-    """Which removes the lock of a module."""
-
-    def watch(frame, event, argument):
-        if event == "call" and frame.f_code.co_name == "cb":
-            sys.setprofile(None)
-            press()
-
-    sys.setprofile(watch)
-    try:
-        importlib._bootstrap._get_module_lock("no_such_module")
-    finally:
-        sys.setprofile(None)
-
-
-def press():
-    os.kill(os.getpid(), signal.SIGINT)
-    finished.append(sum(range(1000)))  # the handler is called before
-
-
-finished = []
-
-
-@pytest.mark.parametrize("where", [in_a_destructor, in_a_callback, in_a_callback_of_importlib])
-def test_ctrl_c_where_python_swallows_exceptions_is_one_line(where, monkeypatch, capsys):
-    from megacpp_mcore.commands import recipe
-
-    def pressed(*_):
-        kept = where()
-        time.sleep(5)
-        pytest.fail(f"KeyboardInterrupt was lost; {kept}")
-
-    monkeypatch.setattr(recipe, "shipped", pressed)
-    finished.clear()
-    hook = sys.unraisablehook
-    assert cli.main(["recipe", "list"]) == 130
-    assert capsys.readouterr() == ("", "megacpp: interrupted\n")
-    assert finished or where is in_a_callback, "a destructor was cut off"
-    assert sys.unraisablehook is hook
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_what_python_swallows_without_ctrl_c_is_told(monkeypatch):
-    from megacpp_mcore.commands import recipe
-
-    class Dying:
-        def __del__(self):
-            raise RuntimeError("a defect")
-
-    told = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda found: told.append(str(found.exc_value)))
-    monkeypatch.setattr(recipe, "shipped", lambda *_: Dying() and ["nam56r-tiny"])
-    cli.main(["recipe", "list"])
-    assert set(told) == {"a defect"}
-
-
-# Presses Ctrl-C at the call of a function whose number is the first argument, and tells at the end
-# of the command how many there were.
-PRESSED = """
-import os, signal, sys
-at, calls = int(sys.argv.pop(1)), 0
-def press(frame, event, argument):
-    global calls
-    calls += event == "call"
-    if event == "call" and calls == at:
-        sys.setprofile(None)
-        os.kill(os.getpid(), signal.SIGINT)
-from megacpp_mcore.cli import main
-sys.setprofile(press)
-status = main()
-if not at:
-    sys.setprofile(None)
-    print(calls, file=sys.stderr)
-sys.exit(status)
-"""
-
-
-def pressed(at, *words):
-    done = subprocess.run(
-        [sys.executable, "-c", PRESSED, str(at), *words], capture_output=True, text=True
-    )
-    return done.returncode, done.stderr
-
-
-@pytest.mark.slow
-def test_ctrl_c_at_random_moments_is_one_line():
-    """Of a command from its begin to its end, most of which is imports."""
-    words = ("recipe", "show", "nam56r-tiny")
-    status, calls = pressed(0, *words)
-    assert status == 0 and int(calls) > 1000
-    chosen = random.Random(23)
-    for at in [chosen.randrange(1, int(calls) - 20) for _ in range(12)]:
-        assert pressed(at, *words) == (130, "megacpp: interrupted\n"), f"at call {at} of {calls}"
-
-
-@pytest.mark.slow
-def test_ctrl_c_again_and_again_until_the_process_is_gone_is_one_line():
-    """To its last moment, in which Python has taken its handler away."""
-    words = [sys.executable, "-m", "megacpp_mcore.cli", "recipe", "show", "nam56r-tiny"]
-    for _ in range(4):
-        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-            child.stdout.read(1)
-            while child.poll() is None:
-                child.send_signal(signal.SIGINT)
-                time.sleep(0.0005)
-            told = child.stderr.read().decode()
-        assert (child.returncode, told) in [(130, "megacpp: interrupted\n"), (0, "")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place, presses", [("__enter__", 1), ("end", 1), ("end", 3)])
-def test_ctrl_c_as_handlers_change_is_one_line_and_the_last(place, presses):
-    """What comes after the command's end is ignored."""
-    script = f"""
-import os, signal, sys
-from megacpp_mcore import cli
-left, place = {presses}, cli._Signals.{place}
-def press(signals):
-    global left
-    while left:
-        left -= 1
-        os.kill(os.getpid(), signal.SIGINT)
-    place(signals)
-cli._Signals.{place} = press
-status = cli.main()
-os.kill(os.getpid(), signal.SIGINT)
-assert left == 0 and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-sys.exit(status)
-"""
-    words = [sys.executable, "-c", script, "recipe", "list"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (130, "megacpp: interrupted\n")
 
 
 def test_names_are_shown_with_their_escape_sequences_escaped(capsys):
