@@ -59,13 +59,13 @@ lint: $(STAMP) ## ruff
 # compiles what it imports of this checkout.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 5
 
-test: lint ## lint and the test suite, seven minutes on two cores
+test: lint ## lint and the test suite, 7 to 19 minutes on two cores
 	$(PYTEST)
 
 gpu-test: ## the tests of tests/gpu that need a GPU: a log per file in examples/receipts/gpu-tests
 	PYTHON="$${PYTHON:-python}" tests/gpu/run.sh examples/receipts/gpu-tests
 
-check: lint ## lint and the tests not marked slow, a minute: before every commit
+check: lint ## lint and the tests not marked slow, one or two minutes: before every commit
 	$(PYTEST) -m 'not gpu and not slow'
 
 docs: $(STAMP) ## render README, docs/ and the table of receipts from receipts, schema and catalog
