@@ -52,6 +52,7 @@ STEPS = {
     "run-nam56r-2xh200-dp2-graph.json",
     "run-nam56r-2xh200-dp2-graph-again.json",
     "run-nam56r-4xh200-dp4-graph.json",
+    "run-nam56r-4xh200-ep4.json",
     "run-nam56r-quarter-2xh100-reduce-bf16.json",
     "run-nam56r-quarter-2xh100-reduce-fp32.json",
     "run-nam56r-quarter-100-fused_moe.json",
