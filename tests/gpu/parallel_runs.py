@@ -11,26 +11,23 @@ GPUs. NCCL refuses two ranks on one GPU of one host, and tells hosts apart by NC
 ranks talk through sockets. It shows that the sums are right, and nothing of speed.
 """
 
-import contextlib
 import json
 import math
 import os
-import random
 import re
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import psutil
+import parallel_launches
 from parallel_layouts import ONE, RECIPE, RUNS, SAVED, SEED, STOCK, Run
 from parallel_verdicts import Outcome, differences, line, table
 
 RUN_S = 180  # the time limit of one run; the first also compiles the kernels
-_RUNS_ON_A_GPU = 6  # at once: a run is small, and half of its time is Python starting
+_RUNS_ON_A_GPU = 12  # at once: a run is small, and half of its time is Python starting
 
 
 class Packed:
@@ -45,7 +42,7 @@ class Packed:
         self.size, self.gpus = len(visible), visible * _RUNS_ON_A_GPU
         self.outcomes: dict[str, Outcome] = {}
         self._unjudged: list[Run] = []
-        self._ended = threading.Condition()
+        self._ended, self._stopped = threading.Condition(), threading.Event()
         self.out.mkdir(parents=True, exist_ok=True)
         (self.out / "recipe.toml").write_text(RECIPE)
         self.corpus = _corpus(self.out / "corpus")
@@ -54,7 +51,7 @@ class Packed:
         """Launch them all, the first that can start before the others. Returns by name."""
         waiting, threads = list(runs), []
         with self._ended:
-            while waiting:
+            while waiting and not self._stopped.is_set():
                 chosen = next((run for run in waiting if self._can_start(run)), None)
                 if chosen is None:
                     self._ended.wait()
@@ -68,6 +65,20 @@ class Packed:
         for thread in threads:
             thread.join()
         return self.outcomes
+
+    def begin(self, runs: Iterable[Run]) -> "Outcomes":
+        """The same beside the caller, who waits for an outcome when asking for it."""
+        planned = tuple(runs)
+        self._thread = threading.Thread(target=self.run, args=(planned,), daemon=True)
+        self._thread.start()
+        return Outcomes(planned, self.outcomes, self._ended, self._thread)
+
+    def stop(self) -> None:
+        """Launch no more, and end what is under way."""
+        self._stopped.set()
+        with self._ended:
+            self._ended.notify_all()
+        self._thread.join()
 
     def _can_start(self, run: Run) -> bool:
         ready = run.start is None or run.start[0] in self.outcomes
@@ -96,7 +107,7 @@ class Packed:
                 self.outcomes[run.name] = outcome
                 self.gpus += gpus * self._hosts(run)
                 self._tell(run)
-                self._ended.notify()
+                self._ended.notify_all()
 
     def _tell(self, run: Run) -> None:
         """What came of a run and, as soon as the one-GPU run has ended, the verdicts: they are
@@ -117,7 +128,7 @@ class Packed:
         logs = [
             self.out / f"{run.name}{f'.host{n}' * (n > 0)}.log" for n in range(self._hosts(run))
         ]
-        processes, port = [], _free_port()
+        processes, port = [], parallel_launches.free_port()
         for host, log in enumerate(logs):
             command, environment = self._command(run, host, port)
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -125,13 +136,14 @@ class Packed:
                 processes.append(subprocess.Popen(
                     command, env=environment, stdout=stream, stderr=stream, start_new_session=True
                 ))  # fmt: skip
-        status = _status(processes, self.limit_s)
+        status = parallel_launches.status(processes, self.limit_s, self._stopped)
         if status == 0:
             return None
         telling = re.compile(r"\[rank|megacpp: [^b]|[\w.]*Error\b")
         lines = [line for log in logs for line in log.read_text().splitlines()]
         said = [line for line in lines if telling.match(line.lstrip())]
-        return f"exit status {status}:\n" + "\n".join(said[-25:])
+        what = f"exit status {status}" if isinstance(status, int) else status
+        return f"{what}:\n" + "\n".join(said[-25:])
 
     def _command(self, run: Run, host: int = 0, port: int = 0) -> tuple[list[str], dict[str, str]]:
         """The words and the environment of one host's torchrun. port: where hosts meet."""
@@ -185,40 +197,34 @@ class Packed:
         return folder
 
 
-def _status(processes: Sequence[subprocess.Popen], limit_s: float) -> int | str:
-    """Wait until all have ended or one has failed. The others and the ranks that they have made
-    do not outlive it, nor the limit."""
-    deadline = time.monotonic() + limit_s
-    try:
-        while time.monotonic() < deadline:
-            statuses = [process.poll() for process in processes]
-            if failed := [status for status in statuses if status]:
-                return failed[0]
-            if None not in statuses:
-                return 0
-            time.sleep(0.1)
-        return f"no end within {limit_s:.0f} s"
-    finally:
-        for process in processes:
-            _end(process)
+class Outcomes(Mapping[str, Outcome]):
+    """Of runs that are under way, by name: each is waited for when it is asked for."""
 
+    def __init__(
+        self, runs: Iterable[Run], found: Mapping[str, Outcome], ended: threading.Condition,
+        thread: threading.Thread,
+    ) -> None:  # fmt: skip
+        self._names = [run.name for run in runs]
+        self._found, self._ended, self._thread = found, ended, thread
 
-def _end(process: subprocess.Popen) -> None:
-    """Kill a torchrun and its ranks, each of which is in a session of its own."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for rank in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                rank.kill()
-        process.kill()
-    process.wait()
+    def __getitem__(self, name: str) -> Outcome:
+        if name not in self._names:
+            raise KeyError(name)
+        with self._ended:
+            while name not in self._found:
+                if not self._thread.is_alive():
+                    raise RuntimeError(f"the runs have ended without {name}")
+                self._ended.wait(1)
+            return self._found[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # without waiting for it
 
-def _free_port() -> int:
-    """One that is free now, below those that the kernel gives to NCCL's sockets meanwhile."""
-    while True:
-        port = random.randrange(20_000, 30_000)
-        with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
-            return port
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _corpus(prefix: Path) -> Path:

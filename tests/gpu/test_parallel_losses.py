@@ -1,12 +1,13 @@
 """Every layout gives the losses of one GPU; checkpoints of one layout go on at another.
 
-The runs are real launches, some minutes in all: they are made once, side by side, by the first
-test. With MEGACPP_MEGATRON_LM, the folder of a Megatron-LM 0.19 checkout, its own
-pretrain_hybrid.py is run with our --spec too.
+The runs are real launches, some minutes in all, side by side. A test waits for those that it
+compares: where the tests are cut short, what has ended by then has its outcome. With
+MEGACPP_MEGATRON_LM, the folder of a Megatron-LM 0.19 checkout, its own pretrain_hybrid.py is run
+with our --spec too.
 """
 
 import os
-from pathlib import Path
+from collections.abc import Iterator
 
 import parallel_runs
 import pytest
@@ -24,10 +25,11 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[parallel_runs.Outcomes]:
     gpus = parallel_runs.visible_gpus()
-    out: Path = tmp_path_factory.mktemp("parallel")
-    return Packed(out, gpus).run((SEED, ONE, *parallel_runs.runs_for(parallel_runs.ranks_of(gpus))))
+    packed = Packed(tmp_path_factory.mktemp("parallel"), gpus)
+    yield packed.begin((SEED, ONE, *parallel_runs.runs_for(parallel_runs.ranks_of(gpus))))
+    packed.stop()
 
 
 def made(run, outcomes):

@@ -6,11 +6,12 @@ import sys
 import time
 from pathlib import Path
 
+import parallel_launches
 import parallel_runs
 import psutil
 import pytest
 import warm
-from parallel_layouts import ONE, ROUNDING, RUNS, SEED, STEPS, STOCK, Run
+from parallel_layouts import ONE, ROUNDING, RUNS, SAVED, SEED, STEPS, STOCK, Run
 from parallel_runs import Packed
 from parallel_verdicts import Outcome, differences, table, unlike_in_print
 
@@ -85,6 +86,27 @@ def test_a_launch_of_two_hosts_ends_with_either(tmp_path, monkeypatch):
     assert "no end within 0 s" in launch((60, 0), (0, 0))
 
 
+def test_an_outcome_is_there_as_soon_as_its_run_has_ended(tmp_path, monkeypatch):
+    """Also while other runs go on; and no run outlives the last test that waits for one."""
+    packed = Packed(tmp_path / "out", ["0"], limit_s=60)
+    seconds = {"seed": 0, "one": 0, "long": 60, "later": 0}
+    monkeypatch.setattr(packed, "_command", lambda run, host, port: (
+        [sys.executable, "-c", f"import time; time.sleep({seconds[run.name]})"], dict(os.environ)
+    ))  # fmt: skip
+    long, later = Run("long"), Run("later", start=("long", SAVED))
+    began = time.monotonic()
+    outcomes = packed.begin((SEED, ONE, long, later))
+    assert outcomes["one"].reason is None and "long" not in packed.outcomes
+    assert "later" in outcomes and "stock" not in outcomes
+    packed.stop()
+    assert outcomes["long"].reason.startswith("stopped")
+    with pytest.raises(RuntimeError, match="the runs have ended without later"):
+        outcomes["later"]
+    with pytest.raises(KeyError):
+        outcomes["stock"]
+    assert time.monotonic() - began < 30
+
+
 @pytest.mark.slow
 def test_the_ranks_of_a_launch_that_is_ended_end_with_it(tmp_path):
     """A real torchrun: it makes every rank a session of its own, which killing its own leaves."""
@@ -98,7 +120,7 @@ def test_the_ranks_of_a_launch_that_is_ended_end_with_it(tmp_path):
         assert agent.poll() is None
         time.sleep(0.1)
     ranks = [psutil.Process(int(path.read_text())) for path in pids]
-    assert "no end within 0 s" in parallel_runs._status([agent], 0.1)
+    assert "no end within 0 s" in parallel_launches.status([agent], 0.1)
     gone, alive = psutil.wait_procs(ranks, timeout=10)
     assert len(gone) == 2 and not alive and agent.poll() is not None
 
