@@ -1,5 +1,6 @@
 """Our specs inside Megatron's real HybridModel, built by its own builder from its own argv."""
 
+import math
 import os
 import runpy
 import subprocess
@@ -134,6 +135,28 @@ def test_backends_of_attention_give_the_same_gradients(environment, surface, bac
     for name, expected in found["reference"].items():
         error = (found[backends[0]][name] - expected).norm() / expected.norm()
         assert error < tolerance, name
+
+
+def test_out_proj_of_m_starts_with_the_deviation_that_the_recipe_asks_for(environment):
+    """Also in an MTP depth; nothing else starts with other values, R's out_proj neither."""
+
+    def start(*overrides: str) -> dict[str, torch.Tensor]:
+        recipe = small("model.pattern=EMR", "model.depth=3", "mtp.pattern=M", *overrides)
+        args = megatron_args(lower(recipe).argv)
+        with single_process(recipe.schedule.seed):
+            return dict(build_model(args, recipe).named_parameters())
+
+    usual, small_start = start(), start("mamba3.out_proj_init_std=1e-4")
+    of_m = [name for name in usual if name.endswith("mixer.out_proj.weight")]
+    assert len(of_m) == 2
+    for name, weight in usual.items():
+        if name in of_m:
+            # The same draws, of another width: 32 x 32 of them are within 10 % of it.
+            assert small_start[name].std().item() == pytest.approx(1e-4, rel=0.1)
+            ratio = 1e-4 / (0.02 / math.sqrt(3))  # Megatron: 2 x 3 of models that are no hybrids
+            torch.testing.assert_close(small_start[name], weight * ratio)
+        else:
+            assert torch.equal(small_start[name], weight), name
 
 
 def test_fp32_parameters_stay_fp32_in_a_bf16_model(environment):
