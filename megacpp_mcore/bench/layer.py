@@ -134,7 +134,8 @@ class _Layer(Built):
         in_half_precision(model, args)
         self.model, self.trained = model, layers_alone(model)
         shape = hidden_shape(recipe, args)
-        generator = torch.Generator(device).manual_seed(recipe.schedule.seed)
+        # Not the seed of the weights: on a CPU, x would be in_proj's first rows.
+        generator = torch.Generator(device).manual_seed(recipe.schedule.seed + 1)
         *sets, self.direction = (
             torch.randn(shape, generator=generator, device=device).to(args.params_dtype)
             for _ in range(_SETS + 1)

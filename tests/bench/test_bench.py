@@ -15,6 +15,7 @@ import torch
 from megacpp_mcore import bench, cli, dispatch, receipts
 from megacpp_mcore.bench import clock as clocks
 from megacpp_mcore.bench import layer, model, operator, runner
+from megacpp_mcore.bench.variants import Variant
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.norm import rms_norm
 from megacpp_mcore.surfaces.backend import Backend
@@ -22,6 +23,7 @@ from megacpp_mcore.surfaces.registry import REGISTRY
 from megacpp_mcore.surfaces.support import always
 from megacpp_mcore.surfaces.workload import Workload
 from megacpp_mcore.training import one_process
+from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 SMALL = [
     "model.hidden_size=32", "model.seq_length=32", "model.num_attention_heads=4",
@@ -421,6 +423,17 @@ class TestLayer:
         forward, backward = receipt["rows"]
         assert (forward["phase"], backward["phase"]) == ("forward", "forward_backward")
         assert backward["flops"] == 3 * forward["flops"] > 0
+
+    def test_inputs_are_not_the_rows_of_a_weight(self):
+        """One seed for both makes them the same numbers on a CPU."""
+        recipe = bench.load_for_bench("nam56r-tiny", [*layer.layer_overrides("M"), *SMALL])
+        with single_process(recipe.schedule.seed, "cpu"):
+            built = layer._Layer("recipe", Variant(recipe), "cpu")
+        x = torch.nn.functional.normalize(built.sets[0].flatten(0, -2), dim=-1)
+        width = x.shape[-1]
+        weights = [p for p in built.model.parameters() if p.dim() == 2 and p.shape[1] == width]
+        rows = torch.nn.functional.normalize(torch.cat(weights), dim=-1)
+        assert len(rows) > 500 and (x @ rows.T).abs().max() < 0.9
 
     def test_backends_inside_an_mla_layer_with_the_same_weights(self, tmp_path):
         against = ["mla_rope=megatron,core_attention=reference", "mla_rope=reference"]
