@@ -134,7 +134,7 @@ class _Layer(Built):
         in_half_precision(model, args)
         self.model, self.trained = model, layers_alone(model)
         shape = hidden_shape(recipe, args)
-        # Not the seed of the weights: on a CPU, x would be in_proj's first rows.
+        # Not the weights' seed: on a CPU, x would be the same numbers as their first rows.
         generator = torch.Generator(device).manual_seed(recipe.schedule.seed + 1)
         *sets, self.direction = (
             torch.randn(shape, generator=generator, device=device).to(args.params_dtype)
