@@ -70,11 +70,12 @@ class RecurrentMixer(MegatronModule):
     ) -> None:
         """A row-parallel linear. columns: summed over the ranks. std: of its first weights; None:
         as Megatron initialises an output layer."""
-        normal = self.config.output_layer_init_method if std is None else init_method_normal(std)
+        usual = self.config.output_layer_init_method
         self.out_proj = build_module(
             fp8_compatible_linear(linear, self.config, columns // self.tp_group.size(), rows),
-            columns, rows, init_method=normal, input_is_parallel=True, skip_bias_add=True,
-            tp_comm_buffer_name="fc2", **self._common("out_proj", name),
+            columns, rows, init_method=usual if std is None else init_method_normal(std),
+            input_is_parallel=True, skip_bias_add=True, tp_comm_buffer_name="fc2",
+            **self._common("out_proj", name),
         )  # fmt: skip
 
     def _common(self, part: str, name: str | None) -> dict[str, Any]:

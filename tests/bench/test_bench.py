@@ -398,7 +398,6 @@ def missing_package(package):
     raise ImportError("No module named 'tomlkit'")
 
 
-@pytest.mark.slow
 def times(factor):
     return lambda x: factor * x
 
