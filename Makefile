@@ -65,7 +65,7 @@ test: lint ## lint and the test suite, 7 to 19 minutes on two cores
 gpu-test: ## the tests of tests/gpu that need a GPU: a log per file in examples/receipts/gpu-tests
 	PYTHON="$${PYTHON:-python}" tests/gpu/run.sh examples/receipts/gpu-tests
 
-check: lint ## lint and the tests not marked slow, one or two minutes: before every commit
+check: lint ## lint and the tests not marked slow, one to three minutes: before every commit
 	$(PYTEST) -m 'not gpu and not slow'
 
 docs: $(STAMP) ## render README, docs/ and the table of receipts from receipts, schema and catalog
