@@ -23,7 +23,8 @@ import sys; from megacpp_mcore.receipts.lane import code, is_traceable
 sys.exit(not is_traceable(code()) and "megacpp_mcore/ has changes that no commit has")'
 failed=() left_out=() too_large=() measured=" "
 
-# measure SECONDS NAME COMMAND...: COMMAND writes $work/NAME.json. may_not_fit=1: it may run out of memory
+# measure SECONDS NAME COMMAND...: COMMAND writes $work/NAME.json. may_not_fit=1: it may run out of memory.
+# may_be_refused=BACKEND: a bench may find this backend's results beyond the tolerance
 measure() {
   local seconds=$1 name=$2
   shift 2
@@ -36,6 +37,9 @@ measure() {
     printf '\n'
     SECONDS=$((SECONDS + seconds))
   elif timeout $((3 * seconds)) "$@" >"$work/$name.log" 2>&1; then
+    mv "$work/$name.json" "$out/$name.json"
+    measured+="$name "
+  elif [ "${may_be_refused:-}" ] && grep -q "^megacpp: layer: $may_be_refused: " "$work/$name.log"; then
     mv "$work/$name.json" "$out/$name.json"
     measured+="$name "
   elif [ "${may_not_fit:-}" ] && grep -q OutOfMemoryError "$work/$name.log"; then
@@ -73,8 +77,6 @@ print(curves("\n".join(f"{name} | {name}" for name in sys.argv[2:]), Path(sys.ar
 packed=(--set data.dataloader_inter_document_masking=true)
 gqa=(--set attention.kind=gqa)
 mamba3=(--against upstream mamba3_core=reference) # upstream's autotuning takes two minutes
-m2rnn=(--against m2rnn_core=reference) # and XMA's recurrence where it is installed, which PyPI has not
-if python -c 'import xma.layers.m2rnn' 2>/dev/null; then m2rnn+=(upstream); fi
 
 if [ "$gpus" = 1 ]; then
   quarter=run-nam56r-quarter four=(--set schedule.global_batch_size=16) # four micro batches a step
@@ -86,7 +88,11 @@ if [ "$gpus" = 1 ]; then
   bench 190 layer-mamba3 layer M "${mamba3[@]}"
   bench 220 layer-mamba3-wide layer M "${mamba3[@]}" --set mamba3.mamba_num_heads=112 \
     --set mamba3.mamba_state_dim=128
-  bench 80 layer-m2rnn-core layer R "${m2rnn[@]}"
+  bench 80 layer-m2rnn-core layer R --against m2rnn_core=reference
+  if python -c 'import xma.layers.m2rnn' 2>/dev/null; then # PyPI has not XMA
+    # One of its gradients is beyond the bench's tolerance, which the receipt and the page say.
+    may_be_refused=upstream bench 120 layer-m2rnn-core-xma layer R --against m2rnn_core=reference upstream
+  fi
   train 80 $quarter-graph nam56r-quarter 14 "${four[@]}"
   # M and R operation by operation, around mamba-ssm's scan and our recurrence
   forced=mamba3_core=reference,m2rnn_core=reference train 80 $quarter-graph-plain-mr nam56r-quarter 14 "${four[@]}"

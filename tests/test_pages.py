@@ -6,6 +6,7 @@ The commands of a page run in order in one folder, as a new user would, but for 
 Python, which `warm` shares: `megacpp` stands first on the PATH.
 """
 
+import json
 import os
 import re
 import shlex
@@ -18,7 +19,7 @@ import warm
 
 from megacpp_mcore import receipts
 from megacpp_mcore.cli import build_parser
-from megacpp_mcore.pages import blocks, gpu_logs, profile_table, run_tables
+from megacpp_mcore.pages import bench_tables, blocks, gpu_logs, profile_table, run_tables
 from megacpp_mcore.recipe.notes import facts
 from megacpp_mcore.recipe.source import KEYS
 
@@ -237,6 +238,24 @@ def test_a_profile_is_a_table_by_kind_of_work_and_micro_batch(tmp_path, monkeypa
         "| nothing | 1.00 |  |",
         "| from the first to the last | 6.00 |  |",
     ]
+
+
+def test_a_bench_says_whose_results_are_refused(tmp_path):
+    receipt = json.loads((ROOT / "examples/receipts/h200/layer-m2rnn-core-xma.json").read_text())
+    errors = {"recipe": (0.01, 0.06), "upstream": (0.25, 0.06), "m2rnn_core=reference": (None,) * 2}
+
+    def row(**changed: tuple) -> str:
+        for found in receipt["rows"]:
+            found["error"], found["tolerance"] = (errors | changed)[found["backend"]]
+        (tmp_path / "layer.json").write_text(json.dumps(receipt))
+        words = "layer | R | recipe | upstream: theirs; m2rnn_core=reference: plain"
+        return bench_tables.benches(words, tmp_path).splitlines()[-1]
+
+    assert row().count("refused") == 1
+    assert "theirs (its results are refused: error 0.250, allowed 0.0600); " in row()
+    assert "refused" not in row(upstream=(0.06, 0.06))
+    (refused,) = (cell for cell in row(recipe=(0.07, 0.06)).split(" | ") if "0.0700" in cell)
+    assert refused.endswith(" (its results are refused: error 0.0700, allowed 0.0600)")
 
 
 def test_the_logs_of_gpu_tests_are_a_table(tmp_path):

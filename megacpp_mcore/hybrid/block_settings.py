@@ -20,10 +20,6 @@ class Mamba3Settings:
     dt_min: float = 1e-3  # dt_bias is drawn so that dt starts log-uniform in [dt_min, dt_max]
     dt_max: float = 1e-1
     dt_init_floor: float = 1e-4
-    # standard deviation of out_proj's first weights; unset: Megatron's for output layers,
-    # init_method_std / sqrt(layers), with which M's output starts far larger than other
-    # blocks', as no norm follows the scan
-    out_proj_init_std: float | None = None
     chunk_size: int = 64  # steps a chunk of the chunked scan
 
     @property

@@ -164,7 +164,7 @@ _FREE = {
         "moe_flex_dispatcher_backend", "moe_flex_dispatcher_num_sms", "moe_expert_capacity_factor",
         "moe_pad_expert_input_to_capacity", "moe_token_drop_policy", "moe_per_layer_logging",
     ),
-    "mamba3": ("dt_min", "dt_max", "dt_init_floor", "out_proj_init_std", "chunk_size"),
+    "mamba3": ("dt_min", "dt_max", "dt_init_floor", "chunk_size"),
     "m2rnn": ("chunk_size", "grad_clamp", "tanh", "dt_min", "dt_max", "dt_init_floor"),
     "mtp": ("mtp_loss_scaling_factor", "mtp_detach_heads"),
 }  # fmt: skip

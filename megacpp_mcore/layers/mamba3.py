@@ -74,7 +74,7 @@ class Mamba3Mixer(RecurrentMixer):
         self._add_in_proj(submodules.in_proj, d_model, parts, name, self.layout.padding)
         self._add_parameters()
         inner = self.layout.heads * self.layout.head_dim
-        self._add_out_proj(submodules.out_proj, inner, d_model, name, settings.out_proj_init_std)
+        self._add_out_proj(submodules.out_proj, inner, d_model, name)
         self._choose_backends(plugin)
 
     def _add_parameters(self) -> None:

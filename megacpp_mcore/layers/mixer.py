@@ -15,7 +15,6 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
     sharded_state_dict_default,
 )
-from megatron.core.utils import init_method_normal
 from torch import Tensor
 
 from megacpp_mcore.layers.precision import fp8_compatible_linear
@@ -65,15 +64,11 @@ class RecurrentMixer(MegatronModule):
         # Resharding tools read the parts from here.
         self.in_proj.weight.partition_sizes = [*parts.values(), *([padding] if padding else [])]
 
-    def _add_out_proj(
-        self, linear: Any, columns: int, rows: int, name, std: float | None = None
-    ) -> None:
-        """A row-parallel linear. columns: summed over the ranks. std: of its first weights; None:
-        as Megatron initialises an output layer."""
-        usual = self.config.output_layer_init_method
+    def _add_out_proj(self, linear: Any, columns: int, rows: int, name) -> None:
+        """A row-parallel linear. columns: summed over the ranks."""
         self.out_proj = build_module(
             fp8_compatible_linear(linear, self.config, columns // self.tp_group.size(), rows),
-            columns, rows, init_method=usual if std is None else init_method_normal(std),
+            columns, rows, init_method=self.config.output_layer_init_method,
             input_is_parallel=True, skip_bias_add=True, tp_comm_buffer_name="fc2",
             **self._common("out_proj", name),
         )  # fmt: skip

@@ -47,11 +47,12 @@ def _bench(folder: Path, name: str, label: str, ours: str, others: str) -> list[
         ratio = judge_rows(their_row, row, MARGIN, in_turns=True).time
         without_pause, energy = _sustained(their_row)
         loaded = f" ({without_pause} sustained, {energy} J)" if without_pause else ""
-        compared.append(f"{_ms(their_row)} ms{loaded}, {_memory(their_row)} GiB: {what}")
+        measured = f"{_ms(their_row)} ms{loaded}, {_memory(their_row)} GiB: {what}"
+        compared.append(measured + _beyond_tolerance(their_row))
         ratios.append(interval(ratio, 3))
     return [
         f"{link(label, name)}{history(receipt)}", _ms(row),
-        *_sustained(row), _memory(row),
+        *_sustained(row), _memory(row) + _beyond_tolerance(row),
         "; ".join(compared) or "timed alone", "; ".join(ratios),
     ]  # fmt: skip
 
@@ -69,6 +70,14 @@ def dispatch(words: str, folder: Path) -> str:
         label = f"`{way}`, `{experts}`" if experts else f"`{way}`"
         rows.append([label, f"{milliseconds:.2f}", f"{forward:.2f}", f"{peak:,.0f}"])
     return f"[Its file](examples/receipts/{words.strip()}):\n\n{table(head, rows)}"
+
+
+def _beyond_tolerance(row: Any) -> str:
+    """What is said of a backend that was timed though the bench refuses its results."""
+    if row["error"] is None or row["error"] <= row["tolerance"]:
+        return ""
+    error, tolerance = digits(row["error"]), digits(row["tolerance"])
+    return f" (its results are refused: error {error}, allowed {tolerance})"
 
 
 def _ms(row: Any) -> str:

@@ -1,6 +1,5 @@
 """Our specs inside Megatron's real HybridModel, built by its own builder from its own argv."""
 
-import math
 import os
 import runpy
 import subprocess
@@ -13,7 +12,6 @@ import warm
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.bench.layer import layer_overrides
 from megacpp_mcore.layers.hybrid_stack import MegacppStack
 from megacpp_mcore.layers.settings import SettingsError, plugin_settings
 from megacpp_mcore.recipe import Recipe, RecipeError, load_recipe
@@ -136,65 +134,6 @@ def test_backends_of_attention_give_the_same_gradients(environment, surface, bac
     for name, expected in found["reference"].items():
         error = (found[backends[0]][name] - expected).norm() / expected.norm()
         assert error < tolerance, name
-
-
-def test_out_proj_of_m_starts_with_the_deviation_that_the_recipe_asks_for(environment):
-    """Also in an MTP depth; nothing else starts with other values, R's out_proj neither."""
-
-    def start(*overrides: str) -> dict[str, torch.Tensor]:
-        recipe = small("model.pattern=EMR", "model.depth=3", "mtp.pattern=M", *overrides)
-        args = megatron_args(lower(recipe).argv)
-        with single_process(recipe.schedule.seed):
-            return dict(build_model(args, recipe).named_parameters())
-
-    usual, small_start = start(), start("mamba3.out_proj_init_std=1e-4")
-    of_m = [name for name in usual if name.endswith("mixer.out_proj.weight")]
-    assert len(of_m) == 2
-    for name, weight in usual.items():
-        if name in of_m:
-            # The same draws, of another width: 32 x 32 of them are within 10 % of it.
-            assert small_start[name].std().item() == pytest.approx(1e-4, rel=0.1)
-            ratio = 1e-4 / (0.02 / math.sqrt(3))  # Megatron: 2 x 3 of models that are no hybrids
-            torch.testing.assert_close(small_start[name], weight * ratio)
-        else:
-            assert torch.equal(small_start[name], weight), name
-
-
-@pytest.mark.slow
-def test_m_starts_with_a_far_larger_output_than_other_blocks(environment):
-    """What docs/performance.md says, at NAM56R's sizes: by how much each block first moves 64
-    tokens of normal values, in a model of one layer."""
-    published = load_recipe("nam56r")
-    same = {
-        "model": ("hidden_size", "num_attention_heads"),
-        "attention": ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
-                      "v_head_dim"),
-        "moe": ("num_experts", "moe_router_topk", "moe_ffn_hidden_size",
-                "moe_shared_expert_intermediate_size"),
-        "mamba3": ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups",
-                   "decay_floor"),
-        "m2rnn": ("k_head_dim", "v_head_dim"),
-    }  # fmt: skip
-    sizes = [
-        f"{section}.{key}={getattr(getattr(published, section), key)}"
-        for section, keys in same.items()
-        for key in keys
-    ]
-
-    def moved(letter: str, *overrides: str) -> torch.Tensor:
-        words = [*layer_overrides(letter), *sizes, "model.seq_length=64", *overrides]
-        recipe = load_recipe("nam56r-tiny", words)
-        with single_process(recipe.schedule.seed), quiet(), torch.no_grad():
-            model = build_model(megatron_args(lower(recipe).argv), recipe)
-            x = torch.randn(recipe.model.seq_length, 1, recipe.model.hidden_size)
-            y = model.decoder.layers[0](x, attention_mask=None)
-            y = y[0] if isinstance(y, tuple) else y  # as Megatron's two kinds of layer return it
-            return (y - x).square().mean().sqrt()
-
-    others = max(moved(letter) for letter in "AER")
-    assert moved("M") > 10 * others
-    small = 1e-4 * math.sqrt(len(published.plan.layers))  # as in the model of all layers
-    assert moved("M", f"mamba3.out_proj_init_std={small}") < others
 
 
 def test_fp32_parameters_stay_fp32_in_a_bf16_model(environment):
