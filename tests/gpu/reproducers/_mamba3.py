@@ -36,8 +36,12 @@ def inputs(groups, rank):
 
 
 def siso(**tensors):
+    """With the launch configurations of training: autotuning takes minutes in each process."""
     from mamba_ssm.ops.triton.mamba3.mamba3_siso_combined import mamba3_siso_combined
 
+    from megacpp_mcore.kernels.mamba3.mamba_ssm_ops import set_up
+
+    set_up(tensors["Q"].shape[-1], tensors["V"].shape[-1], chunk_size=64)
     return mamba3_siso_combined(**tensors, chunk_size=64)
 
 
