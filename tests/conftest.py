@@ -118,7 +118,9 @@ ON_ONE_WORKER = (
 # Files of which most tests take long, model builds and Triton's interpreter above all; `make check`
 # leaves them out with the tests that are marked `slow` one by one.
 SLOW_FILES = (
-    "tests/bench/test_bench.py",
+    "tests/bench/test_bench_layer.py",
+    "tests/bench/test_bench_model.py",
+    "tests/bench/test_bench_operator.py",
     "tests/kernels/test_core_attention.py",
     "tests/kernels/test_moe_hopper.py",
     "tests/kernels/test_moe_routed.py",
