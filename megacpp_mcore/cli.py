@@ -53,23 +53,29 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns its exit status: 0 done, 2 refused, 1 failed (why, on stderr), 130
     after Ctrl-C, 143 after SIGTERM. Without argv the process is the command: Ctrl-C is ignored from
     its end on, as Python takes its handler away before the process is gone."""
-    signals = _Signals(last=argv is None)
+    signals, status = _Signals(last=argv is None), None
     try:
         with signals:
-            return _run(sys.argv[1:] if argv is None else argv, signals)
+            status = _run(sys.argv[1:] if argv is None else argv, signals)
     except KeyboardInterrupt:
-        pass
+        status = None
     except Exception:
         if not signals.interrupted:
             raise
     while not signals.ended:
-        with contextlib.suppress(KeyboardInterrupt):  # once more, as the block ended
+        try:  # noqa: SIM105  in this frame Ctrl-C raises nothing, in suppress's it would
             signals.end()
+        except KeyboardInterrupt:
+            pass
+    if status is not None and not signals.noted:
+        return status
     print("megacpp: interrupted", file=sys.stderr)
     return 128 + signal.SIGINT
 
 
 def _run(words: list[str], signals: "_Signals") -> int:
+    if signals.noted:
+        raise KeyboardInterrupt
     try:
         if any("\0" in word for word in words):  # from Python: no system passes one on
             raise MegacppError("an argument has a NUL, which no name of a file can have")
@@ -98,14 +104,16 @@ class _Signals:
     """SIGTERM leaves the block as Ctrl-C does, so that no temporary file stays.
 
     last: SIGINT is ignored after the block. interrupted: whether Ctrl-C was pressed in it; a
-    library may make another error of that. Where the exception would be swallowed (`_swallows`) it
-    waits (a second Ctrl-C does not), and where it was, as in any other callback of Python's, it is
-    raised again. ended: whether handlers are what they were before the block; a Ctrl-C may have
-    kept `end` from that.
+    library may make another error of that. noted: whether it was pressed in `main` or while
+    handlers changed, where it raises no exception. Where the exception would be swallowed
+    (`_swallows`) it waits (a second Ctrl-C does not), and where it was, as in any other callback of
+    Python's, it is raised again. ended: whether handlers are what they were before the block; a
+    Ctrl-C may have kept `end` from that.
     """
 
     def __init__(self, last: bool) -> None:
         self.interrupted, self.ended, self._last = False, False, last
+        self.noted, self._ending = False, False
         self._before: dict[signal.Signals, Any] = {}
         self._timer: tuple[float, float] | None = None  # another's
         self._unraisablehook = sys.unraisablehook
@@ -125,6 +133,7 @@ class _Signals:
 
     def end(self) -> None:
         """Restore the handlers. Can be called again where Ctrl-C interrupted it."""
+        self._ending = True
         is_caught = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, self._interrupt)
         if self._last and self._is_main_thread and is_caught:
             self._before[signal.SIGINT] = signal.SIG_IGN
@@ -144,6 +153,9 @@ class _Signals:
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         first = number == signal.SIGALRM or not self.interrupted
         self.interrupted = True
+        if self._ending or _is_only_noted(frame):
+            self.noted = True
+            return
         if not (first and _is_swallowed(frame)):
             raise KeyboardInterrupt
         self._interrupt_soon()
@@ -160,6 +172,18 @@ class _Signals:
         self._before.setdefault(signal.SIGALRM, handler)
         timer = signal.setitimer(signal.ITIMER_REAL, 0.05)
         self._timer = self._timer or timer
+
+
+_WITHOUT_EXCEPTION = {
+    function.__code__ for function in (main, _Signals.__enter__, _Signals.__exit__, _Signals.end)
+}
+
+
+def _is_only_noted(frame: FrameType | None) -> bool:
+    """Whether Ctrl-C is to raise nothing in the frame, or in that which a handler interrupted."""
+    while frame is not None and frame.f_code is _Signals._interrupt.__code__:
+        frame = frame.f_back
+    return frame is not None and frame.f_code in _WITHOUT_EXCEPTION
 
 
 def _is_swallowed(frame: FrameType | None) -> bool:

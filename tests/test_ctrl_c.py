@@ -213,6 +213,49 @@ def test_ctrl_c_again_and_again_until_the_process_is_gone_is_one_line():
         assert (child.returncode, told) in [(130, "megacpp: interrupted\n"), (0, "")]
 
 
+# Runs the command 40 times, each in a process that gets Ctrl-C after Ctrl-C from the time it is in
+# the command's function until it is gone.
+STORM = """
+import os, signal, sys, time, traceback
+from megacpp_mcore import cli
+from megacpp_mcore.commands import recipe
+
+def begun():
+    os.write(told, b"b")
+    time.sleep(5)
+
+recipe.shipped = begun
+for _ in range(40):
+    (heard, told), (read, stderr) = os.pipe(), os.pipe()
+    if not (child := os.fork()):
+        os.dup2(stderr, 2)
+        try:
+            status = cli.main()
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        os._exit(status)
+    os.close(stderr)
+    os.close(told)
+    os.read(heard, 1)
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        os.kill(child, signal.SIGINT)
+    text = os.read(read, 10_000).decode()
+    assert (os.waitstatus_to_exitcode(ended[1]), text) == (130, "megacpp: interrupted\\n"), text
+    os.close(heard)
+    os.close(read)
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_as_fast_as_can_be_is_one_line():
+    """Also between the command's functions and its end."""
+    done = subprocess.run(
+        [sys.executable, "-c", STORM, "recipe", "list"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("place, presses", [("__enter__", 1), ("end", 1), ("end", 3)])
 def test_ctrl_c_as_handlers_change_is_one_line_and_the_last(place, presses):
