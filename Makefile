@@ -56,7 +56,8 @@ lint: $(STAMP) ## ruff
 
 # Five workers for two cores, as tests of ranks and launchers wait; tests/conftest.py says which
 # files stay on one of them. Bytecode is kept: else each worker, and each Python that a test starts,
-# compiles what it imports of this checkout.
+# compiles what it imports of this checkout. Of the fast tests few wait: more than three workers
+# would take longer to start than they save.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 5
 
 test: lint ## lint and the test suite, 7 to 19 minutes on two cores
@@ -65,8 +66,8 @@ test: lint ## lint and the test suite, 7 to 19 minutes on two cores
 gpu-test: ## the tests of tests/gpu that need a GPU: a log per file in examples/receipts/gpu-tests
 	PYTHON="$${PYTHON:-python}" tests/gpu/run.sh examples/receipts/gpu-tests
 
-check: lint ## lint and the tests not marked slow, one to three minutes: before every commit
-	$(PYTEST) -m 'not gpu and not slow'
+check: lint ## lint and the tests not marked slow, about a minute: before every commit
+	$(PYTEST) -n 3 -m 'not gpu and not slow'
 
 docs: $(STAMP) ## render README, docs/ and the table of receipts from receipts, schema and catalog
 	$(BIN)/python -m megacpp_mcore.pages

@@ -116,30 +116,53 @@ ON_ONE_WORKER = (
 
 
 # Files of which most tests take long, model builds and Triton's interpreter above all; `make check`
-# leaves them out with the tests that are marked `slow` one by one.
+# leaves them out, unread, with the tests that are marked `slow` one by one.
 SLOW_FILES = (
     "tests/bench/test_bench_layer.py",
     "tests/bench/test_bench_model.py",
     "tests/bench/test_bench_operator.py",
+    "tests/bench/test_upstream.py",
+    "tests/inference/test_generate.py",
     "tests/kernels/test_core_attention.py",
+    "tests/kernels/test_core_attention_tf32.py",
+    "tests/kernels/test_embedding.py",
+    "tests/kernels/test_m2rnn_kernel.py",
+    "tests/kernels/test_mamba3_kernel.py",
+    "tests/kernels/test_mamba_ssm_mimo.py",
+    "tests/kernels/test_mla_rope.py",
+    "tests/kernels/test_mla_up.py",
+    "tests/kernels/test_moe_experts.py",
     "tests/kernels/test_moe_hopper.py",
     "tests/kernels/test_moe_routed.py",
     "tests/kernels/test_rope_qk.py",
+    "tests/layers/test_attention.py",
     "tests/layers/test_loss.py",
+    "tests/layers/test_m2rnn_layer.py",
+    "tests/layers/test_mamba3_layer.py",
     "tests/layers/test_moe.py",
     "tests/layers/test_moe_residual.py",
+    "tests/layers/test_moe_routers.py",
     "tests/layers/test_moe_whole.py",
     "tests/layers/test_recompute.py",
     "tests/layers/test_stack.py",
     "tests/patching/test_patch_at_once.py",
+    "tests/patching/test_patch_export.py",
     "tests/patching/test_patch_safety.py",
     "tests/patching/test_patch_verify.py",
     "tests/planner/test_search.py",
+    "tests/stack/test_experts_bridge.py",
     "tests/stack/test_unpickling.py",
     "tests/surfaces/test_admission.py",
+    "tests/surfaces/test_walks.py",
     "tests/test_bad_input.py",
+    "tests/test_examples.py",
     "tests/test_fuzz.py",
+    "tests/test_interpreter.py",
+    "tests/test_pretrain.py",
+    "tests/training/test_compilations.py",
+    "tests/training/test_data_tokenizer.py",
     "tests/training/test_heartbeat.py",
+    "tests/training/test_precompile.py",
 )
 
 
@@ -161,6 +184,11 @@ def pytest_sessionfinish(session, exitstatus):
     if left := SUITE.left():
         print("\nThe test suite left behind:", *left, sep="\n  ")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_ignore_collect(collection_path, config):
+    file = collection_path.relative_to(config.rootpath).as_posix()
+    return True if file in SLOW_FILES and "not slow" in config.option.markexpr else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks

@@ -270,6 +270,7 @@ class TestCost:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.stdout.strip() == "[]", done.stderr
 
+    @pytest.mark.slow
     def test_a_compiled_module_that_holds_a_dispatched_op_is_one_graph(self, monkeypatch):
         class Block(torch.nn.Module):
             def __init__(self):

@@ -437,6 +437,7 @@ MTP = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(source=SOURCE, options=OPTIONS, mtp=MTP)
 def test_any_text_is_translated_as_megatron_reads_it_or_refused(source, options, mtp):
@@ -482,6 +483,7 @@ def good_requests(draw):
     return letters, options, tiled, mtp * options["mtp_depths"]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(good_requests())
 def test_a_sound_request_is_never_refused(request):

@@ -1,5 +1,6 @@
 """The receipts that the repository carries: each is valid, and says what is claimed of it."""
 
+import functools
 import itertools
 import re
 import statistics
@@ -17,6 +18,7 @@ from megacpp_mcore.surfaces.figures import Figure, claims_by_receipt, is_current
 from megacpp_mcore.surfaces.registry import REGISTRY
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples/receipts/h200"
+read = functools.cache(receipts.read)
 
 
 @pytest.mark.parametrize(
@@ -25,7 +27,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "examples/receipts/h200"
     ids=lambda path: f"{path.parent.name}-{path.stem}",
 )
 def test_a_receipt_is_valid_and_of_its_folders_card(path):
-    device = receipts.read(path)["lane"]["device"]["name"]
+    device = read(path)["lane"]["device"]["name"]
     assert path.parent.name.upper() in device.split()
 
 
@@ -36,7 +38,7 @@ def measured(name):
 
 def _rows(name):
     """(backend, phase) -> row of a bench, and the bytes/s that a copy moved beside it."""
-    receipt = receipts.read(FOLDER / f"{name}.json")
+    receipt = read(FOLDER / f"{name}.json")
     copy = re.search(r"copy ([\d,]+) GB/s", " ".join(receipt["notes"]))
     rows = {(row["backend"], row["phase"]): row for row in receipt["rows"]}
     return rows, copy and 1e9 * float(copy[1].replace(",", ""))
@@ -55,7 +57,7 @@ MEASURED = [
 )
 def test_a_catalog_rows_receipt_has_its_backend(surface, backend):
     """Benched on its own, or what served in a whole model."""
-    receipt = receipts.read(FOLDER / backend.receipt)
+    receipt = read(FOLDER / backend.receipt)
     if receipt.get("problem", {}).get("surface") == surface.name:
         assert backend.name in {timed["backend"] for timed in receipt["rows"]}
     else:
@@ -93,7 +95,7 @@ def test_the_figures_that_a_catalog_row_shows_are_its_receipts(row):
         assert found, text
     words = [row[key] for key in ("removes", "exit_when", "no_receipt") if row.get(key)]
     assert not _TYPED.search(" ".join(words))
-    own = row["receipt"] and receipts.read(FOLDER.parents[2] / row["receipt"])
+    own = row["receipt"] and read(FOLDER.parents[2] / row["receipt"])
     if own and own["problem"]["surface"] == row["surface"]:
         assert row["figures"][0].startswith(f"{row['backend']}: ")
 
@@ -114,7 +116,7 @@ def test_every_figure_that_the_catalog_names_is_in_its_receipt(surface):
 
 
 def _of_a_model(name):
-    return receipts.read(FOLDER / name)["problem"]["surface"] in ("layer", "model")
+    return read(FOLDER / name)["problem"]["surface"] in ("layer", "model")
 
 
 @measured("linear_cross_entropy-mean")
@@ -124,7 +126,7 @@ def test_chunked_losses_take_nine_tenths_of_ligers_mean_and_little_more_than_the
     rows, _ = _rows("linear_cross_entropy-mean")
     ours, ligers = rows["chunked", "forward_backward"], rows["liger_mean", "forward_backward"]
     assert judge_rows(ligers, ours, MARGIN, in_turns=True).time.high <= 0.90
-    receipt = receipts.read(FOLDER / "linear_cross_entropy-mean.json")
+    receipt = read(FOLDER / "linear_cross_entropy-mean.json")
     floor = re.search(r"forward_backward ([\d.]+) ms", " ".join(receipt["notes"]))
     assert ours["median_ms"] <= 1.10 * float(floor[1])
     sizes = receipt["problem"]["sizes"]
@@ -164,8 +166,7 @@ def test_the_gqa_layer_is_no_slower_than_megatrons():
 @pytest.mark.skipif(not (FOLDER / "layouts-2xh200/one-resumed.json").exists(), reason="not made")
 def test_a_resume_in_the_same_layout_is_equal_to_the_bit():
     one, resumed = (
-        receipts.read(FOLDER / f"layouts-2xh200/{name}.json")["series"]
-        for name in ("one", "one-resumed")
+        read(FOLDER / f"layouts-2xh200/{name}.json")["series"] for name in ("one", "one-resumed")
     )
     whole = dict(zip(one["step"], one["loss"], strict=True))
     assert resumed["loss"] == [whole[step] for step in resumed["step"]] and resumed["loss"]
@@ -174,7 +175,7 @@ def test_a_resume_in_the_same_layout_is_equal_to_the_bit():
 def test_captured_steps_of_52_layers_are_captured_and_even():
     """On one GPU and as two data-parallel ranks; the last eight within 2 %."""
     names = ("1xh200-graph", "2xh200-dp2-graph")
-    one, two = (receipts.read(FOLDER / f"run-nam56r-{name}.json") for name in names)
+    one, two = (read(FOLDER / f"run-nam56r-{name}.json") for name in names)
     assert two["topology"]["dp"] == 2 and two["topology"]["ep"] == 1
     for receipt in (one, two):
         assert receipt["recipe"]["content"]["launch"]["cuda_graph_impl"] == "full_iteration"
@@ -192,7 +193,7 @@ def test_the_table_of_receipts_is_that_of_the_receipts():
 
 @pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.json")), ids=lambda path: path.stem)
 def test_a_receipt_is_of_code_with_a_digest_or_of_history(path):
-    code = receipts.read(path)["code"]
+    code = read(path)["code"]
     assert ("sha256" in code) != ("history" in code)
     if not (FOLDER.parents[2] / ".git").exists():
         pytest.skip("no checkout, whose history has the trees")
@@ -222,7 +223,7 @@ def _compared(surface):
     """(preferred, later) -> each judgement of the later by a current bench that has both."""
     found = {}
     for path in sorted(FOLDER.glob("*.json")):
-        receipt = receipts.read(path)
+        receipt = read(path)
         if receipt["kind"] != "bench" or not is_current(path.name):
             continue
         rows = _rows_of(surface, receipt)

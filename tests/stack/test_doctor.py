@@ -447,6 +447,7 @@ class TestImports:
         assert results["torch"].startswith("OSError: libcudart.so.13")
         assert results["megatron.core.datasets.helpers_cpp"] and not results["psutil"]
 
+    @pytest.mark.slow
     def test_an_unloadable_transformer_engine(self, shadowed, tmp_path, monkeypatch):
         """As on a machine with a driver and the package."""
         shadowed("unused", "")  # which puts the folder on the path

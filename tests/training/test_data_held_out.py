@@ -60,6 +60,7 @@ def test_a_manifest_that_tells_other_things_of_them_is_refused(unlike, tmp_path,
         read_pair(tmp_path / "c")
 
 
+@pytest.mark.slow
 def test_many_folders_are_chosen_soon_and_differently_by_their_order():
     drawn = random.Random(0)
     sizes = [drawn.randrange(1, 10**7) for _ in range(20_000)]
