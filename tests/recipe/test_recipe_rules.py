@@ -382,6 +382,7 @@ def test_a_parallel_size_of_zero(size):
         (["data.dataloader_inter_document_masking=true"], "number of packed documents"),
         (["precision.fp8=hybrid"], "experts read their counts on the host"),
         (["backends.moe_experts=te"], "read the tokens of each expert on the host"),
+        (["optimizer.optimizer=muon"], "fused_moe and grouped_mm cannot serve: optimizer muon"),
         (["schedule.check_for_nan_in_loss_and_grad=true"], "our entry checks loss and gradient"),
         (["recompute.mamba3=core"], "a captured graph"),
     ],

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from megacpp_mcore.recipe.refusal import Rules, shown
 from megacpp_mcore.surfaces.moe_dispatch import ON_ONE_RANK
 from megacpp_mcore.surfaces.moe_experts import COUNTS_ON_DEVICE
+from megacpp_mcore.surfaces.registry import REGISTRY
 
 if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
@@ -72,6 +73,8 @@ def _whole_step(r: Rules) -> None:
         _experts(r, captured)
     for key, (value, why) in _CAPTURED.items():
         r.must_be(key, value, f"{captured}: {why}")
+    if r.has("E"):
+        _chosen_experts(r)
     r.refuse(
         not r["launch.cuda_graph_warmup_steps"],
         "launch.cuda_graph_warmup_steps",
@@ -92,3 +95,20 @@ def _experts(r: Rules, captured: str) -> None:
             f"must be {', '.join(map(shown, allowed))} or left out {captured}: the others "
             "read the tokens of each expert on the host",
         )
+
+
+def _chosen_experts(r: Rules) -> None:
+    """Where the model rules all of them out, the layers would choose others."""
+    experts = REGISTRY["moe_experts"]
+    workload = experts.workload(r.recipe, r["launch.device"])
+    reasons = [
+        backend.ruled_out(r.recipe, workload)
+        for backend in experts.backends
+        if backend.name in COUNTS_ON_DEVICE
+    ]
+    r.refuse(
+        all(reasons),
+        IMPL,
+        'must be "none": of the experts that read the tokens of each expert on the device '
+        f"{' and '.join(COUNTS_ON_DEVICE)} cannot serve: {reasons[0]}",
+    )
