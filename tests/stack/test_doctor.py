@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -424,8 +423,9 @@ class TestImports:
         (failed,) = [c for c in checks if c.name == f"import {next(iter(broken))}"]
         assert failed.status == FAIL and "install --force-reinstall" in failed.remedy
 
-    def test_a_process_that_hangs_in_an_import_ends_with_the_doctor(self, shadowed):
-        shadowed("jsonschema", "import time; time.sleep(1000)")
+    def test_a_process_that_hangs_in_an_import_ends_with_the_doctor(self, shadowed, tmp_path):
+        begun = tmp_path / "begun"
+        shadowed("jsonschema", f"import time; open({str(begun)!r}, 'w'); time.sleep(1000)")
         marked = Marked()
         program = (
             "from megacpp_mcore.stack import PROBES, imports\n"
@@ -433,8 +433,7 @@ class TestImports:
         )
         child = subprocess.Popen([sys.executable, "-c", program],
                                  env=os.environ | marked.environment)  # fmt: skip
-        wait_until(lambda: len(marked.pids()) == 2)
-        time.sleep(0.5)  # Python's own start
+        wait_until(begun.exists)
         child.kill()
         child.wait()
         assert not marked.left()
