@@ -11,11 +11,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from left_behind import Marked, wait_until
 
+from megacpp_mcore.training import heartbeat as heartbeat_module
 from megacpp_mcore.training.checkpoints import folder
 from megacpp_mcore.training.heartbeat import EXIT_STATUS, Heartbeat
 
@@ -268,11 +270,21 @@ def test_a_process_that_hangs_ends_with_its_stacks(tmp_path):
     assert "in hangs_here" in done.stderr
 
 
-def test_a_loop_that_goes_on_is_left_alone(tmp_path):
-    with Heartbeat(tmp_path, 0, 0.3) as heartbeat:
-        for _ in range(10):
+def test_a_loop_that_goes_on_is_left_alone(tmp_path, monkeypatch):
+    """By a clock of its own, as a machine with much to do may stop this process for any time."""
+    now, ended = [0.0], []
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
+    monkeypatch.setattr(heartbeat_module, "time", clock)
+    monkeypatch.setattr(heartbeat_module, "_GRACE_S", 600)
+    monkeypatch.setattr(Heartbeat, "_end", lambda self: ended.append(now[0]))
+    with Heartbeat(tmp_path, 0, 0.4) as heartbeat:
+        for _ in range(6):
             heartbeat.beat("working")
-            time.sleep(0.1)
+            time.sleep(0.1)  # twice as long as the thread waits
+            now[0] += 0.3
+        assert ended == []
+        now[0] += 0.3
+        wait_until(lambda: ended)
     assert list(tmp_path.iterdir()) == []
     with Heartbeat(tmp_path / "off", 0, None) as heartbeat:
         heartbeat.beat("working")
