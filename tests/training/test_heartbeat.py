@@ -35,7 +35,7 @@ from megacpp_mcore.files import sync
 from megacpp_mcore.training.checkpoints import checksums, folder
 from megacpp_mcore.training.heartbeat import Heartbeat
 
-def main(out, steps, pause):
+def main(out, steps, pause, timeout):
     dist.init_process_group("gloo")
     rank, place = dist.get_rank(), out / "checkpoints"
     torch.manual_seed(1)
@@ -49,7 +49,7 @@ def main(out, steps, pause):
         assert checksums.verify(newest)
         state = torch.load(newest / "__0_0.distcp", weights_only=True)
         weight, losses, first = state["weight"], state["losses"], found[-1] + 1
-    with Heartbeat(out / "heartbeat", rank, 3.0) as heartbeat:
+    with Heartbeat(out / "heartbeat", rank, timeout) as heartbeat:
         for step in range(first, steps + 1):
             heartbeat.beat(f"in step {step}")
             (out / f"at-{rank}").write_text(str(step))
@@ -81,7 +81,7 @@ def main(out, steps, pause):
             (out / "losses.json").write_text(json.dumps(losses))
     dist.destroy_process_group()
 
-main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]))
 """
 LAUNCHER = """
 import sys
@@ -104,10 +104,12 @@ class Run:
         self._environment = os.environ | self.marked.environment | {"PYTHONPATH": path}
         self._words = [sys.executable, "-c", LAUNCHER, str(self.out), str(STEPS), str(pause)]
 
-    def start(self) -> subprocess.Popen:
+    def start(self, timeout: float = 3.0) -> subprocess.Popen:
+        """timeout: seconds without progress that end it, which a busy machine may take."""
         return subprocess.Popen(
-            self._words, env=self._environment, stdout=self.err.open("a"), stderr=subprocess.STDOUT
-        )
+            [*self._words, str(timeout)], env=self._environment, stdout=self.err.open("a"),
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
 
     def ranks(self) -> list[int]:
         found = []
@@ -171,7 +173,7 @@ def test_kills_and_hangs_end_at_the_losses_of_an_unbroken_run(tmp_path):
         assert run.marked.left() == []
     print(f"{hurt} of {KILLS} times hurt")
     assert hurt >= KILLS / 2
-    assert run.start().wait(timeout=120) == 0
+    assert run.start(timeout=100.0).wait(timeout=120) == 0
     assert run.losses() == unbroken()
     assert folder.complete(run.out / "checkpoints") == [STEPS - 2, STEPS]
 
