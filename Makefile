@@ -54,15 +54,14 @@ lint: $(STAMP) ## ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# Five workers for two cores, as tests of ranks and launchers wait; tests/conftest.py says which
-# files stay on one of them. Bytecode is kept: else each worker, and each Python that a test starts,
-# compiles what it imports of this checkout. Of the fast tests few wait: more than three workers
-# would take longer to start than they save. A worker that dies ends the suite: xdist's next one may
-# get no test, and the suite would wait for those.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 5 --max-worker-restart 0
+# Five workers for two cores, as tests of ranks and launchers wait, and three for the fast tests, of
+# which few do; tests/conftest.py says which files stay on one of them. Bytecode is kept: else each
+# worker, and each Python that a test starts, compiles what it imports of this checkout. A worker
+# that dies ends the suite: xdist's next one may get no test, and the suite would wait for those.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --max-worker-restart 0
 
 test: lint ## lint and the test suite, 7 to 19 minutes on two cores
-	$(PYTEST)
+	$(PYTEST) -n 5
 
 gpu-test: ## the tests of tests/gpu that need a GPU: a log per file in examples/receipts/gpu-tests
 	PYTHON="$${PYTHON:-python}" tests/gpu/run.sh examples/receipts/gpu-tests

@@ -36,10 +36,8 @@ measure() {
     printf ' %q' "$@"
     printf '\n'
     SECONDS=$((SECONDS + seconds))
-  elif timeout $((3 * seconds)) "$@" >"$work/$name.log" 2>&1; then
-    mv "$work/$name.json" "$out/$name.json"
-    measured+="$name "
-  elif [ "${may_be_refused:-}" ] && grep -q "^megacpp: layer: $may_be_refused: " "$work/$name.log"; then
+  elif timeout $((3 * seconds)) "$@" >"$work/$name.log" 2>&1 ||
+    { [ "${may_be_refused:-}" ] && grep -q "^megacpp: layer: $may_be_refused: " "$work/$name.log"; }; then
     mv "$work/$name.json" "$out/$name.json"
     measured+="$name "
   elif [ "${may_not_fit:-}" ] && grep -q OutOfMemoryError "$work/$name.log"; then

@@ -13,7 +13,7 @@ from megacpp_mcore.pages.tables import (
     parts_of,
     table,
 )
-from megacpp_mcore.receipts.judge import MARGIN, judge_rows
+from megacpp_mcore.receipts.judge import MARGIN, is_wrong, judge_rows
 from megacpp_mcore.receipts.reader import read, rows_by_key
 
 
@@ -74,7 +74,7 @@ def dispatch(words: str, folder: Path) -> str:
 
 def _beyond_tolerance(row: Any) -> str:
     """What is said of a backend that was timed though the bench refuses its results."""
-    if row["error"] is None or row["error"] <= row["tolerance"]:
+    if not is_wrong(row):
         return ""
     error, tolerance = digits(row["error"]), digits(row["tolerance"])
     return f" (its results are refused: error {error}, allowed {tolerance})"

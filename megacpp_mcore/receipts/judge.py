@@ -83,6 +83,11 @@ def speed(ratio: Effect, margin: float) -> Speed:
     return "undecided"
 
 
+def is_wrong(row: Row) -> bool:
+    """Whether a bench refused the row's results: its error is beyond its tolerance."""
+    return row["error"] is not None and row["error"] > row["tolerance"]
+
+
 def judge_rows(base: Row, row: Row, margin: float, *, in_turns: bool) -> Judgement:
     """Judge one bench row against another of the same phase; the rule is ROW_RULE. in_turns: they
     are of one receipt."""
@@ -90,7 +95,7 @@ def judge_rows(base: Row, row: Row, margin: float, *, in_turns: bool) -> Judgeme
     ratio = ratio_in_turns(*rounds) if None not in rounds else None
     ratio = ratio or time_ratio(base["samples_ms"], row["samples_ms"])
     fast = speed(ratio, margin)
-    if row["error"] is not None and row["error"] > row["tolerance"]:
+    if is_wrong(row):
         reason = f"wrong: error {row['error']:.3g} is beyond the tolerance {row['tolerance']:.3g}"
         return Judgement("drop", (reason,), ratio)
     if row["error"] is None and row["backend"] != REFERENCE and fast == "faster":

@@ -4,7 +4,14 @@ import json
 
 import pytest
 import torch
-from small_bench import SMALL, WORDS, add_mla_rope, gradient_times, quick, times  # noqa: F401
+from small_bench import (
+    SMALL,
+    WORDS,
+    add_mla_rope,
+    gradient_times,
+    quick,  # noqa: F401  a fixture
+    times,
+)
 
 from megacpp_mcore import bench, cli
 from megacpp_mcore.bench import layer

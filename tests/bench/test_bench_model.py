@@ -4,7 +4,13 @@ import json
 import sys
 
 import pytest
-from small_bench import SMALL, WORDS, add_mla_rope, gradient_times, quick, times  # noqa: F401
+from small_bench import (
+    WORDS,
+    add_mla_rope,
+    gradient_times,
+    quick,  # noqa: F401  a fixture
+    times,
+)
 
 from megacpp_mcore import cli
 from megacpp_mcore.bench import model

@@ -7,7 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_bench import SMALL, WORDS, quick  # noqa: F401  a fixture
+from small_bench import (
+    SMALL,
+    WORDS,
+    quick,  # noqa: F401  a fixture
+)
 
 from megacpp_mcore import bench, cli, dispatch, receipts
 from megacpp_mcore.bench import clock as clocks

@@ -12,9 +12,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import small_bench
 import torch
+from small_bench import quick  # noqa: F401  a fixture
 
-from megacpp_mcore import cli, dispatch
+from megacpp_mcore import cli
 from megacpp_mcore.bench import layer, load_for_bench, upstream
 from megacpp_mcore.bench.layer import layer_overrides
 from megacpp_mcore.bench.variants import Variant
@@ -26,11 +28,7 @@ from megacpp_mcore.surfaces import support
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 PATCH_TARGETS = Path(sys.prefix) / "patch-targets"
-SMALL = [
-    "model.hidden_size=32", "model.seq_length=32", "model.num_attention_heads=4",
-    "schedule.micro_batch_size=2", "schedule.global_batch_size=2", "m2rnn.k_head_dim=8",
-    "mamba3.mamba_num_groups=2",
-]  # fmt: skip
+SMALL = [*small_bench.SMALL, "mamba3.mamba_num_groups=2"]
 MIMO = ("--set", "mamba3.variant=mimo", "--set", "mamba3.mimo_rank=2")
 PACKED = ("--set", "data.dataloader_inter_document_masking=true")
 OTHER = "mamba3_core=reference"
@@ -42,13 +40,7 @@ EXPERTS = [
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Few samples, and the environment as it was."""
-    monkeypatch.setattr(layer, "_SECONDS_A_PHASE", 0.01)
-    for name in ("MEGACPP_RECIPE", "MEGACPP_BACKENDS", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    dispatch.forget()
+def packages_are_looked_for(quick):  # noqa: F811
     support.import_reason.cache_clear()
     yield
     support.import_reason.cache_clear()

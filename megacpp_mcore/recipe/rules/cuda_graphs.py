@@ -101,11 +101,7 @@ def _chosen_experts(r: Rules) -> None:
     """Where the model rules all of them out, the layers would choose others."""
     experts = REGISTRY["moe_experts"]
     workload = experts.workload(r.recipe, r["launch.device"])
-    reasons = [
-        backend.ruled_out(r.recipe, workload)
-        for backend in experts.backends
-        if backend.name in COUNTS_ON_DEVICE
-    ]
+    reasons = [experts.backend(name).ruled_out(r.recipe, workload) for name in COUNTS_ON_DEVICE]
     r.refuse(
         all(reasons),
         IMPL,
