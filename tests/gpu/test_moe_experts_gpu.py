@@ -184,6 +184,12 @@ def test_weight_gradients_stored_and_added(problem):
         again = torch.zeros_like(total)
         hopper_products.add_weight_gradient(again, dy, x, routing.ends, False)
         assert torch.equal(total, again)
+        # In two parts, the first of which leaves multiprocessors to an exchange.
+        again.fill_(float("nan"))
+        hopper_products.add_weight_gradient(again, dy, x, routing.ends, True, True)
+        assert torch.equal(total, again)
+        in_parts = hopper_products.weight_gradient(dy, x, routing.ends, True)
+        assert torch.equal(in_parts, hopper_products.weight_gradient(dy, x, routing.ends))
 
 
 @pytest.mark.parametrize("gated", [True, False])

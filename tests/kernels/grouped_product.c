@@ -50,13 +50,14 @@ static int refused(const int* ends, int64_t rows, int experts) {
 }
 
 int grouped_product(int kind, int tile, const void* a, const int* source, const void* b, void* c,
-                    void* kept, const int* ends, int64_t rows, int experts, int m, int n, int k,
-                    void* stream) {
+                    void* kept, const int* ends, int64_t rows, int first, int experts, int idle,
+                    int m, int n, int k, void* stream) {
   const uint16_t *left = a, *right = b;
   if ((tile != 224 && tile != 256) || stream || (source && kind > INPUT_GRADIENT)) return 1;
   if (refused(ends, rows, experts) || !kept != !(source && kind == INPUT_GRADIENT)) return 1;
+  if (first < 0 || first >= experts || idle < 0) return 1;
   if (kept) copy_rows(a, source, kept, ends[experts - 1], k);
-  for (int e = 0; e < experts; ++e) {
+  for (int e = first; e < experts; ++e) {
     const int begin = e ? ends[e - 1] : 0;
     if (kind == FORWARD || kind == INPUT_GRADIENT) {
       rows_times_weights(kind == FORWARD, left, source, right + (int64_t)e * n * k, c, begin, ends[e],
@@ -84,7 +85,8 @@ int grouped_product(int kind, int tile, const void* a, const int* source, const 
 int grouped_product_and_copy(int tile, const void* a, const void* b, void* c, const int* ends,
                              int64_t size, int experts, int n, int k, const void* tokens,
                              const int* source, void* rows, int width, void* stream) {
-  if (grouped_product(INPUT_GRADIENT, tile, a, 0, b, c, 0, ends, size, experts, 0, n, k, stream))
+  if (grouped_product(INPUT_GRADIENT, tile, a, 0, b, c, 0, ends, size, 0, experts, 0, 0, n, k,
+                      stream))
     return 1;
   copy_rows(tokens, source, rows, ends[experts - 1], width);
   return 0;

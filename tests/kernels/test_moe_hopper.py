@@ -89,6 +89,47 @@ def test_a_first_weight_gradient_is_written_and_the_next_one_added(wide):
             routed.assert_near(found, sums, torch.bfloat16, 300)
 
 
+@pytest.mark.parametrize(
+    "parts", [[(0, 1)], [(0, 1), (1, 2)], [(0, 3), (3, 5)]], ids=["one-expert", "two", "five"]
+)
+@pytest.mark.parametrize("into_main_grad", [True, False])
+def test_an_exchange_during_fc1s_weight_gradient_has_multiprocessors(
+    parts, into_main_grad, monkeypatch
+):
+    """The first part of the experts leaves it some. The values are those of one launch."""
+    leaves, chosen, direction = routed.draw(37, parts[-1][1], 1, dtype=torch.bfloat16)
+    launches, launch = [], hopper_products._launch
+
+    def spy(kind, a, b, c, ends, **sizes):
+        launches.append((kind, (sizes.get("first"), sizes.get("end")), sizes.get("idle", 0)))
+        return launch(kind, a, b, c, ends, **sizes)
+
+    monkeypatch.setattr(hopper_products, "_launch", spy)
+
+    def gradients(on_gradient):
+        launches.clear()
+        for name in ("w1", "w2"):
+            leaves[name].grad = None
+            leaves[name].main_grad = torch.ones(leaves[name].shape)
+        held = Experts(leaves["w1"], leaves["w2"], into_main_grad, hopper_products)
+        out = experts_routed(leaves["x"], chosen, leaves["probs"], held, 1, on_gradient=on_gradient)
+        out.backward(direction)
+        kind = "main_grad" if into_main_grad else "grad"
+        return [getattr(leaves[name], kind).clone() for name in ("w1", "w2")]
+
+    alone = gradients(None)
+    of_weights = [at for at in launches if at[0] >= hopper_products._WEIGHT_GRADIENT]
+    assert len(of_weights) == 2 and all(idle == 0 for *_, idle in of_weights)
+    travels = []
+    found = gradients(lambda dx: travels.append(len(launches)))
+    (sent,) = travels
+    idle = [idle for *_, idle in launches]
+    assert idle[sent:] == [hopper_products._EXCHANGE_BLOCKS, 0][: len(parts)]
+    assert not any(idle[:sent])
+    assert [span for _, span, _ in launches[sent:]] == parts
+    assert all(torch.equal(x, y) for x, y in zip(found, alone, strict=True))
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_products_gather_and_copies_are_left_by_others(activation):
     """The first copies nothing; what the others leave are the rows that a copy would have."""

@@ -254,8 +254,8 @@ def _is_fc2(w) -> bool:
 
 
 def _weights_of_expert(change, expert: int = 1):
-    def changed(dy, x, ends):
-        grads = torch_products.weight_gradient(dy, x, ends)
+    def changed(dy, x, ends, *more):
+        grads = torch_products.weight_gradient(dy, x, ends, *more)
         grads[expert] = change(grads[expert])
         return grads
 
@@ -338,8 +338,8 @@ MUTATIONS = {
         "to_tokens", lambda f: lambda y, r, *more: f(y, r, *more).roll(1, 0), readers
     ),
     "the wrong tokens' weight gradient": _in_products(
-        weight_gradient=lambda dy, x, ends: torch_products.weight_gradient(
-            dy, _later(x) if isinstance(x, Gathered) else x, ends
+        weight_gradient=lambda dy, x, *more: torch_products.weight_gradient(
+            dy, _later(x) if isinstance(x, Gathered) else x, *more
         )
     ),
     "no shared expert": lambda monkeypatch, layer: monkeypatch.setattr(

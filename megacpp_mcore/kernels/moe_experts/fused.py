@@ -107,9 +107,10 @@ class _Routed(torch.autograd.Function):
         needed_later = tokens if ctx.needs_input_grad[3] else None
         d_rows = products.input_gradient(dh, w1, routing.ends, needed_later)
         dx = to_tokens(d_rows, routing) if ctx.needs_input_grad[0] else None
-        if dx is not None and ctx.on_gradient is not None:
+        exchanged = dx is not None and ctx.on_gradient is not None
+        if exchanged:
             ctx.on_gradient(dx)
-        dw1 = _weight_gradient(ctx, 3, dh, tokens, routing.ends)
+        dw1 = _weight_gradient(ctx, 3, dh, tokens, routing.ends, exchanged)
         del tokens, needed_later
         found = dx, d_rows, d_probs, dw1, dw2, d_out, d_out, None, None, None, None, None
         wanted = zip(found, ctx.needs_input_grad, strict=True)
@@ -159,18 +160,22 @@ def _down_backward(
 
 
 def _weight_gradient(
-    ctx, place: int, dy: Tensor | Gathered, x: Tensor | Gathered, ends: Tensor
-) -> Tensor | None:
+    ctx, place: int, dy: Tensor | Gathered, x: Tensor | Gathered, ends: Tensor,
+    during_exchange: bool = False,
+) -> Tensor | None:  # fmt: skip
     """What autograd gets for the weight that is argument `place` of both functions: w1 or w2.
 
-    dy, x: the gradient of its product's output and the product's input.
+    dy, x: the gradient of its product's output and the product's input. during_exchange: as of
+    torch_products.
     """
     if not ctx.needs_input_grad[place]:
         return None
     experts = ctx.weights
     weight = experts.w1 if place == 3 else experts.w2
     if not experts.into_main_grad or not takes_gradients(weight):
-        return experts.products.weight_gradient(dy, x, ends)
+        return experts.products.weight_gradient(dy, x, ends, during_exchange)
     overwrite = main_grad.is_due(weight)
-    experts.products.add_weight_gradient(weight.main_grad, dy, x, ends, overwrite)
+    experts.products.add_weight_gradient(
+        weight.main_grad, dy, x, ends, overwrite, during_exchange
+    )  # fmt: skip
     return handed_on(weight)

@@ -32,6 +32,9 @@ _FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _WIDE_WEIGHT_GRADIENT, _ADDED_WEIGH
     5
 )
 _TILES = (256, 224)  # columns
+# NCCL sums over the ranks of a host with so many blocks, each of which needs a multiprocessor: with
+# all of them taken, the exchange waits for the product's end. On two H200s 16 were too few.
+_EXCHANGE_BLOCKS = 24
 
 
 class HopperProductError(MegacppError):
@@ -86,24 +89,41 @@ def input_gradient(
     return out
 
 
-def weight_gradient(dy: Tensor | Gathered, x: Tensor | Gathered, ends: Tensor) -> Tensor:
+def weight_gradient(
+    dy: Tensor | Gathered, x: Tensor | Gathered, ends: Tensor, during_exchange: bool = False
+) -> Tensor:
     """As of torch_products."""
     dy, x = rows_of(dy), rows_of(x)
     out = x.new_empty(ends.shape[0], dy.shape[1], x.shape[1])
-    _launch(_WEIGHT_GRADIENT, dy, x, out, ends, rows=len(x), m=dy.shape[1], n=x.shape[1])
+    _launch_of_weights(_WEIGHT_GRADIENT, dy, x, out, ends, during_exchange)
     return out
 
 
 def add_weight_gradient(
-    total: Tensor, dy: Tensor | Gathered, x: Tensor | Gathered, ends: Tensor, overwrite: bool
-) -> None:
+    total: Tensor, dy: Tensor | Gathered, x: Tensor | Gathered, ends: Tensor, overwrite: bool,
+    during_exchange: bool = False,
+) -> None:  # fmt: skip
     """As of torch_products; in one pass where total is float32, contiguous and aligned."""
     if total.dtype != torch.float32 or not total.is_contiguous() or total.data_ptr() % 16:
-        torch_products.store(total, weight_gradient(dy, x, ends), overwrite)
+        torch_products.store(total, weight_gradient(dy, x, ends, during_exchange), overwrite)
         return
-    dy, x = rows_of(dy), rows_of(x)
     kind = _WIDE_WEIGHT_GRADIENT if overwrite else _ADDED_WEIGHT_GRADIENT
-    _launch(kind, dy, x, total, ends, rows=len(x), m=dy.shape[1], n=x.shape[1])
+    _launch_of_weights(kind, rows_of(dy), rows_of(x), total, ends, during_exchange)
+
+
+def _launch_of_weights(
+    kind: int, dy: Tensor, x: Tensor, out: Tensor, ends: Tensor, during_exchange: bool
+) -> None:
+    experts = ends.shape[0]
+    parts = [(0, experts, 0)]
+    if during_exchange:
+        half = -(-experts // 2)
+        parts = [(0, half, _EXCHANGE_BLOCKS), *([(half, experts, 0)] if half < experts else [])]
+    for first, end, idle in parts:
+        _launch(
+            kind, dy, x, out, ends, rows=len(x), m=dy.shape[1], n=x.shape[1], first=first, end=end,
+            idle=idle,
+        )  # fmt: skip
 
 
 def _tile(columns: int) -> int:
@@ -114,11 +134,15 @@ def _tile(columns: int) -> int:
 def _launch(
     kind: int, a: Tensor, b: Tensor, c: Tensor, ends: Tensor, *, rows: int,
     n: int, k: int = 0, m: int = 0, source: Tensor | None = None, kept: Tensor | None = None,
+    first: int = 0, end: int | None = None, idle: int = 0,
 ) -> None:  # fmt: skip
-    """C of the kind's product of A and B. rows: of A, which `source` gathers and leaves in kept."""
+    """C of the kind's product of A and B. rows: of A, which `source` gathers and leaves in kept.
+    first, end: the experts whose products they are. idle: multiprocessors that are not used."""
+    end = ends.shape[0] if end is None else end
     _call(
-        "grouped_product", kind, _tile(n), a, source, b, c, kept, ends, rows, ends.shape[0], m, n, k
-    )
+        "grouped_product", kind, _tile(n), a, source, b, c, kept, ends, rows, first, end, idle,
+        m, n, k,
+    )  # fmt: skip
 
 
 def _call(name: str, *arguments: int | Tensor | None) -> None:
@@ -139,7 +163,7 @@ def _kernels() -> ctypes.CDLL:
     found.grouped_error.restype = ctypes.c_char_p
     number, pointer, rows = ctypes.c_int, ctypes.c_void_p, ctypes.c_int64
     found.grouped_product.argtypes = (
-        *(number,) * 2, *(pointer,) * 6, rows, *(number,) * 4, pointer,
+        *(number,) * 2, *(pointer,) * 6, rows, *(number,) * 6, pointer,
     )  # fmt: skip
     found.grouped_product_and_copy.argtypes = (
         number, *(pointer,) * 4, rows, *(number,) * 3, *(pointer,) * 3, number, pointer,

@@ -25,14 +25,18 @@ def input_gradient(
     return grouped_mm(rows_of(dy), w, offs=ends)
 
 
-def weight_gradient(dy: Tensor | Gathered, x: Tensor | Gathered, ends: Tensor) -> Tensor:
-    """dy^T x of each expert's rows: (E, n, k)."""
+def weight_gradient(
+    dy: Tensor | Gathered, x: Tensor | Gathered, ends: Tensor, during_exchange: bool = False
+) -> Tensor:
+    """dy^T x of each expert's rows: (E, n, k). during_exchange: ranks exchange tensors meanwhile,
+    to which a part of the GPU may be left."""
     return grouped_mm(rows_of(dy).t(), rows_of(x), offs=ends)
 
 
 def add_weight_gradient(
-    total: Tensor, dy: Tensor | Gathered, x: Tensor | Gathered, ends: Tensor, overwrite: bool
-) -> None:
+    total: Tensor, dy: Tensor | Gathered, x: Tensor | Gathered, ends: Tensor, overwrite: bool,
+    during_exchange: bool = False,
+) -> None:  # fmt: skip
     """total (E, n, k) += dy^T x, in total's dtype; overwrite: whatever total holds is replaced."""
     store(total, weight_gradient(dy, x, ends), overwrite)
 

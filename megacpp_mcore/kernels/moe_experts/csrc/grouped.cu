@@ -19,11 +19,13 @@ const uint8_t* bytes(const void* data) { return static_cast<const uint8_t*>(data
 
 // tile: columns of a block's tile, 256 or 224. rows: of A. source: null, or where kForward's or
 // kInputGradient's rows of A are among those of a; the latter leaves them in kept (rows, k).
+// first: expert of those up to `experts`. idle: multiprocessors that no block of this runs on.
 extern "C" int grouped_product(int kind, int tile, const void* a, const int* source, const void* b,
-                               void* c, void* kept, const int* ends, int64_t rows, int experts,
-                               int m, int n, int k, cudaStream_t stream) {
+                               void* c, void* kept, const int* ends, int64_t rows, int first,
+                               int experts, int idle, int m, int n, int k, cudaStream_t stream) {
   using namespace grouped;
-  const Problem p{ends, experts, m, n, k, rows, bytes(a), source};
+  Problem p{ends, experts, m, n, k, rows, bytes(a), source};
+  p.first = first, p.idle = idle;
   return tile == 224 ? run<224>(kind, a, b, c, kept, p, stream)
                      : run<256>(kind, a, b, c, kept, p, stream);
 }

@@ -60,6 +60,8 @@ struct Problem {
   const uint8_t* tokens;
   const int* source;
   Copy copy;
+  int first = 0;  // expert of those whose products these are
+  int idle = 0;   // multiprocessors left to what runs meanwhile
 };
 
 struct Shared {
@@ -99,7 +101,8 @@ struct Tiles : Tile {
   int before = 0;
 
   __device__ Tiles(const Problem& p, const int* shared_ends)
-      : ends(shared_ends),
+      : Tile{p.first},
+        ends(shared_ends),
         experts(p.experts),
         across((p.n + kTileN - 1) / kTileN),
         down((p.m + 2 * kTileM - 1) / (2 * kTileM)),

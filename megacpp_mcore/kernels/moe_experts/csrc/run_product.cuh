@@ -70,7 +70,8 @@ cudaError_t run(const void* a, const void* b, void* c, void* kept, const Problem
   int device, processors;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  kernel<<<processors / kBlocks * kBlocks, kThreads, kBytes, stream>>>(of_a, of_b, of_c, of_rows, p);
+  const int blocks = processors - p.idle < kBlocks ? processors : processors - p.idle;
+  kernel<<<blocks / kBlocks * kBlocks, kThreads, kBytes, stream>>>(of_a, of_b, of_c, of_rows, p);
   return cudaGetLastError();
 }
 
