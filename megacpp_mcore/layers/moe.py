@@ -59,7 +59,7 @@ class MegacppMoELayer(MoELayer):
         )
         decision = dispatch.decide(moe_dispatch.NAME, workload, plugin_settings(config).backends)
         if config.cuda_graph_impl == "full_iteration":
-            _check_capturable(self.experts, decision.observed)
+            _check_capturable(config, self.experts, decision.observed)
         build = decision.load()
         ours = {"experts": self.experts} if build.__module__.startswith("megacpp_mcore.") else {}
         with _megatrons_words(config, moe_dispatch.MEGATRONS[decision.observed]):
@@ -173,13 +173,22 @@ def _megatrons_words(config, words: moe_dispatch.Words) -> Iterator[None]:
         config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend = found
 
 
-def _check_capturable(experts, dispatcher: str) -> None:
+def _check_capturable(config, experts, dispatcher: str) -> None:
     start = 'launch.cuda_graph_impl = "full_iteration": '
-    if dispatcher not in moe_dispatch.ON_ONE_RANK:
+    by_gather = dispatcher == moe_dispatch.ALLGATHER
+    known = by_gather or dispatcher in moe_dispatch.ON_ONE_RANK
+    if config.moe_expert_capacity_factor is not None or not known:
         raise MoELayerError(
             f"{start}tokens are exchanged between ranks or dropped ({dispatcher}), by counts that "
-            "the host reads; it needs expert_model_parallel_size = 1, expert_tensor_parallel_size "
-            '= 1 and no moe_expert_capacity_factor, or cuda_graph_impl = "none"'
+            "the host reads; it needs expert_model_parallel_size = 1 or backends.moe_dispatch = "
+            f'"{moe_dispatch.ALLGATHER}", expert_tensor_parallel_size = 1 and no '
+            'moe_expert_capacity_factor, or cuda_graph_impl = "none"'
+        )
+    if by_gather and not hasattr(experts, "routed"):
+        raise MoELayerError(
+            f"{start}the experts {type(experts).__name__} take tokens sorted by expert, of which "
+            'the host reads the counts; set backends.moe_experts = "fused_moe", or '
+            'cuda_graph_impl = "none"'
         )
     if not getattr(experts, "counts_on_device", False):
         raise MoELayerError(

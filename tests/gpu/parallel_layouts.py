@@ -65,6 +65,9 @@ _PP = ("parallel.pipeline_model_parallel_size=2",)
 _PP2 = (*_PP, "model.pattern=AEM|EARME")
 
 
+_CAPTURED = ("backends.moe_dispatch=allgather", "launch.cuda_graph_impl=full_iteration")
+
+
 def _ep(ranks: int) -> tuple[str, ...]:
     return (f"parallel.expert_model_parallel_size={ranks}",)
 
@@ -106,10 +109,12 @@ RUNS = (
     *ROUNDING,
     Run("dp2", 2, saves=True),
     Run("ep2", 2, _ep(2), saves=True),
+    Run("ep2-captured", 2, (*_ep(2), *_CAPTURED)),
     Run("tp2", 2, _TP),
     Run("pp2", 2, _PP2),
     Run("dp4", 4, saves=True),
     Run("ep4", 4, _ep(4), saves=True),
+    Run("ep4-captured", 4, (*_ep(4), *_CAPTURED)),
     Run("tp2-dp2", 4, _TP),
     Run("pp2-dp2", 4, _PP2),
     Run("tp2-ep2", 4, (*_TP, *_ep(2))),

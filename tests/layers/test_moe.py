@@ -245,6 +245,15 @@ def test_a_captured_step_refuses_what_the_host_has_to_know(process):
 
     with pytest.raises(MoELayerError, match=r'set backends.moe_experts = "grouped_mm"'):
         layer(MegacppMoELayer, "alltoall", experts=on_the_host, **captured)
+    # An exchange by all-gather has no counts, for experts that take tokens in their order.
+    gathered = captured | {"named": "allgather"}
+    built = layer(MegacppMoELayer, "allgather", experts=FusedExperts, **gathered)
+    assert type(built.token_dispatcher) is GatheredTokenDispatcher and built.delivered_whole
+    with pytest.raises(MoELayerError, match=r'set backends.moe_experts = "fused_moe"'):
+        layer(MegacppMoELayer, "allgather", **gathered)
+    with pytest.raises(MoELayerError, match="exchanged between ranks or dropped"):
+        layer(MegacppMoELayer, "allgather", experts=FusedExperts, moe_expert_capacity_factor=1.0,
+              **gathered)  # fmt: skip
 
 
 def test_our_gating_product_is_megatrons_router(process):

@@ -20,6 +20,7 @@ YARN = ["attention.rope_type=yarn", "attention.apply_rope_fusion=true"]
 FLEX = ["moe.moe_token_dispatcher_type=flex", "parallel.expert_model_parallel_size=8"]
 FULL = ["parallel.recompute_granularity=full"]
 WHOLE = ["launch.cuda_graph_impl=full_iteration"]
+EP2_GATHERED = ["parallel.expert_model_parallel_size=2", "backends.moe_dispatch=allgather"]
 NO_MTP = ["mtp.mtp_num_layers=0", "mtp.pattern=null"]
 PER_SPLIT = ["data.data_path=null", "data.split=null", "data.train_data_path=a"]
 
@@ -197,8 +198,10 @@ REFUSED = [
     ([*WHOLE, "precision.fp8=hybrid"], "precision.fp8", "must be left out"),
     ([*WHOLE, "moe.moe_token_dispatcher_type=flex"], "backends.moe_dispatch",
      'must be "unmoved", "local" or left out'),
-    ([*WHOLE, "backends.moe_dispatch=allgather", "parallel.expert_model_parallel_size=2"],
+    ([*WHOLE, "parallel.expert_model_parallel_size=2"],
      "parallel.expert_model_parallel_size", "must be 1 with"),
+    ([*WHOLE, *EP2_GATHERED, "moe.moe_shared_expert_overlap=true"],
+     "moe.moe_shared_expert_overlap", "must be false with"),
     ([*WHOLE, "schedule.check_for_nan_in_loss_and_grad=true"],
      "schedule.check_for_nan_in_loss_and_grad", "must be false"),
     ([*WHOLE, "launch.cuda_graph_modules=attn"], "launch.cuda_graph_modules", "must be left out"),
@@ -377,7 +380,19 @@ def test_a_parallel_size_of_zero(size):
     [
         ([], None),
         (["parallel.tensor_model_parallel_size=1", "launch.nproc_per_node=2"], None),
-        (["parallel.expert_model_parallel_size=2"], "parallel.expert_model_parallel_size = 2 must"),
+        (["parallel.expert_model_parallel_size=2"], 'unless backends.moe_dispatch = "allgather"'),
+        (EP2_GATHERED, None),
+        (
+            ["parallel.expert_model_parallel_size=2", "moe.moe_token_dispatcher_type=allgather"],
+            None,
+        ),
+        ([*EP2_GATHERED, "backends.moe_experts=grouped_mm"], 'must be "fused_moe" or left out'),
+        ([*EP2_GATHERED, "optimizer.optimizer=muon"], "fused_moe cannot serve: optimizer muon"),
+        ([*EP2_GATHERED, "moe.moe_expert_capacity_factor=1.0"], "moe_expert_capacity_factor = 1.0"),
+        (
+            ["parallel.expert_model_parallel_size=2", "backends.moe_dispatch=alltoall"],
+            "the host reads how many tokens each expert gets",
+        ),
         (["parallel.pipeline_model_parallel_size=2"], "parallel.pipeline_model_parallel_size = 2"),
         (["data.dataloader_inter_document_masking=true"], "number of packed documents"),
         (["precision.fp8=hybrid"], "experts read their counts on the host"),

@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megacpp_mcore.recipe.refusal import Rules, shown
-from megacpp_mcore.surfaces.moe_dispatch import ON_ONE_RANK
-from megacpp_mcore.surfaces.moe_experts import COUNTS_ON_DEVICE
+from megacpp_mcore.surfaces.moe_dispatch import ALLGATHER, ON_ONE_RANK
+from megacpp_mcore.surfaces.moe_experts import COUNTS_ON_DEVICE, FUSED
 from megacpp_mcore.surfaces.registry import REGISTRY
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ def check(r: Rules) -> None:
 
 _COUNTED = "the host has to read how many tokens each rank or expert gets"
 _CAPTURED = {  # key -> its value in a captured step, and why
-    "parallel.expert_model_parallel_size": (1, _COUNTED),
     "parallel.pipeline_model_parallel_size": (
         1, "a captured step over pipeline stages is untested",
     ),
@@ -83,28 +82,44 @@ def _whole_step(r: Rules) -> None:
 
 
 def _experts(r: Rules, captured: str) -> None:
+    """Over ranks our all-gather alone exchanges tokens without counts, for experts that take them
+    in their order."""
+    over_ranks = r["parallel.expert_model_parallel_size"] > 1
+    r.refuse(
+        over_ranks and r["backends.moe_dispatch"] != ALLGATHER,
+        "parallel.expert_model_parallel_size",
+        f"must be 1 {captured}: {_COUNTED}, unless backends.moe_dispatch = {shown(ALLGATHER)}",
+    )
+    overlap = "moe.moe_shared_expert_overlap"
+    r.refuse(over_ranks and r[overlap], overlap, f"must be false {captured}: {_COUNTED}")
     etp = "parallel.expert_tensor_parallel_size"
     size = r[etp] or r["parallel.tensor_model_parallel_size"]
     r.refuse(size > 1, etp, f"must be 1 {captured}: {_COUNTED}")
-    for key, allowed in (
-        ("backends.moe_dispatch", ON_ONE_RANK), ("backends.moe_experts", COUNTS_ON_DEVICE)
-    ):  # fmt: skip
+    allowed = {"backends.moe_experts": _counting(r)}
+    if not over_ranks:
+        allowed["backends.moe_dispatch"] = ON_ONE_RANK
+    for key, names in allowed.items():
         r.refuse(
-            r[key] not in (None, "auto", *allowed),
+            r[key] not in (None, "auto", *names),
             key,
-            f"must be {', '.join(map(shown, allowed))} or left out {captured}: the others "
+            f"must be {', '.join(map(shown, names))} or left out {captured}: the others "
             "read the tokens of each expert on the host",
         )
+
+
+def _counting(r: Rules) -> tuple[str, ...]:
+    """The experts that a captured step can hold."""
+    return (FUSED,) if r["parallel.expert_model_parallel_size"] > 1 else COUNTS_ON_DEVICE
 
 
 def _chosen_experts(r: Rules) -> None:
     """Where the model rules all of them out, the layers would choose others."""
     experts = REGISTRY["moe_experts"]
     workload = experts.workload(r.recipe, r["launch.device"])
-    reasons = [experts.backend(name).ruled_out(r.recipe, workload) for name in COUNTS_ON_DEVICE]
+    reasons = [experts.backend(name).ruled_out(r.recipe, workload) for name in _counting(r)]
     r.refuse(
         all(reasons),
         IMPL,
         'must be "none": of the experts that read the tokens of each expert on the device '
-        f"{' and '.join(COUNTS_ON_DEVICE)} cannot serve: {reasons[0]}",
+        f"{' and '.join(_counting(r))} cannot serve: {reasons[0]}",
     )
