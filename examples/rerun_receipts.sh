@@ -91,9 +91,11 @@ if [ "$gpus" = 1 ]; then
     # One of its gradients is beyond the bench's tolerance, which the receipt and the page say.
     may_be_refused=upstream bench 120 layer-m2rnn-core-xma layer R --against m2rnn_core=reference upstream
   fi
-  train 80 $quarter-graph nam56r-quarter 14 "${four[@]}"
+  train 80 $quarter-graph nam56r-quarter 24 "${four[@]}"
   # M and R operation by operation, around mamba-ssm's scan and our recurrence
-  forced=mamba3_core=reference,m2rnn_core=reference train 80 $quarter-graph-plain-mr nam56r-quarter 14 "${four[@]}"
+  plain_mr=mamba3_core=reference,m2rnn_core=reference
+  forced=$plain_mr train 80 $quarter-graph-plain-mr nam56r-quarter 24 "${four[@]}"
+  forced=$plain_mr train 100 "run-nam56r-1x$card-graph-plain-mr" "$here/nam56r-1gpu.toml" 17
   bench 45 linear_cross_entropy linear_cross_entropy
   bench 45 linear_cross_entropy-mean linear_cross_entropy --variant mean
   bench 40 moe_experts moe_experts
@@ -152,7 +154,9 @@ else
     train 200 "$whole-dp$gpus-graph$turn" nam56r 60 "${batch[@]}"
     train 500 "$whole-yardstick$turn" nam56r 60 "${batch[@]}" "${beside[@]}" --yardstick
   done
-  train 120 "$whole-ep$gpus" nam56r 20 "${batch[@]}" --set "parallel.expert_model_parallel_size=$gpus"
+  divided=("${batch[@]}" --set "parallel.expert_model_parallel_size=$gpus")
+  train 120 "$whole-ep$gpus" nam56r 20 "${divided[@]}"
+  train 120 "$whole-ep$gpus-graph" nam56r 20 "${divided[@]}" --set backends.moe_dispatch=allgather
   if [ "$card" = h100 ]; then # is another layout better for the yardstick?
     train 160 "$whole-yardstick-1-row" nam56r 20 "${batch[@]}" --set schedule.micro_batch_size=1 --yardstick
   fi

@@ -373,13 +373,13 @@ def test_rerun_receipts_compares_curves_and_knows_which_failures_are_expected(tm
     assert said.index(f"[{first}](") < said.index(f"[{second}](")
 
 
-def test_rerun_receipts_forces_backends_for_one_run_alone(tmp_path):
+def test_rerun_receipts_forces_backends_for_two_runs_alone(tmp_path):
     done = subprocess.run(
         ["bash", str(EXAMPLES / "rerun_receipts.sh"), "1", "prefix", "999"], cwd=tmp_path,
         capture_output=True, text=True, env=os.environ | {"DRY": "1"}, check=True,
     )  # fmt: skip
     forced = [line for line in done.stdout.splitlines() if "MEGACPP_BACKENDS" in line]
-    assert len(forced) == 1 and "graph-plain-mr" in forced[0]
+    assert len(forced) == 2 and all("graph-plain-mr" in line for line in forced)
     cells = [line for line in done.stdout.splitlines() if "layer-moe-" in line]
     assert len({line.partition("--receipt")[2] for line in cells}) == len(cells) == 27
 
@@ -404,9 +404,10 @@ def test_rerun_receipts_runs_alternate_with_the_yardstick(tmp_path):
         capture_output=True, text=True, env=os.environ | {"DRY": "1"}, check=True,
     )  # fmt: skip
     lines = done.stdout.splitlines()
-    whole, [experts, *reduced] = lines[:4], lines[4:]
+    whole, experts, reduced = lines[:4], lines[4:6], lines[6:]
     assert ["--yardstick" in line for line in whole] == [False, True, False, True]
-    assert "parallel.expert_model_parallel_size=2" in experts
+    assert all("parallel.expert_model_parallel_size=2" in line for line in experts)
+    assert ["moe_dispatch=allgather" in line for line in experts] == [False, True]
     found = [re.search(r"grad_reduce_in_bf16=(\w+)", line)[1] for line in reduced]
     assert found == ["false", "true"]
 
@@ -425,4 +426,4 @@ def test_rerun_receipts_of_a_smaller_card_takes_fewer_rows_at_a_time(tmp_path):
         assert recipe.schedule.global_batch_size == load_recipe("nam56r").schedule.global_batch_size
         assert ("--yardstick" in words) or not recipe.recompute.megatron_modules
         rows.append((recipe.schedule.micro_batch_size, len(recipe.recompute.megatron_modules)))
-    assert rows == [(2, 0), (2, 2), (2, 0), (2, 2), (2, 0), (1, 0)]
+    assert rows == [(2, 0), (2, 2), (2, 0), (2, 2), (2, 0), (2, 0), (1, 0)]

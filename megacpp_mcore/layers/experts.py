@@ -159,6 +159,8 @@ class FusedExperts(GroupedMMExperts):
 
     def __init__(self, num_local_experts: int, config, *args, **kwargs) -> None:
         super().__init__(num_local_experts, config, *args, **kwargs)
+        # Of a token's experts, those that can be here: what rows are allocated for.
+        self._topk = min(config.moe_router_topk, num_local_experts)
         if config.gradient_accumulation_fusion:
             for linear in self.children():
                 main_grad.overwrites(linear.weight)
@@ -177,8 +179,8 @@ class FusedExperts(GroupedMMExperts):
 
     def readers(self, hidden_states: Tensor) -> Readers:
         """The readers of a MoE layer's tokens [s, b, h]."""
-        tokens, topk = hidden_states.shape[:-1].numel(), self.config.moe_router_topk
-        size = allocated(tokens, topk, self.num_local_experts, self.products.ALIGN)
+        tokens = hidden_states.shape[:-1].numel()
+        size = allocated(tokens, self._topk, self.num_local_experts, self.products.ALIGN)
         return readers(hidden_states, size)
 
     def routed(
@@ -191,10 +193,9 @@ class FusedExperts(GroupedMMExperts):
         addend, residual, on_gradient: as of experts_routed. found: the tokens' readers; rows:
         found.rows. Recomputation sees only tensors that are positional arguments of their own.
         """
-        topk = self.config.moe_router_topk
         return experts_routed(
-            hidden_states, routing_map, probs, self._experts(), topk, addend, residual, rows, found,
-            on_gradient,
+            hidden_states, routing_map, probs, self._experts(), self._topk, addend, residual, rows,
+            found, on_gradient,
         )  # fmt: skip
 
     def forward(

@@ -37,15 +37,26 @@ class Serving(dict[str, str]):
         return name
 
     @functools.cached_property
-    def gathers_tokens(self) -> bool:
-        """Whether the experts take tokens where they are: no permuted copy is kept, and a weight
-        gradient is added to the main gradient by its product. As `layers.moe` decides it."""
+    def dispatcher(self) -> str:
+        """The backend of moe_dispatch. As `layers.moe` decides it."""
         recipe = self._recipe
-        if recipe.backends.get(moe_dispatch.NAME, AUTO) not in (AUTO, moe_dispatch.UNMOVED):
-            return False
+        name = recipe.backends.get(moe_dispatch.NAME, AUTO)
+        if name != AUTO:
+            return name
         routes, host_ranks = self["moe_experts"] == FUSED, recipe.launch.nproc_per_node
         workload = moe_dispatch.workload("cuda", config_of(recipe), routes, host_ranks)
-        return moe_dispatch.SURFACE.backend(moe_dispatch.UNMOVED).supports(workload) is None
+        return next(
+            backend.name
+            for backend in moe_dispatch.SURFACE.backends
+            if not (backend.passed_over(workload) or backend.supports(workload))
+        )
+
+    @property
+    def gathers_tokens(self) -> bool:
+        """Whether the experts take tokens in their order: no permuted copy is kept, and a weight
+        gradient is added to the main gradient by its product."""
+        in_order = moe_dispatch.UNMOVED, moe_dispatch.ALLGATHER, moe_dispatch.DEEPEP
+        return self["moe_experts"] == FUSED and self.dispatcher in in_order
 
     def of_layer(self, layer: Layer) -> str | None:
         """Which of the measured kinds of a layer the recipe's is; None: there is one kind.

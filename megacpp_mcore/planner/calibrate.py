@@ -27,12 +27,19 @@ from megacpp_mcore.planner.step import (
 from megacpp_mcore.receipts.reader import Receipt, observed, read, rows_by_key, warm_median
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.source import BACKENDS, KEYS
-from megacpp_mcore.surfaces import linear_cross_entropy, m2rnn, mamba3_scan, norm
+from megacpp_mcore.surfaces import (
+    linear_cross_entropy,
+    m2rnn,
+    mamba3_scan,
+    moe_dispatch,
+    norm,
+)
 from megacpp_mcore.surfaces.backend import REFERENCE
 from megacpp_mcore.surfaces.registry import REGISTRY
 
 _BOTH = "forward_backward"
 _YOUNGER = ("mamba3_core", "m2rnn_core", "router_gating")  # than some of the receipts
+_DISPATCHER = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"  # what ran is observed
 _LAUNCHES = {"host": "run-small-packed.json", "captured": "layouts-2xh200/one.json"}
 _RUN, _MODEL = "run-nam56r-2xh200.json", "model-nam56r-quarter-m2rnn.json"
 
@@ -47,7 +54,7 @@ def recipe_of(receipt: Receipt) -> Recipe:
             if section == BACKENDS:
                 known = key in REGISTRY and value in dispatch.choices(key)
             else:
-                known = dotted in KEYS and not isinstance(value, dict)
+                known = dotted in KEYS and not isinstance(value, dict) and key not in _DISPATCHER
             if known:
                 overrides.append(f"{dotted}={json.dumps(value)}")
     # `auto` may have another order by now.
@@ -55,6 +62,9 @@ def recipe_of(receipt: Receipt) -> Recipe:
     for surface in ("linear_cross_entropy", "moe_experts", *_YOUNGER):
         if served.get(surface) in dispatch.choices(surface):  # not a bench of several models
             overrides.append(f"{BACKENDS}.{surface}={served[surface]}")
+    if receipt["recipe"]["content"]["parallel"].get("expert_model_parallel_size", 1) > 1:
+        dispatcher = served.get(moe_dispatch.NAME, moe_dispatch.ALLTOALL)
+        overrides.append(f"{BACKENDS}.{moe_dispatch.NAME}={dispatcher}")
     return load_recipe("nam56r", overrides)
 
 

@@ -62,9 +62,8 @@ def memory_of_stage(recipe: Recipe, sizes: Sizes, stage: int, skew: float) -> Me
     own = dense + experts
     bf16, state = recipe.precision.bf16, _state_bytes(recipe)
     kept = _activations(recipe, sizes, stage)
-    if sizes.ep > 1:
-        for letter, rows in _rows(recipe, sizes, stage).items():
-            kept[letter] += skew * rows
+    for letter, bytes_more in _exchanged(recipe, sizes, stage, skew).items():
+        kept[letter] += bytes_more
     return Memory(
         stage=stage,
         parameters=round(own),
@@ -152,17 +151,16 @@ def _activations(recipe: Recipe, sizes: Sizes, stage: int) -> dict[str, float]:
     return kept
 
 
-def _rows(recipe: Recipe, sizes: Sizes, stage: int) -> dict[str, float]:
-    """The part of what the layers keep, by letter, that is as large as the rows that a rank's
-    experts get."""
+def _exchanged(recipe: Recipe, sizes: Sizes, stage: int, skew: float) -> dict[str, float]:
+    """What the layers keep more, by letter, for the tokens of other ranks."""
     if recipe.parallel.recompute_granularity == "full":
         return {}
     found: dict[str, float] = {}
     in_flight = held_at_once(recipe, stage) * sizes.tokens
     for layer, number in kinds_of(recipe, stage):
         if experts := planned_of(layer).experts:
-            rows = in_flight * number * experts.kept(recipe, sizes, recipe.recompute)
-            found[layer.letter] = found.get(layer.letter, 0.0) + rows
+            one = experts.exchanged(recipe, sizes, recipe.recompute, skew)
+            found[layer.letter] = found.get(layer.letter, 0.0) + in_flight * number * one
     return found
 
 

@@ -8,6 +8,7 @@ pipeline's bubble, the part of the data-parallel collectives that is not hidden,
 
 from dataclasses import dataclass, fields
 
+from megacpp_mcore.hybrid.letters.experts import share_that_arrives
 from megacpp_mcore.hybrid.letters.letter import BF16
 from megacpp_mcore.hybrid.plan import Layer
 from megacpp_mcore.planner.activations import Sizes, bytes_per_token
@@ -206,7 +207,11 @@ def _collectives(recipe: Recipe, rates: Rates, sizes: Sizes, layer: Layer) -> di
     row = BF16 * recipe.model.hidden_size
     within = Link.of(recipe, rates, sizes.tp, 1)
     found = {"tensor_parallel": _GATHERS * within.ring(sizes.tokens * row), "exchange": 0.0}
-    if planned_of(layer).experts:
+    if planned_of(layer).experts and sizes.serving.gathers_tokens:
+        ranks = sizes.ep * sizes.etp
+        arriving = sizes.tokens / sizes.cut * row * ranks * share_that_arrives(recipe, sizes)
+        found["exchange"] = _EXCHANGES * Link.of(recipe, rates, ranks, 1).ring(arriving)
+    elif planned_of(layer).experts:
         rows = sizes.tokens / sizes.cut * recipe.moe.moe_router_topk * row
         over = Link.of(recipe, rates, sizes.ep, sizes.etp)
         found["exchange"] = _EXCHANGES * over.exchange(rows)

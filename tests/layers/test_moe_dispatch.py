@@ -27,12 +27,12 @@ def layer(cls, dispatcher: str, experts, seed: int = 3, **more):
 
     config = TransformerConfig(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=2, num_moe_experts=EXPERTS,
-        moe_router_topk=TOPK, moe_ffn_hidden_size=24, moe_token_dispatcher_type="allgather",
+        moe_ffn_hidden_size=24, moe_token_dispatcher_type="allgather",
         moe_router_score_function="sigmoid", moe_router_dtype="fp32", gated_linear_unit=True,
         activation_func=torch.nn.functional.silu, add_bias_linear=False, moe_grouped_gemm=False,
         bias_activation_fusion=False, use_cpu_initialization=True,
         moe_router_load_balancing_type="none",
-        **({"expert_model_parallel_size": dist.get_world_size()} | more),
+        **({"expert_model_parallel_size": dist.get_world_size(), "moe_router_topk": TOPK} | more),
     )  # fmt: skip
     attach(config, PluginSettings(backends={"moe_dispatch": dispatcher}))
     submodules = get_moe_module_spec(use_te=False, num_experts=1).keywords["submodules"]
@@ -126,6 +126,36 @@ def check_values(rank: int, folder: str) -> None:
 @pytest.mark.slow
 def test_two_ranks_compute_what_megatrons_dispatcher_does(tmp_path):
     run_ranks(check_values, tmp_path)
+
+
+def check_few_experts(rank: int, folder: str) -> None:
+    """A rank has three of a token's four experts at most, and rows for no more."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from megacpp_mcore.layers import deepep
+    from megacpp_mcore.layers.experts import FusedExperts, GroupedMMExperts
+    from megacpp_mcore.layers.moe import MegacppMoELayer
+
+    start()
+    more, tokens = {"moe_router_topk": 4}, 7
+    bound = 8 * torch.finfo(torch.float32).eps * max(24 * 4, 4 * tokens)
+    expected = run(layer(MoELayer, "reference", GroupedMMExperts, **more), tokens)
+    for name in ("allgather", "deepep"):
+        rows = []
+        ours = layer(MegacppMoELayer, name, FusedExperts, **more)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda kept, rows=rows: rows.append(kept.shape) or kept, lambda kept: kept
+        ):
+            found = run(ours, tokens)
+        assert deviation(found, expected) <= bound, name
+        arrived = max(shape[0] for shape in rows if shape[1:] == (HIDDEN,))
+        assert (3 * arrived, 48) in rows, (name, rows)
+    deepep.close()
+
+
+@pytest.mark.slow
+def test_rows_are_for_the_experts_that_a_rank_has(tmp_path):
+    run_ranks(check_few_experts, tmp_path)
 
 
 SPLIT = {

@@ -1,5 +1,6 @@
 """E: mixture of experts."""
 
+import math
 from typing import TYPE_CHECKING
 
 from megacpp_mcore.hybrid.letters.letter import (
@@ -12,6 +13,7 @@ from megacpp_mcore.hybrid.letters.letter import (
     Slot,
     norm_parameters,
 )
+from megacpp_mcore.surfaces.moe_dispatch import ALLGATHER
 
 if TYPE_CHECKING:
     from megacpp_mcore.hybrid.block_settings import RecomputeSettings
@@ -77,6 +79,31 @@ def routed_rows(recipe: "Recipe", sizes: "Sizes", recompute: "RecomputeSettings 
     return rows * one
 
 
+def share_that_arrives(recipe: "Recipe", sizes: "Sizes") -> float:
+    """Of the tokens of all ranks that exchange them, those that a rank's experts get: all of them
+    by all-gather, otherwise those with one of its experts, every choice being as likely."""
+    if sizes.serving.dispatcher == ALLGATHER:
+        return 1.0
+    experts, topk = recipe.moe.num_experts or 0, recipe.moe.moe_router_topk
+    return 1 - math.comb(experts - experts // sizes.ep, topk) / math.comb(experts, topk)
+
+
+def _exchanged(
+    recipe: "Recipe", sizes: "Sizes", recompute: "RecomputeSettings", skew: float
+) -> float:
+    """Experts that take tokens in their order keep those that arrive, and have as many rows as if
+    each of these had chosen as many of them as it can: the host knows no number."""
+    ranks, topk = sizes.ep * sizes.etp, recipe.moe.moe_router_topk
+    if ranks == 1 or "layer" in recompute.moe:
+        return 0.0
+    rows = routed_rows(recipe, sizes, recompute)
+    if not sizes.serving.gathers_tokens:
+        return skew * rows if sizes.ep > 1 else 0.0
+    share, local = share_that_arrives(recipe, sizes), (recipe.moe.num_experts or 0) // sizes.ep
+    most = sizes.ep * share * min(topk, local) / topk
+    return (most - 1) * rows + share * ranks * BF16 * recipe.model.hidden_size / sizes.cut
+
+
 def _replicated(recipe: "Recipe") -> int:
     """The norm, the router and the gate of the shared experts."""
     moe = recipe.moe
@@ -96,7 +123,7 @@ E = BlockLetter(
             planned=Planning(
                 _kept,
                 _replicated,
-                experts=Experts(_routed_parameters, _routed_flops, routed_rows),
+                experts=Experts(_routed_parameters, _routed_flops, _exchanged),
                 recomputes=("moe.act", "moe.experts", "moe.shared_experts", "moe.layer"),
             ),
             exported="moe",

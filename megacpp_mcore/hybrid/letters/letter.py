@@ -62,12 +62,14 @@ class Experts:
     """What the planner asks about routed experts.
 
     parameters: of all of them. flops: operations a token of the experts that it meets, forward and
-    backward. kept: the part of `Planning.kept` that grows with the rows that a rank's experts get.
+    backward. exchanged: bytes a token that a rank keeps beyond `Planning.kept` where its experts
+    serve other ranks' tokens, `skew` being by how much the rows of the fullest are more than the
+    mean's.
     """
 
     parameters: Callable[["Recipe"], int]
     flops: Callable[["Recipe"], float]
-    kept: KeptOf
+    exchanged: Callable[["Recipe", "Sizes", "RecomputeSettings", float], float]
 
 
 @dataclass(frozen=True)
