@@ -193,7 +193,7 @@ def _text(
     yield ""
     yield (
         f"{'':>3} {'DP':>4} {'EP':>3} {'TP':>3} {'ETP':>3} {'PP':>3} {'VPP':>3} {'rows':>4}  "
-        f"{'recompute':9} {'gradients':9} {'optimizer':9} {'GiB':>6} {'step ms':>8} "
+        f"{'recompute':9} {'optimizer':9} {'GiB':>6} {'step ms':>8} "
         f"{'tokens/s':>8} {'MFU':>6}"
     )
     flops = training_flops(recipe)
@@ -209,7 +209,7 @@ def _row(rank: int, layout: Layout, flops: float) -> str:
     optimizer = "sharded" if d["sharded_optimizer"] and d["dp"] > 1 else "whole"
     return (
         f"{rank:>3} {d['dp']:>4} {d['ep']:>3} {d['tp']:>3} {d['etp']:>3} {d['pp']:>3} "
-        f"{d['vpp']:>3} {d['micro_batch_size']:>4}  {d['recompute']:9} {d['gradients']:9} "
+        f"{d['vpp']:>3} {d['micro_batch_size']:>4}  {d['recompute']:9} "
         f"{optimizer:9} {layout.memory.total / _GIB:6.1f} {1e3 * layout.step.total:8,.0f} "
         f"{speed:8,.0f} {100 * flops * speed / PEAKS['NVIDIA H200']:4.1f} %"
     )
@@ -226,15 +226,6 @@ def _best(name: str, request: list[str], shown: Sequence[Layout]) -> Iterator[st
     yield from _wrapped("1:      ", " ".join(shlex.quote(word) for word in words) or "as it is")
     if len(shown) > 1:
         yield from _wrapped("2:      ", slower_because(shown[1], best) + ".")
-    fp32 = next((i for i, x in enumerate(shown, 1) if _degrees(x)["gradients"] == "fp32"), None)
-    if _degrees(best)["gradients"] == "bf16":
-        other = f"{fp32} is" if fp32 else "use --top 0 to see"
-        yield from _wrapped(
-            "",
-            "1 sums gradients over ranks in bf16, which changes the numbers of a run: the "
-            "loss of the one pair compared ended higher (docs/performance.md); "
-            f"{other} the fastest in fp32.",
-        )
 
 
 def _said(part: str) -> str:

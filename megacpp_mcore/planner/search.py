@@ -51,6 +51,7 @@ _VPP = "parallel.virtual_pipeline_model_parallel_size"
 _MICRO = "schedule.micro_batch_size"
 _CONNECTIONS = "launch.environment.CUDA_DEVICE_MAX_CONNECTIONS"
 _BATCH = "schedule.global_batch_size"
+_SUMMED_IN_BF16 = "precision.grad_reduce_in_bf16"
 _VIRTUAL = (1, 2, 4)
 _ROWS = (1, 2, 4, 8, 16)
 _MOST_GPUS = 10**6  # their divisors take a fraction of a second to find
@@ -120,7 +121,7 @@ def plan(
     smallest = min(found, key=lambda layout: layout.memory.total)
     fitting = [layout for layout in found if layout.memory.total <= budget]
     if not fitting:
-        raise PlanError(_too_little(smallest, gpus, budget, len(found)))
+        raise PlanError(_too_little(smallest, gpus, budget, len(found), rates))
     unsplit = [x for x in found if x.recipe.parallel.expert_model_parallel_size == 1]
     return Plan(
         gpus, nodes, budget, len(found),
@@ -206,16 +207,10 @@ def _shapes(base: _Asked, gpus: int, nodes: int) -> Iterator[dict[str, Any]]:
 
 
 def _choices(recipe: Recipe) -> Iterator[dict[str, Any]]:
-    """How gradients are summed and whether the optimizer is sharded."""
-    shards = (True, False) if recipe.data_parallel_size > 1 else (
-        recipe.parallel.use_distributed_optimizer,
-    )  # fmt: skip
-    sums = (False, True) if recipe.precision.bf16 else (False,)
-    for shard, bf16 in itertools.product(shards, sums):
-        choice = {
-            "parallel.use_distributed_optimizer": shard,
-            "precision.grad_reduce_in_bf16": bf16,
-        }
+    """Whether the optimizer is sharded."""
+    sharded = recipe.parallel.use_distributed_optimizer
+    for shard in (True, False) if recipe.data_parallel_size > 1 else (sharded,):
+        choice = {"parallel.use_distributed_optimizer": shard}
         if not shard:
             choice["parallel.overlap_param_gather"] = False
         yield choice
@@ -314,10 +309,17 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if not number % size]
 
 
-def _too_little(smallest: Layout, gpus: int, budget: float, legal: int) -> str:
+def _too_little(smallest: Layout, gpus: int, budget: float, legal: int, rates: Rates) -> str:
     needed, gpu = smallest.memory.total, "GPU" if gpus == 1 else "GPUs"
+    precision, in_bf16 = smallest.recipe.precision, ""
+    if precision.bf16 and not precision.grad_reduce_in_bf16:
+        halved = memory(_with(smallest.recipe, {_SUMMED_IN_BF16: True}), rates["skew"]).total
+        in_bf16 = (
+            f", and {halved / 2**30:.1f} GiB with --set {_SUMMED_IN_BF16}=true, which changes the "
+            "numbers of a run"
+        )
     return (
         f"none of the {legal} legal layouts on {gpus} {gpu} fits into {budget / 2**30:.1f} GiB a "
-        f"GPU; the smallest takes {needed / 2**30:.1f} GiB ({needed:,.0f} bytes): "
+        f"GPU; the smallest takes {needed / 2**30:.1f} GiB ({needed:,.0f} bytes){in_bf16}: "
         + " ".join(f"--set {word}" for word in smallest.words)
     )

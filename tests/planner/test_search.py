@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -96,14 +97,38 @@ def test_layouts_of_every_kind_are_among_them(four):
             "parallel.tensor_model_parallel_size",
             "parallel.pipeline_model_parallel_size",
             "schedule.micro_batch_size",
-            "precision.grad_reduce_in_bf16",
             "parallel.use_distributed_optimizer",
         )
     }
-    assert list(map(len, seen.values())) == [3, 3, 3, 5, 2, 2]
+    assert list(map(len, seen.values())) == [3, 3, 3, 5, 2]
     assert {layout.recipe.plan.vpp for layout in planned(8, ("model.depth=16",)).layouts} == {
         1, 2, 4,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_a_layout_does_not_change_the_numbers_of_a_run(bf16):
+    key = "precision.grad_reduce_in_bf16"
+    found = planned(2, (f"{key}={str(bf16).lower()}",)).layouts
+    assert {layout.recipe.precision.grad_reduce_in_bf16 for layout in found} == {bf16}
+    assert not any(key in word for layout in found for word in layout.words)
+
+
+def test_where_nothing_fits_the_gradients_in_bf16_are_named():
+    key = "precision.grad_reduce_in_bf16"
+
+    def said(*overrides):
+        with pytest.raises(PlanError) as error:
+            plan("nam56r", overrides, 1, None, 60 * GIB, RATES)
+        return str(error.value)
+
+    fp32, bf16 = said(), said(f"{key}=true")
+    needed, halved = (float(re.search(r"takes ([\d.]+) GiB", text)[1]) for text in (fp32, bf16))
+    assert f", and {halved} GiB with --set {key}=true, which changes the numbers" in fp32
+    assert needed - halved == pytest.approx(
+        2 * memory(load_recipe("nam56r"), 0).parameters / GIB, abs=0.1
+    )
+    assert "changes the numbers" not in bf16
 
 
 def test_one_host_of_h200s_needs_no_expert_parallelism(four):
@@ -266,7 +291,7 @@ def test_too_little_memory_names_the_smallest_layout_and_its_bytes():
         planned(2, budget=30 * GIB)
     text = str(error.value)
     assert "fits into 30.0 GiB a GPU" in text
-    words = text.partition("bytes): ")[2].replace("--set ", "").replace("[]", "").split()
+    words = text.rpartition(": ")[2].replace("--set ", "").replace("[]", "").split()
     size = int(text.partition(" GiB (")[2].partition(" bytes")[0].replace(",", ""))
     smallest = memory(load_recipe("nam56r", words), RATES["skew"])
     assert smallest.total == pytest.approx(size, abs=1)
@@ -386,7 +411,7 @@ def test_json(capsys):
 
 
 def test_it_says_where_expert_parallelism_is_needed(capsys):
-    words = ["recipe", "plan", "nam56r", "--gpus", "8", "--memory", "17",
+    words = ["recipe", "plan", "nam56r", "--gpus", "8", "--memory", "19",
              "--set", "moe.num_experts=128", "--set", "schedule.global_batch_size=8",
              "--set", SMALL[0]]  # fmt: skip
     assert main([*words, "--top", "1"]) == 0
