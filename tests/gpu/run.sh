@@ -3,9 +3,10 @@
 #
 # FOLDER gets a log for each file: commit or tree, device, every test's outcome and seconds. WORKERS
 # (4) processes share a GPU, which has 16 cores to compile their kernels: with 7 they took longer.
-# Tests marked `alone` follow, one a GPU. TEST_LIMIT (300) is what a test may take that does not say
-# it itself, LIMIT and ALONE_LIMIT (3600) what either part may take, in seconds: what was not run by
-# then is listed so. The exit status is 1 unless all ran and passed.
+# Tests marked `alone` follow, one at a time, on one GPU of several too, which share disk and cores.
+# TEST_LIMIT (300) is what a test may take that does not say it itself, LIMIT and ALONE_LIMIT (3600)
+# what either part may take, in seconds: what was not run by then is listed so. The exit status is 1
+# unless all ran and passed.
 set -uo pipefail
 folder=$1
 shift
@@ -56,7 +57,7 @@ for pid in Marked(sys.argv[1]).pids():
 }
 part "${LIMIT:-3600}" $((${WORKERS:-4} * gpus)) "gpu and not alone" "$@"
 logs >/dev/null # for whoever stops this script in its second part
-part "${ALONE_LIMIT:-3600}" "$gpus" "gpu and alone" "$@"
+part "${ALONE_LIMIT:-3600}" 1 "gpu and alone" "$@"
 logs
 status=$?
 rm "$notes"
