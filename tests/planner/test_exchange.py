@@ -5,8 +5,9 @@ import random
 import pytest
 
 from megacpp_mcore.hybrid.letters.experts import routed_rows, share_that_arrives
-from megacpp_mcore.planner.activations import Sizes
+from megacpp_mcore.planner.activations import Sizes, bytes_per_token
 from megacpp_mcore.planner.memory import memory
+from megacpp_mcore.planner.pipeline import kinds_of
 from megacpp_mcore.planner.rates import h200
 from megacpp_mcore.planner.step import step
 from megacpp_mcore.recipe import load_recipe
@@ -66,6 +67,23 @@ def test_all_gather_keeps_every_token_and_as_many_rows_as_these_could_fill(ranks
     for skew in (0.0, 0.5):
         kept, unsplit = memory(recipe, skew).activations, memory(one_rank, skew).activations
         assert kept["E"] - unsplit["E"] == pytest.approx(LAYERS * more)
+
+
+@pytest.mark.parametrize("etp", [1, 2])
+@pytest.mark.parametrize("shared", [1024, None])
+def test_what_a_layer_keeps_of_its_own_tokens_under_tensor_parallelism(etp, shared):
+    """Two ranks have half of the rows of a sequence each, and of every expert or of the tokens."""
+    recipe = over(
+        1, "launch.nproc_per_node=2", "parallel.tensor_model_parallel_size=2",
+        "parallel.sequence_parallel=true", f"parallel.expert_tensor_parallel_size={etp}",
+        "launch.environment.CUDA_DEVICE_MAX_CONNECTIONS=1",
+        f"moe.moe_shared_expert_intermediate_size={'null' if shared is None else shared}",
+    )  # fmt: skip
+    [layer] = [x for x, _ in kinds_of(recipe, 0) if x.letter == "E" and x.mtp_depth is None]
+    both_norms, router = (2 * 2 * 3584 + 4) / 2, 4 * 4 * 16 / 2
+    rows = 4 * etp / 2 * (3 * 4 + 2 * 2 * 896 / etp)
+    expected = both_norms + router + rows + 3 * 2 * (shared or 0) / 2
+    assert bytes_per_token(recipe, Sizes.of(recipe), layer) == expected
 
 
 def test_all_to_all_keeps_the_rows_of_the_fullest_rank():

@@ -63,10 +63,8 @@ def _kept(recipe: "Recipe", sizes: "Sizes", recompute: "RecomputeSettings | None
 
 
 def routed_rows(recipe: "Recipe", sizes: "Sizes", recompute: "RecomputeSettings | None") -> float:
-    """Bytes a token of the rows that experts get."""
+    """Bytes a token of the rows that experts get, where a layer is not recomputed as a whole."""
     moe, parts = recipe.moe, set(recompute.moe) if recompute else set()
-    if "layer" in parts:
-        return 0.0
     rows = moe.moe_router_topk * sizes.etp / sizes.cut
     width = BF16 * (moe.moe_ffn_hidden_size or 0) / sizes.etp
     one = BF16 * recipe.model.hidden_size + FP32  # a permuted token and its weight
