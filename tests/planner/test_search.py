@@ -17,7 +17,7 @@ from megacpp_mcore.hybrid import letters
 from megacpp_mcore.hybrid.letters.experts import routed_rows
 from megacpp_mcore.planner import PlanError
 from megacpp_mcore.planner.activations import Sizes, bytes_per_token
-from megacpp_mcore.planner.memory import memory
+from megacpp_mcore.planner.memory import kept_of_stage, memory
 from megacpp_mcore.planner.pipeline import micro_batches
 from megacpp_mcore.planner.rates import h200
 from megacpp_mcore.planner.search import RECOMPUTE, plan, words_of
@@ -416,3 +416,23 @@ def test_it_says_where_expert_parallelism_is_needed(capsys):
              "--set", SMALL[0]]  # fmt: skip
     assert main([*words, "--top", "1"]) == 0
     assert "expert parallelism is needed: without it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [(), ("precision.bf16=false",)], ids=["bf16", "fp32"])
+def test_what_is_kept_for_any_batch_is_the_memory_without_activations(words):
+    recipe = load_recipe("nam56r", [*words, *SMALL])
+    whole = memory(recipe, 0.0)
+    expected = whole.weights + whole.gradients + whole.optimizer
+    assert kept_of_stage(recipe, 0) == pytest.approx(expected)
+
+
+def test_depths_of_mtp_that_share_a_layer_have_its_parameters_once():
+    one, two = (
+        memory(
+            load_recipe("nam56r", ["mtp.mtp_use_repeated_layer=true", f"mtp.mtp_num_layers={n}"]), 0
+        )
+        for n in (1, 2)
+    )
+    assert one.parameters == two.parameters
+    own = memory(load_recipe("nam56r", ["mtp.mtp_num_layers=2"]), 0)
+    assert own.parameters > two.parameters
