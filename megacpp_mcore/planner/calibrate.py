@@ -58,13 +58,13 @@ def recipe_of(receipt: Receipt) -> Recipe:
             if known:
                 overrides.append(f"{dotted}={json.dumps(value)}")
     # `auto` may have another order by now.
-    served = dict.fromkeys(_YOUNGER, REFERENCE) | observed(receipt)
-    for surface in ("linear_cross_entropy", "moe_experts", *_YOUNGER):
+    older = dict.fromkeys(_YOUNGER, REFERENCE)
+    if receipt["recipe"]["content"]["parallel"].get("expert_model_parallel_size", 1) > 1:
+        older[moe_dispatch.NAME] = moe_dispatch.ALLTOALL
+    served = older | observed(receipt)
+    for surface in ("linear_cross_entropy", "moe_experts", *older):
         if served.get(surface) in dispatch.choices(surface):  # not a bench of several models
             overrides.append(f"{BACKENDS}.{surface}={served[surface]}")
-    if receipt["recipe"]["content"]["parallel"].get("expert_model_parallel_size", 1) > 1:
-        dispatcher = served.get(moe_dispatch.NAME, moe_dispatch.ALLTOALL)
-        overrides.append(f"{BACKENDS}.{moe_dispatch.NAME}={dispatcher}")
     return load_recipe("nam56r", overrides)
 
 

@@ -1,16 +1,19 @@
 """What the planner says of expert parallelism, by the dispatcher that exchanges the tokens."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from megacpp_mcore.hybrid.letters.experts import routed_rows, share_that_arrives
 from megacpp_mcore.planner.activations import Sizes, bytes_per_token
+from megacpp_mcore.planner.backends import Serving
 from megacpp_mcore.planner.memory import memory
 from megacpp_mcore.planner.pipeline import kinds_of
 from megacpp_mcore.planner.rates import h200
 from megacpp_mcore.planner.step import step
 from megacpp_mcore.recipe import load_recipe
+from megacpp_mcore.surfaces.registry import REGISTRY
 
 RATES = h200()
 LAYERS = 23  # E of nam56r, with MTP's
@@ -43,7 +46,7 @@ def by(dispatcher, ranks, *overrides):
 )
 def test_the_dispatcher_is_the_one_that_a_layer_would_choose(recipe, dispatcher, in_order):
     serving = Sizes.of(recipe).serving
-    assert (serving.dispatcher, serving.gathers_tokens) == (dispatcher, in_order)
+    assert (serving["moe_dispatch"], serving.gathers_tokens) == (dispatcher, in_order)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -121,3 +124,13 @@ def test_bytes_that_travel(ranks):
     for name, times in expected.items():
         assert found[name] == pytest.approx(each * times, rel=0.02), name
     assert step(by("allgather", ranks), RATES).moved < step(by("alltoall", ranks), RATES).moved
+
+
+def test_a_backend_that_auto_passes_over_is_not_assumed(monkeypatch):
+    surface, recipe = REGISTRY["norm"], load_recipe("nam56r")
+    name = Serving(recipe)["norm"]
+    opt_in = (replace(b, opt_in=b.name == name) for b in surface.backends)
+    monkeypatch.setitem(REGISTRY, "norm", replace(surface, backends=tuple(opt_in)))
+    assert Serving(recipe)["norm"] != name
+    named = load_recipe("nam56r", [f"backends.norm={name}"])
+    assert Serving(named)["norm"] == name

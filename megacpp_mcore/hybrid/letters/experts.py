@@ -13,7 +13,7 @@ from megacpp_mcore.hybrid.letters.letter import (
     Slot,
     norm_parameters,
 )
-from megacpp_mcore.surfaces.moe_dispatch import ALLGATHER
+from megacpp_mcore.surfaces import moe_dispatch
 
 if TYPE_CHECKING:
     from megacpp_mcore.hybrid.block_settings import RecomputeSettings
@@ -80,7 +80,7 @@ def routed_rows(recipe: "Recipe", sizes: "Sizes", recompute: "RecomputeSettings 
 def share_that_arrives(recipe: "Recipe", sizes: "Sizes") -> float:
     """Of the tokens of all ranks that exchange them, those that a rank's experts get: all of them
     by all-gather, otherwise those with one of its experts, every choice being as likely."""
-    if sizes.serving.dispatcher == ALLGATHER:
+    if sizes.serving[moe_dispatch.NAME] == moe_dispatch.ALLGATHER:
         return 1.0
     experts, topk = recipe.moe.num_experts or 0, recipe.moe.moe_router_topk
     return 1 - math.comb(experts - experts // sizes.ep, topk) / math.comb(experts, topk)
