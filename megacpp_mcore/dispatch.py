@@ -26,13 +26,16 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.surfaces.backend import Backend, Surface, load
 from megacpp_mcore.surfaces.registry import REGISTRY
 from megacpp_mcore.surfaces.support import Broken, OfMachine, Unbuildable
 from megacpp_mcore.surfaces.workload import Workload
+
+if TYPE_CHECKING:
+    from megacpp_mcore.recipe import Recipe
 
 __all__ = [
     "AUTO", "ENVIRONMENT_VARIABLE", "VERBOSE", "Backend", "Decision", "DispatchError", "Workload",
@@ -109,6 +112,26 @@ def _forced(text: str) -> Mapping[str, str]:
         requests[surface] = name
     check_requests(requests, ENVIRONMENT_VARIABLE)
     return requests
+
+
+def check_read(recipe: "Recipe") -> None:
+    """Refuse a backend in [backends] for a surface that the recipe's model does not have, as no
+    layer would read it. MEGACPP_BACKENDS may name those of several models.
+
+    Raises DispatchError, which names all of them.
+    """
+    unread = {
+        name: asked
+        for name, surface in REGISTRY.items()
+        if (asked := recipe.backends.get(name, AUTO)) != AUTO
+        and surface.workload(recipe, recipe.launch.device) is None
+    }
+    if unread:
+        listed = ", ".join(f'backends.{name} = "{asked}"' for name, asked in unread.items())
+        raise DispatchError(
+            f"recipe {recipe.name}: {listed}: no part of this model asks for "
+            f"{' or '.join(unread)}; leave it out, or choose a model that has it"
+        )
 
 
 def decide(surface: str, workload: Workload, requests: Mapping[str, str] | None = None) -> Decision:

@@ -75,6 +75,7 @@ def plugin_settings(config) -> PluginSettings:
     attached = getattr(config, _ATTRIBUTE, None)
     if attached is not None:
         return attached
+    from megacpp_mcore import dispatch
     from megacpp_mcore.recipe import patch_needs
 
     recipe = environment_recipe()
@@ -85,6 +86,7 @@ def plugin_settings(config) -> PluginSettings:
             "megacpp_mcore.layers.settings.attach(config, PluginSettings(...))"
         )
     _check_agreement(config, recipe)
+    dispatch.check_read(recipe)
     patch_needs.check(recipe)
     settings = settings_of(recipe)
     attach(config, settings)

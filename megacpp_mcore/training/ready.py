@@ -4,6 +4,7 @@ before anything is started. Imports neither torch nor Megatron."""
 import os
 from collections.abc import Callable
 
+from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import Recipe, patch_needs
 from megacpp_mcore.surfaces.workload import current_device
@@ -27,8 +28,8 @@ def verdict(recipe: Recipe) -> tuple[list[str], list[str]]:
         of_the_machine.append(check_backends)
     refusals: list[str] = []
     notes: list[str] = []
-    if recipe.launch.device == "cpu":
-        _ask(support.check, recipe, refusals)
+    lane = support.check if recipe.launch.device == "cpu" else dispatch.check_read
+    _ask(lane, recipe, refusals)
     for check in of_the_machine:
         _ask(check, recipe, refusals if here else notes)
 

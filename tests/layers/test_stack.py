@@ -194,6 +194,16 @@ def test_settings_of_another_recipe_are_refused(environment):
         stock_model(small("model.pattern=AEMR", "model.depth=4"))
 
 
+def test_a_spec_refuses_a_backend_that_nothing_reads(environment):
+    recipe = small(
+        "model.pattern=MR", "model.depth=2", "mtp.mtp_num_layers=1", "mtp.pattern=M",
+        "backends.moe_experts=reference",
+    )  # fmt: skip
+    environment.setenv("MEGACPP_RECIPE", recipe.request)
+    with pytest.raises(dispatch.DispatchError, match="no part of this model asks for moe_experts"):
+        stock_model(recipe)
+
+
 def test_our_own_model_needs_no_environment_and_takes_no_notice_of_it(environment):
     environment.setenv("MEGACPP_RECIPE", "no-such-recipe")
     assert gradients_after_one_step(small("model.pattern=MR", "model.depth=2"))

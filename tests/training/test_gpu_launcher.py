@@ -9,6 +9,7 @@ import pytest
 import receipt_samples as samples
 
 from megacpp_mcore import cli, receipts
+from megacpp_mcore.dispatch import DispatchError
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.training import heartbeat
 from megacpp_mcore.training.gpu import launcher, torchrun
@@ -37,6 +38,19 @@ def test_the_yardstick_has_m_in_the_place_of_r(started, yardstick):
     ours = load_recipe("nam56r").plan.megatron_pattern
     assert "G" in ours and pattern == (ours.replace("G", "M") if yardstick else ours)
     assert ("--megacpp-yardstick" in started) is yardstick
+
+
+def test_a_backend_that_nothing_reads_is_refused_before_a_rank_starts(started):
+    """The yardstick, which has no R, reads none."""
+    named = ["backends.m2rnn=reference"]
+    launcher.launch_ranks("nam56r", named, 1, "out", yardstick=True)
+    launcher.launch_ranks("nam56r", named, 1, "out")
+    started.clear()
+    with pytest.raises(
+        DispatchError, match=r'backends\.m2rnn = "reference": no part of this model'
+    ):
+        launcher.launch_ranks("nam56r", [*named, "model.pattern=AEMEAEMEAEME"], 1, "out")
+    assert not started
 
 
 def test_the_ranks_are_told_which_step_to_profile(started):

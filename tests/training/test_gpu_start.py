@@ -12,6 +12,7 @@ import pytest
 import torch
 import warm
 
+from megacpp_mcore.dispatch import DispatchError
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.training.data import tokenizer
@@ -103,6 +104,17 @@ def test_backends_are_checked_where_jax_is_not_found(monkeypatch, tmp_path):
         train._train(Launch(recipe, lower(recipe), [], tmp_path, {}))
     with pytest.raises(RuntimeError, match="jax is imported"):
         importlib.import_module("jax")
+
+
+def test_a_rank_refuses_a_backend_that_nothing_reads(monkeypatch, tmp_path):
+    """With torchrun there is no launcher that has."""
+    from megacpp_mcore.training.gpu import train
+
+    monkeypatch.setattr(train, "check_packages", lambda recipe, yardstick: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    recipe = load_recipe("nam56r", ["mamba3.variant=mimo", "backends.mamba3_core=triton"])
+    with pytest.raises(DispatchError, match="no part of this model asks for mamba3_core"):
+        train._train(Launch(recipe, lower(recipe), [], tmp_path, {}))
 
 
 def test_a_rank_builds_nothing_before_the_kernels_are_compiled(monkeypatch, tmp_path):

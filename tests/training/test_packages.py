@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megacpp_mcore.dispatch import DispatchError
+from megacpp_mcore import cli
+from megacpp_mcore.dispatch import DispatchError, check_read
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.training.packages import (
     MissingPackageError,
@@ -83,6 +84,44 @@ def test_a_named_backend_that_cannot_serve_is_refused(monkeypatch):
     monkeypatch.setenv("MEGACPP_BACKENDS", "m2rnn=cuda")
     with pytest.raises(DispatchError, match="m2rnn"):
         check_backends(recipe)
+
+
+WITHOUT_E = ["model.pattern=AM", "model.depth=4", "mtp.mtp_num_layers=0", "mtp.pattern=null"]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "unread"),
+    [
+        ("nam56r", [*WITHOUT_E, "backends.moe_experts=te"], 'backends.moe_experts = "te"'),
+        (
+            "nam56r-tiny",
+            [*WITHOUT_E, "backends.moe_dispatch=allgather", "backends.m2rnn=reference"],
+            'backends.moe_dispatch = "allgather", backends.m2rnn = "reference"',
+        ),
+        (
+            "nam56r",
+            ["mamba3.variant=mimo", "backends.mamba3_core=triton"],
+            'backends.mamba3_core = "triton"',
+        ),
+    ],
+)
+def test_a_backend_that_nothing_reads_is_refused(name, overrides, unread, capsys, tmp_path):
+    """A wrong letter in the pattern, and the backend that was to be measured was not there."""
+    words = [word for override in overrides for word in ("--set", override)]
+    assert cli.main(["recipe", "check", name, *words]) == 2
+    said = f"recipe {name}: {unread}: no part of this model asks for"
+    assert said in capsys.readouterr().err
+    on = ["--gpus", "1"] if name == "nam56r" else []
+    assert cli.main(["train", name, *on, "--out", str(tmp_path / "run"), *words]) == 2
+    assert not (tmp_path / "run").exists()
+    # A recipe for GPUs is refused before that where there is none.
+    assert on or said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_backend_that_a_layer_reads_is_not(backend):
+    check_read(load_recipe("nam56r-tiny", [f"backends.m2rnn={backend}"]))
+    check_read(load_recipe("nam56r-tiny", [*WITHOUT_E, "backends.m2rnn=auto"]))
 
 
 def test_a_tokenizer_json_needs_the_package_tokenizers_alone(installed):

@@ -39,7 +39,7 @@ def completed(recipe: "Recipe") -> "Recipe":
 
 def check(r: Rules) -> None:
     words = MEGATRONS.get(r[KEY])
-    if words is None:
+    if words is None or not r.has("E"):  # without E nothing is filled in
         return
     for key, word in ((TYPE, words.type), (FLEX, words.flex)):
         if word is not None:

@@ -7,6 +7,7 @@ is silently ignored.
 
 from typing import Any
 
+from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.recipe.source import KEYS
@@ -62,13 +63,15 @@ class CpuLaneError(MegacppError):
 def check(recipe: Recipe, steps: int | None = None) -> None:
     """Refuse a recipe that the CPU lane would not run as written.
 
-    Raises CpuLaneError, which names every such key, its value and the supported one.
+    Raises CpuLaneError, which names every such key, its value and the supported one, and
+    DispatchError as `dispatch.check_read`.
     """
     if recipe.launch.device != "cpu":
         raise CpuLaneError(
             f"recipe {recipe.name} has launch.device = {recipe.launch.device!r}: train it with "
             f"`megacpp train {recipe.request} --gpus N`; without a GPU, `megacpp train nam56r-tiny`"
         )
+    dispatch.check_read(recipe)
     problems = []
     if steps is not None and steps > recipe.schedule.train_iters:
         problems.append(

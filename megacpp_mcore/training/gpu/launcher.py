@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megacpp_mcore import receipts
+from megacpp_mcore import dispatch, receipts
 from megacpp_mcore.host.gpus import visible
 from megacpp_mcore.hybrid import letters
 from megacpp_mcore.recipe import Recipe, load_recipe, patch_needs
@@ -68,6 +68,8 @@ def launch_ranks(
     _check(recipe, gpus, resumes)
     if resumes and newest(recipe.checkpoint.load):
         check_same_run(recipe, folder / "receipt.json")
+    if not yardstick:  # which reads none
+        dispatch.check_read(recipe)
     check_packages(recipe, yardstick=yardstick)
     patch_needs.check(recipe)
     own = [*recipe_argv(recipe), OUT, str(folder), *([YARDSTICK] if yardstick else [])]

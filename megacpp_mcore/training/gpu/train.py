@@ -64,6 +64,7 @@ def _train(launch: Launch) -> None:
     bridges.import_ops_only("mamba_ssm")
     check_packages(launch.recipe, yardstick=launch.yardstick)
     if not launch.yardstick:
+        dispatch.check_read(launch.recipe)
         check_parameters_fit(launch.recipe, torch.cuda.get_device_properties("cuda").total_memory)
     patch_needs.check(launch.recipe)
     with bridges.hide_packages("jax"):  # Transformer Engine also imports its JAX support
