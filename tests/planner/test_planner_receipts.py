@@ -60,6 +60,7 @@ STEPS = {
     "run-nam56r-quarter-2xh100-reduce-bf16.json",
     "run-nam56r-quarter-2xh100-reduce-fp32.json",
     "run-nam56r-quarter-100-fused_moe.json",
+    "run-nam56r-quarter-100-te.json",
     "run-nam56r-quarter-200-eager.json",
     "run-nam56r-quarter-200-graph.json",
     "run-nam56r-quarter-cold.json",
