@@ -330,6 +330,51 @@ def test_packed_documents_are_apart_in_the_loop(gpu_recipe, overrides):
         assert len(off) == 8 and max(map(abs, off)) > 4 * rounding
 
 
+def test_packed_rows_of_a_micro_batch_are_one_row(gpu_recipe, overrides):
+    from megacpp_mcore.training.gpu import batch as gpu_batch
+    from megacpp_mcore.training.gpu.data import datasets_provider
+
+    packed = ["data.dataloader_inter_document_masking=true", "schedule.micro_batch_size=2"]
+    with megatron(launch(arguments(load_recipe(gpu_recipe.source, [*overrides, *packed])))):
+        train, *_ = datasets_provider([8, 4, 0])
+        rows = torch.utils.data.default_collate([train[0], train[1]])
+        config = SimpleNamespace(pipeline_model_parallel_layout=None, mtp_num_layers=1)
+        batch = gpu_batch.get_batch(iter([rows]), config)
+    for key in ("tokens", "labels", "loss_mask", "position_ids"):
+        assert torch.equal(batch[key], rows[key].reshape(1, 64))
+    offsets = batch["documents"].params(tokens_per_sample=32).cu_seqlens_q.tolist()
+    assert {0, 32, 64} <= set(offsets)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("stage", ["an end", "a middle with MTP", "a middle"])
+def test_a_pipeline_stage_reads_what_it_needs(gpu_recipe, overrides, monkeypatch, stage, packed):
+    """A middle stage has no tokens, and of packed rows their documents alone."""
+    from megacpp_mcore.training.gpu import batch as gpu_batch
+    from megacpp_mcore.training.gpu.data import datasets_provider
+
+    masking = f"data.dataloader_inter_document_masking={str(packed).lower()}"
+    recipe = load_recipe(gpu_recipe.source, [*overrides, masking, "schedule.micro_batch_size=1"])
+    with megatron(launch(arguments(recipe))):
+        train, *_ = datasets_provider([8, 4, 0])
+        rows = torch.utils.data.default_collate([train[0]])
+        config = SimpleNamespace(pipeline_model_parallel_layout=None, mtp_num_layers=1)
+        monkeypatch.setattr(
+            gpu_batch, "is_first_or_last_pipeline_stage", lambda vp_stage: stage == "an end"
+        )
+        monkeypatch.setattr(
+            gpu_batch, "mtp_on_this_rank", lambda **layout: stage == "a middle with MTP"
+        )
+        unread = iter([rows])
+        batch = gpu_batch.get_batch(unread, config)
+    if stage == "a middle":
+        assert all(batch[key] is None for key in ("tokens", "labels", "loss_mask", "position_ids"))
+        assert (batch["documents"] is not None) == packed == (next(unread, None) is None)
+    else:
+        assert torch.equal(batch["tokens"], rows["tokens"])
+        assert (batch["documents"] is not None) == packed
+
+
 def test_a_context_parallel_rank_has_its_part_of_every_row(gpu_recipe, monkeypatch):
     """Two chunks of four for either of two ranks, the first with the last: causal work is even."""
     from megatron.core import mpu
