@@ -8,7 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+)
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megacpp_mcore import dispatch
@@ -41,6 +44,16 @@ def chain():
 
 def test_it_serves_what_nam56r_asks_for():
     assert fused_update.refusal(chain()) is None
+
+
+def test_only_a_chain_of_distributed_optimizers_is_served():
+    optimizer = chain()
+    (inner,) = optimizer.chained_optimizers
+    assert fused_update.refusal(inner) == "DistributedOptimizer is no chain of optimizers"
+    other = Float16OptimizerWithFloat16Params.__new__(Float16OptimizerWithFloat16Params)
+    vars(other).update(vars(inner))
+    optimizer.chained_optimizers = [inner, other]
+    assert fused_update.refusal(optimizer) == "parallel.use_distributed_optimizer = false"
 
 
 @pytest.mark.parametrize(
