@@ -61,11 +61,12 @@ def test_the_second_run_of_a_user_compiles_nothing(corpus, tmp_path):
         found.append(result(out))
         said.append(run.stderr)
     first, second = found
+    cold, warm = (run["launch_s"] + run["cold_start_s"] for run in found)  # from the command
+    print(f"to the end of step 1: cold {cold:.1f} s, warm {warm:.1f} s; imports {imports:.1f} s")
     assert "are compiled ahead, the ranks compile them" not in said[0]
     assert "compiled them in" in said[0] and "compiling the kernels" not in said[1]
     assert first["triton_cache_entries_at_start"] > 0
     assert first["triton_kernels_compiled"] <= 3 and second["triton_kernels_compiled"] == 0, found
-    cold, warm = (run["launch_s"] + run["cold_start_s"] for run in found)  # from the command
     assert cold <= warm + 15, found
     # a host that is slow to import is so for the launcher's torch and for a rank's packages
     assert warm < max(30, 2 * imports + 5), (imports, found)
