@@ -62,8 +62,9 @@ def _command(pid: int) -> str:
         return f"{pid}"
 
 
-def wait_until(there: Callable[[], bool], seconds: float = 120) -> None:
-    """Wait for a condition of another process."""
+def wait_until(there: Callable[[], bool], seconds: float = 240) -> None:
+    """Wait for a condition of another process. Ranks that import Megatron beside other tests on two
+    busy cores may take two minutes."""
     deadline = time.monotonic() + seconds
     while not there():
         assert time.monotonic() < deadline, "it did not come about"
