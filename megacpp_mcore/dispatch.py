@@ -240,11 +240,15 @@ def _choose(
         if requested not in (AUTO, backend.name):
             continue
         why_not = backend.supports(workload)
-        if why_not is None and requested == AUTO:
-            why_not = backend.passed_over(workload)
+        # What `auto` passes over need be neither whole nor built.
+        if requested == AUTO and isinstance(why_not, Broken | Unbuildable | None):
+            why_not = backend.passed_over(workload) or why_not
         if why_not is None:
             if requested != AUTO:
-                reason = f"named in {source}"
+                passed = callable(backend.opt_in) and backend.opt_in(workload)
+                reason = f"named in {source}" + (
+                    f"; auto passes it over: {passed}" if passed else ""
+                )
             else:
                 reason = "; ".join(passed_over) or "first in order"
             if layout := workload.size("layout"):

@@ -18,7 +18,7 @@ from megacpp_mcore.stack import bridges
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface, load
 from megacpp_mcore.surfaces.core_attention import te_attention
 from megacpp_mcore.surfaces.registry import REGISTRY
-from megacpp_mcore.surfaces.support import Broken, OfMachine, always, import_reason
+from megacpp_mcore.surfaces.support import Broken, OfMachine, Unbuildable, always, import_reason
 from megacpp_mcore.surfaces.workload import Workload
 
 bridges.before_megatron()
@@ -67,6 +67,33 @@ class TestChoice:
         assert decision.observed == REFERENCE
         assert decision.reason == "bold: serves only where it is named"
         assert dispatch.choose("toy", CPU, {"toy": "bold"}).observed == "bold"
+
+    @pytest.mark.parametrize("why_not", [None, Broken("two versions"), Unbuildable("no nvcc")])
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_what_a_workload_lets_auto_pass_over_need_not_be_built_and_its_name_says_so(
+        self, monkeypatch, why_not, strict
+    ):
+        backends = (
+            Backend("bold", "json:loads", lambda _: why_not, opt_in=small_heads_only),
+            Backend(REFERENCE, "json:dump", always),
+        )
+        monkeypatch.setitem(REGISTRY, "toy", Surface("toy", backends, lambda recipe, device: CPU))
+        dispatch.strict(strict)
+        decision = dispatch.choose("toy", CPU)
+        assert (decision.observed, decision.reason) == (REFERENCE, "bold: dim 64; at most 32")
+        if why_not:
+            with pytest.raises(DispatchError, match=f"cannot serve: {why_not}"):
+                dispatch.choose("toy", CPU, {"toy": "bold"})
+            return
+        named = dispatch.choose("toy", CPU, {"toy": "bold"})
+        assert (named.requested, named.observed) == ("bold", "bold")
+        assert named.reason == (
+            "named in the recipe's [backends]; auto passes it over: dim 64; at most 32"
+        )
+        narrow = Workload.of("cpu", "float32", dim=16)
+        assert dispatch.choose("toy", narrow).observed == "bold"
+        reason = dispatch.choose("toy", narrow, {"toy": "bold"}).reason
+        assert reason == "named in the recipe's [backends]"
 
     def test_auto_takes_the_first_that_can_and_says_why_not_the_ones_before(self, toy):
         decision = dispatch.decide(toy, CPU)

@@ -25,6 +25,7 @@ from megacpp_mcore.hybrid import letters as table
 from megacpp_mcore.hybrid.letters.letter import STACK_FIELDS, Slot
 from megacpp_mcore.layers import loss
 from megacpp_mcore.layers.blocks import StackParts, mlp_layer
+from megacpp_mcore.layers.precision import cast_weights_in_every_micro_batch
 from megacpp_mcore.layers.settings import environment_recipe, plugin_settings
 from megacpp_mcore.patching import applied
 from megacpp_mcore.stack import bridges, optimizer_bridges, unpickling
@@ -54,6 +55,7 @@ class MegacppStack(HybridStack):
         requests = plugin_settings(config).backends
         loss.check_requested_heads(config)
         dispatch.decide("linear", linear.workload(current_device(), config), requests)
+        cast_weights_in_every_micro_batch(config)
         upstream_builds_it = post_layer_norm and final_norm is None
         super().__init__(config, submodules, post_layer_norm=upstream_builds_it, **kwargs)
         self.post_layer_norm = post_layer_norm

@@ -14,6 +14,18 @@ _MODEL_DTYPE = QuantizationConfig(
 )
 
 
+def cast_weights_in_every_micro_batch(config) -> None:
+    """Let a captured step keep no FP8 copy of a weight; to be called before its linears are built.
+
+    Transformer Engine's cached copies belong to whichever forward pass made or changed them: an
+    evaluation without gradients frees the transposes (2.17.1, `convert_and_update_tensor`), which a
+    graph that was captured before goes on to write. A copy that is made inside the graph is of its
+    own memory. The scales are the weight's own, so that the products are the same.
+    """
+    if config.fp8 and config.cuda_graph_impl == "full_iteration":
+        config.disable_parameter_transpose_cache = True
+
+
 def fp8_compatible_linear(linear: type, config, *sizes: int) -> type:
     """`linear`, or a variant in the model's dtype if FP8 is on and does not support the sizes.
 

@@ -12,6 +12,7 @@ from megacpp_mcore.surfaces.support import (
     always,
     cuda_only,
     import_reason,
+    in_the_models_dtype,
     one_context_rank,
     whatever_the_machine,
 )
@@ -37,7 +38,8 @@ def workload(device: str, config, requests: Mapping[str, str]) -> Workload:
         **dict(whole.sizes),
         q_lora_rank=config.q_lora_rank,
         kv_lora_rank=config.kv_lora_rank,
-        quantized=config.fp8 or getattr(config, "fp4", None),
+        fp8=config.fp8,
+        fp4=getattr(config, "fp4", None),
         norms_inside=bool(config.qk_layernorm) and _are_transformer_engines(requests),
         delays_weight_gradients=bool(getattr(config, "delay_wgrad_compute", False)),
     )
@@ -65,7 +67,7 @@ def _options(workload: Workload) -> str | None:
         return reason
     if workload.dtype != "bfloat16":
         return f"its products are of bfloat16, not {workload.dtype}"
-    if (kind := workload.size("quantized")) is not None:
+    if (kind := workload.size("fp4")) is not None:
         return f"{kind}: it multiplies in bfloat16, Transformer Engine's linears in that"
     if workload.size("norms_inside"):
         return (
@@ -110,7 +112,7 @@ SURFACE = Surface(
     (
         Backend(
             "triton", f"{_KERNELS}.triton:mla_up", _triton,
-            role="chosen",
+            opt_in=in_the_models_dtype, role="chosen",
             ruled_out=whatever_the_machine(_options),
             removes="the up-projections' outputs and their gradients: a tile of latents is "
             "multiplied and rotated on the chip, and q, k and v are written once; the gradients of "

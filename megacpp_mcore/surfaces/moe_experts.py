@@ -67,18 +67,22 @@ def routes(recipe: "Recipe", device: str) -> bool:
         return False
 
 
-def _plain(workload: Workload) -> str | None:
-    """The `supports` of experts that are not Transformer Engine's."""
+def _recomputes(workload: Workload) -> str | None:
     if workload.size("recomputed_activation"):
         return 'recompute.moe "act": only Transformer Engine\'s experts compute it again'
-    return in_the_models_dtype(workload)
+    return None
+
+
+def _plain(workload: Workload) -> str | None:
+    """The `supports` of experts that are not Transformer Engine's."""
+    return _recomputes(workload) or in_the_models_dtype(workload)
 
 
 def _grouped(workload: Workload) -> str | None:
     """Why GroupedMMExperts are not the experts that are asked for."""
     if not workload.size("swiglu"):
         return "the activation is not SwiGLU, the only one that it has"
-    return _stacked(workload)
+    return _stacked(workload) or in_the_models_dtype(workload)
 
 
 def _fused_kind(workload: Workload) -> str | None:
@@ -102,7 +106,7 @@ def _stacked(workload: Workload) -> str | None:
     for name in ("hidden_size", "ffn"):
         if workload.size(name) % rows:
             return f"{name} {workload.size(name)}: a grouped product takes multiples of {rows}"
-    return _plain(workload)
+    return _recomputes(workload)
 
 
 def _grouped_mm(workload: Workload) -> str | None:
@@ -136,7 +140,7 @@ SURFACE = Surface(
     (
         _backend(
             FUSED, "megacpp_mcore.layers.experts:FusedExperts", _fused,
-            role="chosen",
+            opt_in=in_the_models_dtype, role="chosen",
             ruled_out=whatever_the_machine(_fused_kind),
             removes="where every expert is local: the permuted copies that are kept for the "
             "backward pass, the sums of the routed and the shared "

@@ -89,7 +89,8 @@ def triton(workload: Workload) -> str | None:
 
 
 def in_the_models_dtype(workload: Workload) -> str | None:
-    """The `supports` of matrix products that are not Transformer Engine's."""
+    """The `supports` of matrix products that are not Transformer Engine's; the `opt_in` of those
+    that serve beside its FP8 linears where they are named."""
     if (fp8 := workload.size("fp8")) is None:
         return None
     return f"fp8 {fp8}: it multiplies in the model's dtype, Transformer Engine in FP8"

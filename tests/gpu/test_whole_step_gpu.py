@@ -42,6 +42,17 @@ num_workers = 1
 [launch]
 nproc_per_node = 1
 """
+FP8 = [
+    "precision.fp8=hybrid",
+    "precision.fp8_recipe=tensorwise",
+    "backends.moe_experts=fused_moe",
+    "backends.mla_up=triton",
+]
+EVALUATED_EARLY = [
+    "data.split=90,10,0",
+    "schedule.eval_interval=2",
+    "schedule.eval_iters=5",
+]
 EVALUATION = [
     "data.split=90,10,0", "schedule.eval_interval=10", "schedule.eval_iters=5",
 ]  # fmt: skip
@@ -71,6 +82,35 @@ def test_a_captured_step_computes_what_the_eager_one_does(corpus, tmp_path, gpus
     assert graph["series"]["loss"] == eager["series"]["loss"]
     assert graph["series"]["grad_norm"] == eager["series"]["grad_norm"]
     assert graph["evaluations"] == eager["evaluations"] and graph["evaluations"]["loss"]
+
+
+@pytest.mark.parametrize("first_last", ["false", "true"])
+def test_a_captured_step_with_fp8_linears_computes_what_the_eager_one_does(
+    corpus, tmp_path, first_last
+):
+    """Evaluated before, between and after the captures: what one forward pass keeps of a weight in
+    FP8 must not be another's."""
+    own = [*FP8, f"precision.first_last_layers_bf16={first_last}", *EVALUATED_EARLY]
+    eager = run(tmp_path, corpus, "eager", EAGER + own)
+    graph = run(tmp_path, corpus, "graph", GRAPH + own)
+    for receipt in (eager, graph):
+        assert receipt["recipe"]["content"]["precision"]["fp8"] == "hybrid"
+        served = {surface: set() for surface in ("linear", "mla_up", "moe_experts")}
+        for entry in receipt["backends"]:
+            served.get(entry["surface"], set()).add((entry["observed"], entry["reason"]))
+        assert {name for name, _ in served["linear"]} == {"te"}  # every projection
+        for surface, name in (("moe_experts", "fused_moe"), ("mla_up", "triton")):
+            ((observed, reason),) = served[surface]
+            assert observed == name
+            assert "fp8 hybrid: it multiplies in the model's dtype" in reason
+    assert graph["recipe"]["content"]["launch"]["cuda_graph_impl"] == "full_iteration"
+    assert graph["result"]["cuda_graph_bytes"] > 0
+    assert graph["series"]["loss"] == eager["series"]["loss"]
+    assert graph["series"]["grad_norm"] == eager["series"]["grad_norm"]
+    assert graph["evaluations"] == eager["evaluations"] and graph["evaluations"]["loss"]
+    plain = run(tmp_path, corpus, "bf16", EAGER + EVALUATED_EARLY)["series"]["loss"]
+    assert plain != eager["series"]["loss"]  # or nothing was in FP8
+    assert eager["series"]["loss"][-1] < eager["series"]["loss"][0]
 
 
 def test_a_captured_run_goes_on_from_its_checkpoint(corpus, tmp_path):
@@ -106,7 +146,12 @@ TP2 = [*EAGER, "parallel.tensor_model_parallel_size=2", "parallel.sequence_paral
 PP2 = [*EAGER, "parallel.pipeline_model_parallel_size=2", "model.pattern=AEM|EARME"]
 STEPS = [
     pytest.param(sets, gpus, gpus, marks=TWO_GPUS if gpus == 2 else (), id=f"{name}-{gpus}")
-    for name, sets in {"eager": EAGER, "graph": GRAPH, "packed": PACKED}.items()
+    for name, sets in {
+        "eager": EAGER,
+        "graph": GRAPH,
+        "packed": PACKED,
+        "fp8": [*EAGER, *FP8],
+    }.items()
     for gpus in (1, 2)
 ]
 SPLIT_MODELS = [

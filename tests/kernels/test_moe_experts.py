@@ -16,7 +16,8 @@ from megacpp_mcore.dispatch import DispatchError
 from megacpp_mcore.kernels.moe_experts import experts, experts_grouped_mm, weighted_swiglu
 from megacpp_mcore.layers.experts import ExpertsError, FusedExperts, GroupedMMExperts
 from megacpp_mcore.layers.parts import sequential_experts
-from megacpp_mcore.surfaces import moe_experts
+from megacpp_mcore.surfaces import moe_experts, support
+from megacpp_mcore.surfaces.support import Unbuildable
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 # torch has the grouped product for a CPU too, so that what surrounds it is tested here.
@@ -261,6 +262,26 @@ def test_squared_relu_is_fused_moes():
     cfg = config(**SQUARED_RELU)
     decision = choose("fused_moe", cfg)
     assert decision.observed == "fused_moe"
+
+
+def test_beside_fp8_linears_fused_moe_serves_where_it_is_named(monkeypatch):
+    monkeypatch.setattr(moe_experts, "triton", lambda workload: None)
+    monkeypatch.setattr(moe_experts, "_without_nvcc", lambda workload: Unbuildable("no nvcc"))
+    monkeypatch.setattr(support, "import_reason", lambda module: None)
+    dispatch.forget()
+    cfg = config(moe_ffn_hidden_size=16)
+    cfg.params_dtype, cfg.fp8 = torch.bfloat16, "hybrid"
+    left = choose("auto", cfg)  # and asks for no compiler
+    assert left.observed == "te"
+    assert left.reason.startswith("fused_moe: fp8 hybrid: it multiplies in the model's dtype")
+    with pytest.raises(DispatchError, match="cannot serve: no nvcc"):
+        choose("fused_moe", cfg)
+    monkeypatch.setattr(moe_experts, "_without_nvcc", lambda workload: None)
+    dispatch.forget()
+    named = choose("fused_moe", cfg)
+    assert (named.requested, named.observed) == ("fused_moe", "fused_moe")
+    assert "named in" in named.reason and "Transformer Engine in FP8" in named.reason
+    dispatch.forget()
 
 
 def choose(backend, cfg, optimizer="adam"):

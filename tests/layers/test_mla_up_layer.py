@@ -174,7 +174,6 @@ FP8 = ["precision.fp8=hybrid", "precision.fp8_recipe=tensorwise"]
     [
         (["backends.mla_rope=triton"], "mla_rope named: this operator has its own inside"),
         (RANKS, "tensor_model_parallel_size 2: the up-projections gather and scatter tokens"),
-        (FP8, "hybrid: it multiplies in bfloat16"),
         (["attention.qk_layernorm=true"], "qk_layernorm with te's norm, which is inside"),
         (["attention.q_lora_rank=null"], "q_lora_rank is not set: queries come from the hidden"),
         (["model.rotary_percent=0.5"], "rotary_dim 32 of 64: it turns all dims"),
@@ -192,6 +191,18 @@ def test_outside_of_its_scope_the_reference_serves_and_a_named_kernel_is_refused
         dispatch.choose("mla_up", workload, {"mla_up": "triton"})
     with pytest.raises(RecipeError, match=f"backends.mla_up.*{reason}"):
         load_recipe("nam56r", [*overrides, NAMED])
+
+
+def test_beside_fp8_linears_the_kernels_serve_where_they_are_named(monkeypatch):
+    monkeypatch.setattr(mla_up.mla_up, "import_reason", lambda module: None)
+    dispatch.forget()
+    recipe = load_recipe("nam56r", [*FP8, NAMED])
+    workload = SURFACE.workload(recipe, "cuda")
+    named = dispatch.choose("mla_up", workload, recipe.backends)
+    assert named.observed == "triton" and "in the model's dtype" in named.reason
+    left = dispatch.choose("mla_up", workload)
+    assert left.observed == "reference" and "triton: fp8 hybrid: it multiplies" in left.reason
+    dispatch.forget()
 
 
 def test_other_scopes():

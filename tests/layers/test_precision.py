@@ -127,3 +127,34 @@ def test_fp8_without_transformer_engine_is_refused_before_any_layer():
         dispatch.choose("linear", workload)
     assert "te: Transformer Engine runs on cuda only" in str(error.value)
     assert "reference: fp8 hybrid: it multiplies in the model's dtype" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fp8", "impl", "kept"),
+    [
+        ("hybrid", "full_iteration", False),
+        ("hybrid", "none", True),
+        (None, "full_iteration", True),
+    ],
+)
+def test_a_captured_step_keeps_no_weight_in_fp8(monkeypatch, fp8, impl, kept):
+    """Said before a linear is built, which reads it then."""
+    from megatron.core.models.hybrid.hybrid_block import HybridStack
+
+    from megacpp_mcore import dispatch
+    from megacpp_mcore.layers import hybrid_stack
+    from megacpp_mcore.layers.settings import PluginSettings, attach
+
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2)
+    config.fp8, config.cuda_graph_impl = fp8, impl
+    seen = []
+
+    def build(self, config, submodules, **kwargs):
+        seen.append(config.disable_parameter_transpose_cache)
+        self.post_process = False
+
+    monkeypatch.setattr(HybridStack, "__init__", build)
+    monkeypatch.setattr(dispatch, "decide", lambda *question: None)
+    stack = object.__new__(hybrid_stack.MegacppStack)
+    stack.__init__(attach(config, PluginSettings()), None)
+    assert seen == [not kept]

@@ -436,3 +436,18 @@ def test_depths_of_mtp_that_share_a_layer_have_its_parameters_once():
     assert one.parameters == two.parameters
     own = memory(load_recipe("nam56r", ["mtp.mtp_num_layers=2"]), 0)
     assert own.parameters > two.parameters
+
+
+def test_no_speed_of_fp8_is_claimed():
+    """Every product counts at the one rate that was measured, in bf16."""
+    beside = ["precision.fp8=hybrid", "precision.fp8_recipe=tensorwise",
+              "backends.moe_experts=fused_moe"]  # fmt: skip
+    plain, named, left = (load_recipe("nam56r", sets) for sets in ([], beside, beside[:2]))
+    sizes = [Sizes.of(recipe) for recipe in (plain, named, left)]
+    assert [one.serving["moe_experts"] for one in sizes] == ["fused_moe", "fused_moe", "te"]
+    assert sizes[1].serving["mla_up"] == sizes[2].serving["mla_up"] == "reference"
+    assert (
+        named.launch.cuda_graph_impl == "full_iteration" and left.launch.cuda_graph_impl == "none"
+    )
+    assert step(named, RATES).products == step(plain, RATES).products
+    assert step(named, RATES).total >= step(plain, RATES).total

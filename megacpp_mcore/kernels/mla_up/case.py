@@ -74,7 +74,7 @@ class MLAUpCase(OperatorCase):
         return Workload.of(
             device, str(dtype).removeprefix("torch."), **dict(zip(_SIZES, sizes, strict=True)),
             rotary_dim=self.pos, context_parallel_size=1, tensor_model_parallel_size=1, parts=(),
-            quantized=None, norms_inside=False, delays_weight_gradients=False,
+            fp8=None, fp4=None, norms_inside=False, delays_weight_gradients=False,
         )  # fmt: skip
 
     def make_inputs(self, generator: torch.Generator) -> Tensors:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megacpp_mcore.recipe.refusal import Rules, shown
+from megacpp_mcore.recipe.rules import fp8_step
 from megacpp_mcore.surfaces.moe_dispatch import ALLGATHER, ON_ONE_RANK
 from megacpp_mcore.surfaces.moe_experts import COUNTS_ON_DEVICE, FUSED
 from megacpp_mcore.surfaces.registry import REGISTRY
@@ -71,10 +72,10 @@ def _whole_step(r: Rules) -> None:
         _experts(r, captured)
     for key, (value, why) in _CAPTURED.items():
         r.must_be(key, value, f"{captured}: {why}")
-    fp8 = "Transformer Engine's FP8 experts read their counts on the host"
-    fp8 = fp8 if r.has("E") else "a captured step with FP8 products is untested"
-    r.must_be("precision.fp8", None, f"{captured}: {fp8}")
-    if r.has("E") and r["precision.fp8"] is None:
+    fp8 = r["precision.fp8"] is not None
+    if fp8:
+        fp8_step.check(r, captured)
+    if r.has("E") and (not fp8 or r["backends.moe_experts"] == FUSED):
         _chosen_experts(r)
     r.refuse(
         not r["launch.cuda_graph_warmup_steps"],

@@ -1,7 +1,13 @@
 """Rules about precision and the optimizer."""
 
-from megacpp_mcore.recipe.refusal import Rules
+from dataclasses import fields
 
+from megacpp_mcore.hybrid.block_settings import RecomputeSettings
+from megacpp_mcore.recipe.refusal import Rules, shown
+from megacpp_mcore.surfaces.moe_experts import FUSED
+
+# Named beside FP8 linears, they multiply in the model's dtype.
+_IN_THE_MODELS_DTYPE = {"backends.moe_experts": FUSED, "backends.mla_up": "triton"}
 _TP, _CP = "parallel.tensor_model_parallel_size", "parallel.context_parallel_size"
 
 
@@ -30,6 +36,15 @@ def _fp8(r: Rules) -> None:
     stage = r["model.depth"] // r["parallel.pipeline_model_parallel_size"]
     for key in ("precision.num_layers_at_start_in_bf16", "precision.num_layers_at_end_in_bf16"):
         r.refuse(r[key] > stage, key, f"must be at most the {stage} layers of a pipeline stage")
+    for key, name in _IN_THE_MODELS_DTYPE.items():
+        if r[key] == name:
+            _not_recomputed(r, f"with precision.fp8 and {key} = {shown(name)}, which is not in FP8")
+
+
+def _not_recomputed(r: Rules, why: str) -> None:
+    for key in ("parallel.recompute_granularity",
+                *(f"recompute.{field.name}" for field in fields(RecomputeSettings))):  # fmt: skip
+        r.refuse(r[key], key, f"must be left out {why}: untested")
 
 
 def _fp8_sizes(r: Rules) -> None:
