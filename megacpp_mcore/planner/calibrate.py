@@ -42,6 +42,7 @@ _YOUNGER = ("mamba3_core", "m2rnn_core", "router_gating")  # than some of the re
 _DISPATCHER = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"  # what ran is observed
 _LAUNCHES = {"host": "run-small-packed.json", "captured": "layouts-2xh200/one.json"}
 _RUN, _MODEL = "run-nam56r-2xh200.json", "model-nam56r-quarter-m2rnn.json"
+_GATHERING_RUN = "run-nam56r-4xh200-ep4-graph.json"
 
 
 def recipe_of(receipt: Receipt) -> Recipe:
@@ -185,16 +186,19 @@ class Calibration:
         peak = receipt["result"]["peak_memory_bytes"]
         self.put("skew", (peak - even) / rows, "share", _RUN,
                  "its peak over that of even routing, as a share of the experts' rows")  # fmt: skip
-        self.link(recipe, warm_median(receipt, "ms") / 1e3)
+        self.link("nvlink", _RUN, "what its exchange of tokens and its reduction have of the "
+                  "median step, waiting for the fullest rank included")  # fmt: skip
+        self.link("nvlink_allgather", _GATHERING_RUN,
+                  "what its exchange of tokens has of the median step")  # fmt: skip
 
-    def link(self, recipe: Recipe, seconds: float) -> None:
-        """All collectives of the run go at one rate: the one that makes up its median step."""
+    def link(self, rate: str, name: str, how: str) -> None:
+        """The rate of the run's collectives that makes up its median step."""
+        receipt = self.receipt(name)
+        recipe, seconds = recipe_of(receipt), warm_median(receipt, "ms") / 1e3
         low, high = 1e9, 1e12
         for _ in range(60):
             middle = (low * high) ** 0.5
-            self.put("nvlink", middle, "bytes/s a GPU", _RUN,
-                     "what its exchange of tokens and its reduction have of the median step, "
-                     "waiting for the fullest rank included")  # fmt: skip
+            self.put(rate, middle, "bytes/s a GPU", name, how)
             slow = step(recipe, self.rates).total > seconds
             low, high = (middle, high) if slow else (low, middle)
 

@@ -25,6 +25,7 @@ from megacpp_mcore.planner.pipeline import (
 )
 from megacpp_mcore.planner.rates import Rates
 from megacpp_mcore.recipe import Recipe
+from megacpp_mcore.surfaces import moe_dispatch
 from megacpp_mcore.surfaces.moe_experts import FUSED, GROUPED_MM
 from megacpp_mcore.surfaces.support import TE
 
@@ -76,14 +77,16 @@ class Link:
     latency: float
 
     @classmethod
-    def of(cls, recipe: Recipe, rates: Rates, ranks: int, stride: int) -> "Link":
-        """The link of a group whose ranks are `stride` GPUs apart."""
+    def of(
+        cls, recipe: Recipe, rates: Rates, ranks: int, stride: int, nvlink: str = "nvlink"
+    ) -> "Link":
+        """The link of a group whose ranks are `stride` GPUs apart. nvlink: the rate on one host."""
         if ranks == 1:
             return cls(1, float("inf"), 0.0)
         here = max(1, recipe.launch.nproc_per_node // stride)  # of the group, on one host
         if ranks <= here:
-            return cls(ranks, rates["nvlink"], rates["nvlink_latency"])
-        rate = min(rates["nvlink"], here * rates["network"])
+            return cls(ranks, rates[nvlink], rates["nvlink_latency"])
+        rate = min(rates[nvlink], here * rates["network"])
         return cls(ranks, rate, rates["network_latency"])
 
     def ring(self, size: float, messages: float = 1) -> float:
@@ -210,7 +213,9 @@ def _collectives(recipe: Recipe, rates: Rates, sizes: Sizes, layer: Layer) -> di
     if planned_of(layer).experts and sizes.serving.gathers_tokens:
         ranks = sizes.ep * sizes.etp
         arriving = sizes.tokens / sizes.cut * row * ranks * share_that_arrives(recipe, sizes)
-        found["exchange"] = _EXCHANGES * Link.of(recipe, rates, ranks, 1).ring(arriving)
+        by_allgather = sizes.serving[moe_dispatch.NAME] == moe_dispatch.ALLGATHER
+        link = Link.of(recipe, rates, ranks, 1, "nvlink_allgather" if by_allgather else "nvlink")
+        found["exchange"] = _EXCHANGES * link.ring(arriving)
     elif planned_of(layer).experts:
         rows = sizes.tokens / sizes.cut * recipe.moe.moe_router_topk * row
         over = Link.of(recipe, rates, sizes.ep, sizes.etp)
