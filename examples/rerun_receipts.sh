@@ -118,6 +118,10 @@ if [ "$gpus" = 1 ]; then
   for experts in te fused_moe; do
     train 180 $quarter-100-$experts nam56r-quarter 100 "${four[@]}" --set backends.moe_experts=$experts
   done
+  # FP8 in all projections but MLA's up-projections and the experts'
+  train 110 $quarter-40-bf16 nam56r-quarter 40 "${four[@]}"
+  train 110 $quarter-40-fp8 nam56r-quarter 40 "${four[@]}" --set precision.fp8=hybrid \
+    --set precision.fp8_recipe=tensorwise --set backends.moe_experts=fused_moe --set backends.mla_up=triton
   # 500 steps of two micro batches at twice the learning rate, with both decays: as the recipe has them, with
   # mamba-ssm's floor of the decay, and with Megatron's embedding as well
   for start in "" -floor-1e-4 -megatron-init; do
@@ -143,6 +147,7 @@ if [ "$gpus" = 1 ]; then
   compared $quarter-graph-plain-mr $quarter-graph
   compared $quarter-200-eager $quarter-200-graph
   compared $quarter-100-te $quarter-100-fused_moe
+  compared $quarter-40-bf16 $quarter-40-fp8
   compared $quarter-lr2-softplus $quarter-lr2-rational
 else
   whole=run-nam56r-${gpus}x$card batch=(--set "schedule.global_batch_size=$((16 * gpus))") beside=()

@@ -35,13 +35,11 @@ SURFACE = Surface(
             TE, "megacpp_mcore.layers.parts:te_linears", transformer_engine,
             role="chosen",
             removes="FP8 casts outside the GEMM, and tensor-parallel communication that does not "
-            "overlap it; in bf16 on one GPU nothing, both call cuBLAS. With precision.fp8 "
-            "(tensorwise) M's in_proj stays in bf16, as its rows are no multiple of 16",
+            "overlap it; in bf16 on one GPU nothing, both call cuBLAS",
             dtypes="bf16, fp16, fp32; fp8 inside", fallback="reference",
             tests=(*DISPATCH_TESTS, "tests/layers/test_precision.py"),
-            no_receipt="needs a whole model in FP8 compared with bf16: `megacpp bench model --set "
-            "precision.fp8=hybrid --set precision.fp8_recipe=tensorwise --against "
-            "precision.fp8=null`; in bf16 there is nothing to compare",
+            no_receipt="whole runs in FP8 and in bf16 are compared in docs/performance.md; in bf16 "
+            "there is nothing to compare",
             exit_when="torch's linears train NAM56R at the same tokens/s, FP8 included",
             **_facts,
         ),

@@ -39,7 +39,7 @@ NO_STEP = {
     **dict.fromkeys((name for name in RUNS if "yardstick" in name), YARDSTICK),
     "layouts-2xh200/dp2.json": DISTURBED,
 }  # fmt: skip
-# Three of them are what rates are made of.
+# Four of them are what rates are made of.
 STEPS = {
     "layouts-2xh200/ep2.json",
     "layouts-2xh200/one.json",
@@ -61,6 +61,8 @@ STEPS = {
     "run-nam56r-4xh200-ep4-graph.json",
     "run-nam56r-quarter-2xh100-reduce-bf16.json",
     "run-nam56r-quarter-2xh100-reduce-fp32.json",
+    "run-nam56r-quarter-40-bf16.json",
+    "run-nam56r-quarter-40-fp8.json",
     "run-nam56r-quarter-100-fused_moe.json",
     "run-nam56r-quarter-100-te.json",
     "run-nam56r-quarter-200-eager.json",

@@ -246,7 +246,7 @@ def _passed_over(surface):
 @pytest.mark.parametrize("surface", REGISTRY.values(), ids=REGISTRY)
 def test_auto_takes_the_faster_first_or_the_catalog_says_why_not(surface):
     """By the 99 % interval of a committed bench, of backends that are all within the gate."""
-    opt_in = {backend.name for backend in surface.backends if backend.opt_in}
+    opt_in = {backend.name for backend in surface.backends if backend.opt_in is True}
     explained = {(b.name, later) for b in surface.backends for later in b.before}
     found = {pair for pair in _passed_over(surface) if not opt_in & set(pair)}
     assert found <= explained, "the order and the reasons in the surface's file"
