@@ -174,8 +174,8 @@ SURFACE = Surface(
             "parallelism",
             before={
                 TE: "of the measured sizes only 64k tokens with 16 experts are faster with it: the "
-                "order does not depend on the batch, and with 4k and 16k it takes up to seven times "
-                "as long, as the host waits for the counts",
+                "order does not depend on the batch, and with 4k and 16k it takes up to seven "
+                "times as long, as the host waits for the counts",
             },
         ),
         _backend(
