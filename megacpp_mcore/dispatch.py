@@ -24,7 +24,7 @@ imports neither torch nor any optional package: a backend is imported when it is
 import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AUTO", "ENVIRONMENT_VARIABLE", "VERBOSE", "Backend", "Decision", "DispatchError", "Workload",
-    "begin", "check_requests", "choices", "choose", "decide", "decisions", "forced_backends",
-    "forget", "questions", "requested", "strict", "summary", "verdicts",
+    "begin", "check_read", "check_requests", "choices", "choose", "decide", "decisions",
+    "forced_backends", "forget", "questions", "requested", "strict", "summary", "verdicts",
 ]  # fmt: skip
 
 AUTO = "auto"
@@ -114,16 +114,18 @@ def _forced(text: str) -> Mapping[str, str]:
     return requests
 
 
-def check_read(recipe: "Recipe") -> None:
+def check_read(recipe: "Recipe", surfaces: Collection[str] | None = None) -> None:
     """Refuse a backend in [backends] for a surface that the recipe's model does not have, as no
-    layer would read it. MEGACPP_BACKENDS may name those of several models.
+    layer would read it. MEGACPP_BACKENDS may name those of several models. surfaces: those asked
+    about; None: all.
 
     Raises DispatchError, which names all of them.
     """
     unread = {
         name: asked
         for name, surface in REGISTRY.items()
-        if (asked := recipe.backends.get(name, AUTO)) != AUTO
+        if (surfaces is None or name in surfaces)
+        and (asked := recipe.backends.get(name, AUTO)) != AUTO
         and surface.workload(recipe, recipe.launch.device) is None
     }
     if unread:
@@ -240,17 +242,16 @@ def _choose(
         if requested not in (AUTO, backend.name):
             continue
         why_not = backend.supports(workload)
-        # What `auto` passes over need be neither whole nor built.
-        if requested == AUTO and isinstance(why_not, Broken | Unbuildable | None):
+        # What `auto` passes over for this workload need be neither whole nor built.
+        of_workload = callable(backend.opt_in) and isinstance(why_not, Broken | Unbuildable)
+        if requested == AUTO and (why_not is None or of_workload):
             why_not = backend.passed_over(workload) or why_not
         if why_not is None:
+            reason = "; ".join(passed_over) or "first in order"
             if requested != AUTO:
                 passed = callable(backend.opt_in) and backend.opt_in(workload)
-                reason = f"named in {source}" + (
-                    f"; auto passes it over: {passed}" if passed else ""
-                )
-            else:
-                reason = "; ".join(passed_over) or "first in order"
+                reason = f"named in {source}"
+                reason += f"; auto passes it over: {passed}" if passed else ""
             if layout := workload.size("layout"):
                 reason = f"layout {layout}: {reason}"
             return Decision(surface, requested, backend.name, reason, backend.implementation)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,19 +105,33 @@ def _bench(args: argparse.Namespace, recipe: Any) -> tuple[dict[str, Any], list[
 
 
 def _recipe(args: argparse.Namespace) -> Any:
-    from megacpp_mcore import bench
-    from megacpp_mcore.recipe import recipe_from_environment
+    from megacpp_mcore import bench, dispatch
+    from megacpp_mcore.recipe import load_recipe, recipe_from_environment
+    from megacpp_mcore.surfaces.registry import REGISTRY
     from megacpp_mcore.surfaces.workload import current_device
 
+    name, own = args.recipe, []
+    if name is None and (named := recipe_from_environment()):
+        name, own = named.source, [*named.overrides]
+    name = name or ("nam56r" if current_device() == "cuda" else "nam56r-tiny")
     overrides = args.overrides + ([f"model.depth={args.layers}"] if args.layers else [])
     if args.layer:
         from megacpp_mcore.bench.layer import layer_overrides
 
         overrides = layer_overrides(args.layer) + overrides
-    if args.recipe is None and (named := recipe_from_environment()):
-        return bench.load_for_bench(named.source, [*named.overrides, *overrides])
-    default = "nam56r" if current_device() == "cuda" else "nam56r-tiny"
-    return bench.load_for_bench(args.recipe or default, overrides)
+    recipe = bench.load_for_bench(name, [*own, *overrides])
+    # A recipe may name backends of layers that are not benched; a word of this command may not.
+    named_here = _surfaces_named(args.overrides)
+    dispatch.check_read(recipe, named_here)
+    dispatch.check_read(load_recipe(name, [*own, *args.overrides]), {*REGISTRY} - named_here)
+    return recipe
+
+
+def _surfaces_named(overrides: Sequence[str]) -> set[str]:
+    from megacpp_mcore.recipe.source import BACKENDS, split_override
+
+    keys = (split_override(word)[0].split(".") for word in overrides)
+    return {key[1] for key in keys if key[0] == BACKENDS and len(key) > 1}
 
 
 def _check_options(args: argparse.Namespace) -> None:

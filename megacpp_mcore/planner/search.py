@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megacpp_mcore import dispatch
 from megacpp_mcore.hybrid.pattern import PatternError
 from megacpp_mcore.planner import PlanError
 from megacpp_mcore.planner.memory import Memory, memory
@@ -94,7 +95,7 @@ def plan(
     """Search. budget: bytes that tensors may take on a GPU.
 
     Raises PlanError for numbers that make no sense, and where no layout is legal or none fits;
-    RecipeError where the recipe itself is refused.
+    RecipeError where the recipe itself is refused; DispatchError as `dispatch.check_read`.
     """
     nodes = _nodes(gpus, nodes, int(rates["host_gpus"]))
     if not budget > 0:
@@ -118,6 +119,7 @@ def plan(
             + f"With {_BATCH} = {base.get(_BATCH)} there are at most as many data-parallel ranks; "
             "a larger one has room for more GPUs"
         )
+    dispatch.check_read(found[0].recipe)
     smallest = min(found, key=lambda layout: layout.memory.total)
     fitting = [layout for layout in found if layout.memory.total <= budget]
     if not fitting:

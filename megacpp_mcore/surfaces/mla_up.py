@@ -106,12 +106,13 @@ _facts = {
     ),
 }  # fmt: skip
 _LAYER = "layer-mla-up.json"
+TRITON = "triton"
 
 SURFACE = Surface(
     "mla_up",
     (
         Backend(
-            "triton", f"{_KERNELS}.triton:mla_up", _triton,
+            TRITON, f"{_KERNELS}.triton:mla_up", _triton,
             opt_in=in_the_models_dtype, role="chosen",
             ruled_out=whatever_the_machine(_options),
             removes="the up-projections' outputs and their gradients: a tile of latents is "

@@ -77,8 +77,18 @@ class TestLayer:
             (["norm", "A"], "takes the name of a layer"),
             (["layer", "A", "--against", "mla_rope=fast"], "unknown backend 'fast'"),
             (["layer", "A", "--against", "te"], "not of the form surface=backend"),
+            (["layer", "E", "--set", "backends.m2rnn=reference"], "no part of this model asks for"),
+            (["layer", "R", "--set", "backends.rope_qk=reference"], "asks for rope_qk"),
         ],
     )
     def test_refusals(self, arguments, message, capsys):
         assert cli.main(["bench", *arguments, "--recipe", "nam56r-tiny", *WORDS]) == 2
         assert message in capsys.readouterr().err
+
+    def test_a_recipes_backends_of_other_layers_stay(self, tmp_path, capsys):
+        recipe = tmp_path / "mine.toml"
+        recipe.write_text('extends = "nam56r-tiny"\n[backends]\nm2rnn = "reference"\n')
+        bench_layer = ["bench", "layer", "E", "--recipe", str(recipe), *WORDS]
+        assert cli.main(bench_layer) == 0
+        assert cli.main([*bench_layer, "--set", "model.pattern=AEM"]) == 2
+        assert "no part of this model asks for m2rnn" in capsys.readouterr().err

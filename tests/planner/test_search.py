@@ -313,6 +313,13 @@ def test_it_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+def test_a_backend_that_the_model_does_not_read_is_refused(capsys):
+    words = ["recipe", "plan", "nam56r", "--gpus", "1", "--set"]
+    assert main([*words, "backends.rope_qk=triton"]) == 2
+    assert "no part of this model asks for rope_qk" in capsys.readouterr().err
+    assert main([*words, "backends.mla_rope=triton"]) == 0
+
+
 def test_a_recipe_of_the_cpu_is_refused():
     with pytest.raises(PlanError, match=r"launch\.device = 'cpu'"):
         planned(1, name="nam56r-tiny")

@@ -4,10 +4,13 @@ from dataclasses import fields
 
 from megacpp_mcore.hybrid.block_settings import RecomputeSettings
 from megacpp_mcore.recipe.refusal import Rules, shown
-from megacpp_mcore.surfaces.moe_experts import FUSED
+from megacpp_mcore.surfaces import mla_up, moe_experts
 
 # Named beside FP8 linears, they multiply in the model's dtype.
-_IN_THE_MODELS_DTYPE = {"backends.moe_experts": FUSED, "backends.mla_up": "triton"}
+_IN_THE_MODELS_DTYPE = {
+    "backends.moe_experts": moe_experts.FUSED,
+    "backends.mla_up": mla_up.TRITON,
+}
 _TP, _CP = "parallel.tensor_model_parallel_size", "parallel.context_parallel_size"
 
 
