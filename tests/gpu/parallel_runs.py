@@ -139,7 +139,7 @@ class Packed:
         status = parallel_launches.status(processes, self.limit_s, self._stopped)
         if status == 0:
             return None
-        telling = re.compile(r"\[rank|megacpp: [^b]|[\w.]*Error\b")
+        telling = re.compile(r"\[rank|megacpp: [^b]|ERROR\b|[\w.]*Error\b")
         lines = [line for log in logs for line in log.read_text().splitlines()]
         said = [line for line in lines if telling.match(line.lstrip())]
         what = f"exit status {status}" if isinstance(status, int) else status

@@ -3,7 +3,8 @@
 The runs are real launches, some minutes in all, side by side. A test waits for those that it
 compares: where the tests are cut short, what has ended by then has its outcome. With
 MEGACPP_MEGATRON_LM, the folder of a Megatron-LM 0.19 checkout, its own pretrain_hybrid.py is run
-with our --spec too.
+with our --spec too. Its scripts alone, with the wheel's Megatron, need the patch
+dataset-helper-without-makefile.
 """
 
 import os

@@ -68,7 +68,10 @@ def test_two_gpus_are_two_hosts_of_four_ranks(tmp_path, monkeypatch):
 def test_a_launch_of_two_hosts_ends_with_either(tmp_path, monkeypatch):
     """The first to fail ends the other; both logs are read for what was said."""
     two = Packed(tmp_path / "out", ["0", "1"], limit_s=20)
-    program = "import sys, time; time.sleep({}); print('OSError: host {}'); sys.exit({})"
+    program = (
+        "import sys, time; time.sleep({}); print('OSError: host {}'); "
+        "print('ERROR:megatron.core:no make'); print('some more'); sys.exit({})"
+    )
 
     def launch(first, second):
         ends = [(first, 0), (second, 1)]
@@ -80,7 +83,9 @@ def test_a_launch_of_two_hosts_ends_with_either(tmp_path, monkeypatch):
 
     assert launch((0, 0), (0.3, 0)) is None
     began = time.monotonic()
-    assert launch((60, 0), (0, 3)) == "exit status 3:\nOSError: host 1"
+    assert launch((60, 0), (0, 3)) == (
+        "exit status 3:\nOSError: host 1\nERROR:megatron.core:no make"
+    )
     assert time.monotonic() - began < 15
     two.limit_s = 0.5
     assert "no end within 0 s" in launch((60, 0), (0, 0))
