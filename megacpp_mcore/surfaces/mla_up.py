@@ -119,8 +119,8 @@ SURFACE = Surface(
             "multiplied and rotated on the chip, and q, k and v are written once; the gradients of "
             "q, k and v are read twice, and none of their size is written. One rank, whole weights "
             f"without a norm inside, and dims and ranks of {MOST} at most",
-            dtypes="bf16; summed and rotated in fp32, rounded once; weight gradients added to "
-            "main_grad in fp32",
+            dtypes="bf16, with precision.fp8 only where named; summed and rotated in fp32, rounded "
+            "once; weight gradients added to main_grad in fp32",
             fallback=REFERENCE,
             exit_when="the linears and mla_rope are as fast in layer A, or Transformer Engine "
             "fuses plain RoPE into MLA's up-projections",

@@ -149,7 +149,8 @@ SURFACE = Surface(
             layout="tokens [t, h] and the router's map where every expert is local; else as "
             "grouped_mm's",
             dtypes="bf16, fp16, fp32; SwiGLU or squared ReLU in fp32; our own products bf16 on "
-            "Hopper, torch's elsewhere", fallback=GROUPED_MM,
+            "Hopper, torch's elsewhere; with precision.fp8 only where named, in the model's dtype",
+            fallback=GROUPED_MM,
             tests=(*_TESTS, "tests/kernels/test_moe_routed.py", "tests/kernels/test_moe_hopper.py",
                    "tests/layers/test_moe.py", "tests/layers/test_moe_residual.py",
                    "tests/layers/test_moe_whole.py", "tests/gpu/test_moe_experts_gpu.py"),
