@@ -35,6 +35,11 @@ class TestRecipe:
         assert recipe.parallel.expert_model_parallel_size == 1
         assert recipe.parallel.use_distributed_optimizer  # one rank can have it
 
+    def test_a_cpu_benches_the_sizes_of_the_miniature(self, tmp_path):
+        out = tmp_path / "norm.json"
+        assert cli.main(["bench", "norm", "--against", "reference", "--receipt", str(out)]) == 0
+        assert receipts.read(out)["recipe"]["name"] == "nam56r-tiny"
+
     def test_what_is_asked_for_is_kept(self):
         recipe = bench.load_for_bench("nam56r", ["schedule.micro_batch_size=2", "model.depth=13"])
         assert (recipe.schedule.global_batch_size, recipe.plan.depth) == (2, 13)
