@@ -187,6 +187,36 @@ def test_tensor_and_pipeline_parallelism_divide_the_model():
         assert 0.5 * whole.parameters < half.parameters < 0.6 * whole.parameters
 
 
+def test_the_products_of_a_step_are_the_same_on_tensor_and_data_parallel_ranks():
+    words = "launch.nproc_per_node=2", "schedule.global_batch_size=8"
+    tp = "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"
+    both = (load_recipe("nam56r", (*words, *own, "launch.cuda_graph_impl=none"))
+            for own in ((), (*tp, "launch.environment.CUDA_DEVICE_MAX_CONNECTIONS=1")))  # fmt: skip
+    data, tensor = (step(recipe, RATES).products for recipe in both)
+    assert tensor == pytest.approx(data)
+
+
+def test_gradients_that_are_all_reduced_travel_twice():
+    """In fp32 there and back, where sharded ones go there and weights come back in bf16."""
+    apart = [f"parallel.{key}=false" for key in ("overlap_grad_reduce", "overlap_param_gather")]
+    words = ["launch.nproc_per_node=2", "schedule.global_batch_size=8", *apart]
+    whole, sharded = (
+        step(load_recipe("nam56r", [*words, f"parallel.use_distributed_optimizer={value}"]), RATES)
+        for value in ("false", "true")
+    )
+    assert whole.data_parallel == pytest.approx(4 / 3 * sharded.data_parallel, rel=0.01)
+
+
+def test_a_slow_hop_lengthens_the_pipelines_sends():
+    recipe = load_recipe("nam56r", layout(2, parallel__pipeline_model_parallel_size=2))
+    hop = RATES.assumed["nvlink_latency"] | {"value": RATES["nvlink_latency"] + 1.0}
+    slow = dataclasses.replace(RATES, assumed={**RATES.assumed, "nvlink_latency": hop})
+    more = step(recipe, slow).pipeline - step(recipe, RATES).pipeline
+    # A micro batch's activations are sent, and its gradients; the bubble has one micro batch more,
+    # in which the host is no longer late.
+    assert 2 * micro_batches(recipe) < more <= 2 * (micro_batches(recipe) + 1)
+
+
 def test_links_between_hosts_are_slower_and_each_hop_costs():
     recipe = load_recipe("nam56r", ["launch.nnodes=8", "schedule.micro_batch_size=1"])
     inside, across = Link.of(recipe, RATES, 8, 1), Link.of(recipe, RATES, 8, 8)
