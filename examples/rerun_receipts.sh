@@ -119,9 +119,12 @@ if [ "$gpus" = 1 ]; then
     train 180 $quarter-100-$experts nam56r-quarter 100 "${four[@]}" --set backends.moe_experts=$experts
   done
   # FP8 in all projections but MLA's up-projections and the experts'
+  fp8=(--set precision.fp8=hybrid --set precision.fp8_recipe=tensorwise
+    --set backends.moe_experts=fused_moe --set backends.mla_up=triton)
   train 110 $quarter-40-bf16 nam56r-quarter 40 "${four[@]}"
-  train 110 $quarter-40-fp8 nam56r-quarter 40 "${four[@]}" --set precision.fp8=hybrid \
-    --set precision.fp8_recipe=tensorwise --set backends.moe_experts=fused_moe --set backends.mla_up=triton
+  train 110 $quarter-40-fp8 nam56r-quarter 40 "${four[@]}" "${fp8[@]}"
+  train 90 $quarter-20-fp8-graph nam56r-quarter 20 "${four[@]}" "${fp8[@]}"
+  train 90 $quarter-20-fp8-eager nam56r-quarter 20 "${four[@]}" "${fp8[@]}" --set launch.cuda_graph_impl=none
   # 500 steps of two micro batches at twice the learning rate, with both decays: as the recipe has them, with
   # mamba-ssm's floor of the decay, and with Megatron's embedding as well
   for start in "" -floor-1e-4 -megatron-init; do

@@ -61,6 +61,8 @@ STEPS = {
     "run-nam56r-4xh200-ep4-graph.json",
     "run-nam56r-quarter-2xh100-reduce-bf16.json",
     "run-nam56r-quarter-2xh100-reduce-fp32.json",
+    "run-nam56r-quarter-20-fp8-eager.json",
+    "run-nam56r-quarter-20-fp8-graph.json",
     "run-nam56r-quarter-40-bf16.json",
     "run-nam56r-quarter-40-fp8.json",
     "run-nam56r-quarter-100-fused_moe.json",
