@@ -105,10 +105,10 @@ class _Signals:
 
     last: SIGINT is ignored after the block. interrupted: whether Ctrl-C was pressed in it; a
     library may make another error of that. noted: whether it was pressed in `main` or while
-    handlers changed, where it raises no exception. Where the exception would be swallowed
-    (`_swallows`) it waits (a second Ctrl-C does not), and where it was, as in any other callback of
-    Python's, it is raised again. ended: whether handlers are what they were before the block; a
-    Ctrl-C may have kept `end` from that.
+    handlers changed, where it raises no exception, or its exception waits. Where that would be
+    swallowed (`_swallows`) it does (a second Ctrl-C does not), and where it was, as in any other
+    callback of Python's, it is raised again; the command may have ended before. ended: whether
+    handlers are what they were before the block; a Ctrl-C may have kept `end` from that.
     """
 
     def __init__(self, last: bool) -> None:
@@ -164,24 +164,20 @@ class _Signals:
         """What Python does with an exception that it swallows."""
         if self.interrupted and issubclass(found.exc_type, KeyboardInterrupt):
             self._interrupt_soon()
-        else:
+        elif not (self._ending and found.exc_type is OSError and _IGNORED in str(found.exc_value)):
             self._unraisablehook(found)
 
     def _interrupt_soon(self) -> None:
+        self.noted = True
         handler = signal.signal(signal.SIGALRM, self._interrupt)
         self._before.setdefault(signal.SIGALRM, handler)
         timer = signal.setitimer(signal.ITIMER_REAL, 0.05)
         self._timer = self._timer or timer
 
 
-_WITHOUT_EXCEPTION = {
-    function.__code__ for function in (main, _Signals.__enter__, _Signals.__exit__, _Signals.end)
-}
-
-
 def _is_only_noted(frame: FrameType | None) -> bool:
     """Whether Ctrl-C is to raise nothing in the frame, or in that which a handler interrupted."""
-    while frame is not None and frame.f_code is _Signals._interrupt.__code__:
+    while frame is not None and frame.f_code in _OF_THE_HANDLER:
         frame = frame.f_back
     return frame is not None and frame.f_code in _WITHOUT_EXCEPTION
 
@@ -204,6 +200,17 @@ def _swallows(frame: FrameType) -> bool:
     if code.co_name == "cb":
         return code.co_filename == "<frozen importlib._bootstrap>"
     return code.co_name == "__del__"
+
+
+# CPython, of a Ctrl-C that came just before it was to be ignored.
+_IGNORED = "ignored due to race condition"
+_WITHOUT_EXCEPTION = {
+    function.__code__ for function in (main, _Signals.__enter__, _Signals.__exit__, _Signals.end)
+}
+_OF_THE_HANDLER = {
+    function.__code__
+    for function in (_Signals._interrupt, _is_only_noted, _is_swallowed, _swallows)
+}
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
@@ -143,6 +144,33 @@ def test_ctrl_c_where_python_swallows_exceptions_is_one_line(where, monkeypatch,
     assert capsys.readouterr() == ("", "megacpp: interrupted\n")
     assert finished or where is in_a_callback, "a destructor was cut off"
     assert sys.unraisablehook is hook
+
+
+@pytest.mark.parametrize("where", [in_a_destructor, in_a_callback, in_a_callback_of_importlib])
+def test_ctrl_c_there_is_told_by_a_command_that_ends_at_once(where, monkeypatch, capsys):
+    """Before the exception could be raised again."""
+    command = SimpleNamespace(run=lambda args: 0 * bool(where()))
+    parser = SimpleNamespace(parse_args=lambda words: command)
+    monkeypatch.setattr(cli, "build_parser", lambda commands: parser)
+    before = signal.getitimer(signal.ITIMER_REAL)[0]
+    assert cli.main(["recipe", "list"]) == 130
+    assert capsys.readouterr() == ("", "megacpp: interrupted\n")
+    assert signal.getitimer(signal.ITIMER_REAL)[0] in (0, pytest.approx(before, abs=5))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("inside", [cli._is_only_noted, cli._is_swallowed, cli._swallows])
+def test_ctrl_c_in_its_own_handler_is_of_what_that_interrupted(inside):
+    """Else it would raise in `main`, past the end of its block."""
+
+    def told(interrupted):
+        frame = None
+        for function in (interrupted, cli._Signals._interrupt, inside):
+            frame = SimpleNamespace(f_code=function.__code__, f_back=frame)
+        return cli._is_only_noted(frame)
+
+    assert told(cli.main) and told(cli._Signals.end)
+    assert not told(cli._run)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
