@@ -105,10 +105,10 @@ class _Signals:
 
     last: SIGINT is ignored after the block. interrupted: whether Ctrl-C was pressed in it; a
     library may make another error of that. noted: whether it was pressed in `main` or while
-    handlers changed, where it raises no exception, or its exception waits. Where that would be
-    swallowed (`_swallows`) it does (a second Ctrl-C does not), and where it was, as in any other
-    callback of Python's, it is raised again; the command may have ended before. ended: whether
-    handlers are what they were before the block; a Ctrl-C may have kept `end` from that.
+    handlers changed, where it raises no exception, or the command ended while the exception waited.
+    Where that would be swallowed (`_swallows`) it waits (a second Ctrl-C does not), and where it
+    was, as in any other callback of Python's, it is raised again. ended: whether handlers are what
+    they were before the block; a Ctrl-C may have kept `end` from that.
     """
 
     def __init__(self, last: bool) -> None:
@@ -139,7 +139,8 @@ class _Signals:
             self._before[signal.SIGINT] = signal.SIG_IGN
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self._timer is not None:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+            self.noted = self.noted or left > 0
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._timer is not None:
@@ -168,7 +169,6 @@ class _Signals:
             self._unraisablehook(found)
 
     def _interrupt_soon(self) -> None:
-        self.noted = True
         handler = signal.signal(signal.SIGALRM, self._interrupt)
         self._before.setdefault(signal.SIGALRM, handler)
         timer = signal.setitimer(signal.ITIMER_REAL, 0.05)

@@ -159,6 +159,22 @@ def test_ctrl_c_there_is_told_by_a_command_that_ends_at_once(where, monkeypatch,
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("where", [in_a_destructor, in_a_callback, in_a_callback_of_importlib])
+def test_a_command_that_handles_ctrl_c_itself_has_its_own_word(where, monkeypatch, capsys):
+    def handles(args):
+        try:
+            kept = where()
+            time.sleep(5)
+        except KeyboardInterrupt:
+            return 7
+        pytest.fail(f"KeyboardInterrupt was lost; {kept}")
+
+    parser = SimpleNamespace(parse_args=lambda words: SimpleNamespace(run=handles))
+    monkeypatch.setattr(cli, "build_parser", lambda commands: parser)
+    assert cli.main(["data", "build"]) == 7
+    assert capsys.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("inside", [cli._is_only_noted, cli._is_swallowed, cli._swallows])
 def test_ctrl_c_in_its_own_handler_is_of_what_that_interrupted(inside):
     """Else it would raise in `main`, past the end of its block."""
