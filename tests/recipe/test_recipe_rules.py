@@ -221,6 +221,9 @@ REFUSED = [
     ([*WHOLE, *BESIDE_FP8, "moe.moe_expert_capacity_factor=1.0"],
      "moe.moe_expert_capacity_factor", "the host has to read"),
     ([*WHOLE, *BESIDE_FP8, "optimizer.optimizer=muon"], "launch.cuda_graph_impl", "3-d tensor"),
+    *(([*TENSORWISE, f"precision.{word}"], f"precision.{word.partition('=')[0]}",
+       'with precision.fp8_recipe = "tensorwise": Megatron reads it for delayed')
+      for word in ("fp8_wgrad=false", "fp8_amax_history_len=16", "fp8_amax_compute_algo=max")),
     ([*BESIDE_FP8, "recompute.moe=experts"], "recompute.moe", "untested"),
     ([*BESIDE_FP8, "recompute.layernorm=true"], "recompute.layernorm", "which is not in FP8"),
     ([*BESIDE_FP8, *FULL], "parallel.recompute_granularity", "which is not in FP8"),
@@ -309,6 +312,7 @@ ACCEPTED = [
     FP8,
     [*TENSORWISE, "precision.first_last_layers_bf16=true"],
     [*FP8, "attention.kv_lora_rank=80"],
+    [*FP8, "precision.fp8_wgrad=false", "precision.fp8_amax_history_len=16"],
     [*FP8, "model.seq_length=8", "schedule.micro_batch_size=2"],
     ["optimizer.min_lr=3e-4", "optimizer.lr=3e-4"],
     [*FP8, "backends.moe_experts=fused_moe"],

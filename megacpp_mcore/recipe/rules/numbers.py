@@ -1,9 +1,8 @@
 """Rules about precision and the optimizer."""
 
-from dataclasses import fields
-
-from megacpp_mcore.hybrid.block_settings import RecomputeSettings
 from megacpp_mcore.recipe.refusal import Rules, shown
+from megacpp_mcore.recipe.rules import recompute
+from megacpp_mcore.recipe.source import KEYS
 from megacpp_mcore.surfaces import mla_up, moe_experts
 
 # Named beside FP8 linears, they multiply in the model's dtype.
@@ -11,6 +10,7 @@ _IN_THE_MODELS_DTYPE = {
     "backends.moe_experts": moe_experts.FUSED,
     "backends.mla_up": mla_up.TRITON,
 }
+_OF_DELAYED_SCALING = ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad")
 _TP, _CP = "parallel.tensor_model_parallel_size", "parallel.context_parallel_size"
 
 
@@ -36,6 +36,10 @@ def _fp8(r: Rules) -> None:
         "model.transformer_impl",
         'must be "transformer_engine" with precision.fp8',
     )
+    if r["precision.fp8_recipe"] != "delayed":
+        why = f"with {r.text('precision.fp8_recipe')}: Megatron reads it for delayed scaling alone"
+        for key in (f"precision.{name}" for name in _OF_DELAYED_SCALING):
+            r.must_be(key, KEYS[key].default, why)
     stage = r["model.depth"] // r["parallel.pipeline_model_parallel_size"]
     for key in ("precision.num_layers_at_start_in_bf16", "precision.num_layers_at_end_in_bf16"):
         r.refuse(r[key] > stage, key, f"must be at most the {stage} layers of a pipeline stage")
@@ -45,8 +49,8 @@ def _fp8(r: Rules) -> None:
 
 
 def _not_recomputed(r: Rules, why: str) -> None:
-    for key in ("parallel.recompute_granularity",
-                *(f"recompute.{field.name}" for field in fields(RecomputeSettings))):  # fmt: skip
+    blocks = (f"recompute.{block}" for block in recompute.BLOCKS)
+    for key in ("parallel.recompute_granularity", *blocks):
         r.refuse(r[key], key, f"must be left out {why}: untested")
 
 
@@ -76,8 +80,7 @@ def _fp8_sizes(r: Rules) -> None:
 
 
 def _optimizer(r: Rules) -> None:
-    low, high = "optimizer.min_lr", "optimizer.lr"
-    r.refuse(r[low] > r[high], low, f"must be at most {r.text(high)}")
+    r.ordered("optimizer.min_lr", "optimizer.lr")
     name, precise = r["optimizer.optimizer"], "optimizer.use_precision_aware_optimizer"
     r.refuse(
         r[precise] and (name != "adam" or not r["parallel.use_distributed_optimizer"]),

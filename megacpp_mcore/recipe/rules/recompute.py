@@ -6,11 +6,13 @@ from megacpp_mcore.hybrid import letters
 from megacpp_mcore.hybrid.block_settings import MEGATRON_RECOMPUTES, RecomputeSettings
 from megacpp_mcore.recipe.refusal import Rules, shown
 
+BLOCKS = tuple(field.name for field in fields(RecomputeSettings))  # the keys of [recompute]
+
 
 def check(r: Rules) -> None:
-    for field in fields(RecomputeSettings):
-        if r[f"recompute.{field.name}"]:
-            _key(r, field.name)
+    for block in BLOCKS:
+        if r[f"recompute.{block}"]:
+            _key(r, block)
     _attention(r)
     _moe(r)
     r.refuse(
