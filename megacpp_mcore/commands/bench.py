@@ -107,6 +107,7 @@ def _bench(args: argparse.Namespace, recipe: Any) -> tuple[dict[str, Any], list[
 def _recipe(args: argparse.Namespace) -> Any:
     from megacpp_mcore import bench, dispatch
     from megacpp_mcore.recipe import load_recipe, recipe_from_environment
+    from megacpp_mcore.recipe.source import BACKENDS
     from megacpp_mcore.surfaces.registry import REGISTRY
     from megacpp_mcore.surfaces.workload import current_device
 
@@ -122,6 +123,11 @@ def _recipe(args: argparse.Namespace) -> Any:
     recipe = bench.load_for_bench(name, [*own, *overrides])
     # A recipe may name backends of layers that are not benched; a word of this command may not.
     named_here = _surfaces_named(args.overrides)
+    if args.surface not in ("layer", "model") and (others := named_here - {args.surface}):
+        raise bench.BenchError(
+            f"--set {BACKENDS}.{min(others)}: `megacpp bench {args.surface}` builds no other "
+            "surface; leave it out, or bench a layer or the model"
+        )
     dispatch.check_read(recipe, named_here)
     dispatch.check_read(load_recipe(name, [*own, *args.overrides]), {*REGISTRY} - named_here)
     return recipe

@@ -79,6 +79,7 @@ class TestLayer:
             (["layer", "A", "--against", "te"], "not of the form surface=backend"),
             (["layer", "E", "--set", "backends.m2rnn=reference"], "no part of this model asks for"),
             (["layer", "R", "--set", "backends.rope_qk=reference"], "asks for rope_qk"),
+            (["norm", "--set", "backends.m2rnn=reference"], "bench norm` builds no other surface"),
         ],
     )
     def test_refusals(self, arguments, message, capsys):
