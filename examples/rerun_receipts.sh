@@ -74,6 +74,9 @@ print(curves("\n".join(f"{name} | {name}" for name in sys.argv[2:]), Path(sys.ar
 }
 packed=(--set data.dataloader_inter_document_masking=true)
 gqa=(--set attention.kind=gqa)
+# In all projections but MLA's up-projections and the experts'
+fp8=(--set precision.fp8=hybrid --set precision.fp8_recipe=tensorwise
+  --set backends.moe_experts=fused_moe --set backends.mla_up=triton)
 mamba3=(--against upstream mamba3_core=reference) # upstream's autotuning takes two minutes
 
 if [ "$gpus" = 1 ]; then
@@ -118,13 +121,14 @@ if [ "$gpus" = 1 ]; then
   for experts in te fused_moe; do
     train 180 $quarter-100-$experts nam56r-quarter 100 "${four[@]}" --set backends.moe_experts=$experts
   done
-  # FP8 in all projections but MLA's up-projections and the experts'
-  fp8=(--set precision.fp8=hybrid --set precision.fp8_recipe=tensorwise
-    --set backends.moe_experts=fused_moe --set backends.mla_up=triton)
   train 110 $quarter-40-bf16 nam56r-quarter 40 "${four[@]}"
   train 110 $quarter-40-fp8 nam56r-quarter 40 "${four[@]}" "${fp8[@]}"
+  train 230 $quarter-200-fp8 nam56r-quarter 200 "${four[@]}" "${fp8[@]}" # against $quarter-200-graph
   train 90 $quarter-20-fp8-graph nam56r-quarter 20 "${four[@]}" "${fp8[@]}"
   train 90 $quarter-20-fp8-eager nam56r-quarter 20 "${four[@]}" "${fp8[@]}" --set launch.cuda_graph_impl=none
+  # Rows so short that the GPU has next to nothing to do: what the host takes to launch a layer
+  train 60 $quarter-short-rows nam56r-quarter 20 --set launch.cuda_graph_impl=none --set model.seq_length=512 \
+    --set schedule.micro_batch_size=1 --set schedule.global_batch_size=4
   # 500 steps of two micro batches at twice the learning rate, with both decays: as the recipe has them, with
   # mamba-ssm's floor of the decay, and with Megatron's embedding as well
   for start in "" -floor-1e-4 -megatron-init; do
@@ -151,6 +155,7 @@ if [ "$gpus" = 1 ]; then
   compared $quarter-200-eager $quarter-200-graph
   compared $quarter-100-te $quarter-100-fused_moe
   compared $quarter-40-bf16 $quarter-40-fp8
+  compared $quarter-200-graph $quarter-200-fp8
   compared $quarter-lr2-softplus $quarter-lr2-rational
 else
   whole=run-nam56r-${gpus}x$card batch=(--set "schedule.global_batch_size=$((16 * gpus))") beside=()
@@ -162,6 +167,7 @@ else
     train 200 "$whole-dp$gpus-graph$turn" nam56r 60 "${batch[@]}"
     train 500 "$whole-yardstick$turn" nam56r 60 "${batch[@]}" "${beside[@]}" --yardstick
   done
+  train 150 "$whole-dp$gpus-fp8" nam56r 20 "${batch[@]}" "${fp8[@]}"
   divided=("${batch[@]}" --set "parallel.expert_model_parallel_size=$gpus")
   train 120 "$whole-ep$gpus" nam56r 20 "${divided[@]}"
   train 120 "$whole-ep$gpus-graph" nam56r 20 "${divided[@]}" --set backends.moe_dispatch=allgather
