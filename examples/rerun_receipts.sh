@@ -145,7 +145,7 @@ if [ "$gpus" = 1 ]; then
   for tokens in 4 16 64; do
     for experts in 16 64 128; do
       for ffn in 512 896 2048; do
-        may_not_fit=1 rows=$((tokens / 4)) bench $((80 + tokens / 2)) "layer-moe-${tokens}k-$experts-$ffn" layer E \
+        may_not_fit=1 rows=$((tokens / 4)) bench $((110 + tokens)) "layer-moe-${tokens}k-$experts-$ffn" layer E \
           --against moe_experts=grouped_mm moe_experts=te upstream --set "moe.num_experts=$experts" \
           --set "moe.moe_ffn_hidden_size=$ffn" --set schedule.global_batch_size=128 # of the recipe's 8 GPUs
       done
