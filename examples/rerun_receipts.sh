@@ -123,7 +123,7 @@ if [ "$gpus" = 1 ]; then
   done
   train 110 $quarter-40-bf16 nam56r-quarter 40 "${four[@]}"
   train 110 $quarter-40-fp8 nam56r-quarter 40 "${four[@]}" "${fp8[@]}"
-  train 230 $quarter-200-fp8 nam56r-quarter 200 "${four[@]}" "${fp8[@]}" # against $quarter-200-graph
+  train 140 $quarter-100-fp8 nam56r-quarter 100 "${four[@]}" "${fp8[@]}" # against $quarter-100-fused_moe
   train 90 $quarter-20-fp8-graph nam56r-quarter 20 "${four[@]}" "${fp8[@]}"
   train 90 $quarter-20-fp8-eager nam56r-quarter 20 "${four[@]}" "${fp8[@]}" --set launch.cuda_graph_impl=none
   # Rows so short that the GPU has next to nothing to do: what the host takes to launch a layer
@@ -155,7 +155,7 @@ if [ "$gpus" = 1 ]; then
   compared $quarter-200-eager $quarter-200-graph
   compared $quarter-100-te $quarter-100-fused_moe
   compared $quarter-40-bf16 $quarter-40-fp8
-  compared $quarter-200-graph $quarter-200-fp8
+  compared $quarter-100-fused_moe $quarter-100-fp8
   compared $quarter-lr2-softplus $quarter-lr2-rational
 else
   whole=run-nam56r-${gpus}x$card batch=(--set "schedule.global_batch_size=$((16 * gpus))") beside=()
