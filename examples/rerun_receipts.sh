@@ -111,7 +111,7 @@ if [ "$gpus" = 1 ]; then
   bench 30 mla_rope mla_rope
   bench 30 rope_qk rope_qk "${gqa[@]}"
   bench 40 layer-gqa layer '*' --against rope_qk=megatron
-  bench 90 mamba3_scan-mimo mamba3_scan --set mamba3.variant=mimo --set mamba3.mimo_rank=4
+  bench 190 mamba3_scan-mimo mamba3_scan --set mamba3.variant=mimo --set mamba3.mimo_rank=4
   bench 30 router_gating router_gating
   bench 30 embedding embedding
   # Curves. All that ships, against the same run eager with gradients added up and reduced in fp32

@@ -10,22 +10,19 @@ from typing import Any
 from megacpp_mcore import dispatch
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces.backend import Backend, Surface
-from megacpp_mcore.surfaces.figures import FOLDER, Figure, is_current
+from megacpp_mcore.surfaces.figures import FOLDER, Figure
 from megacpp_mcore.surfaces.registry import REGISTRY
 from megacpp_mcore.surfaces.workload import Workload
 
 _FACTS = ("role", "removes", "layout", "dtypes", "fallback", "tests", "no_receipt",
           "exit_when", "skips", "before")  # fmt: skip
-_MEASURE_AGAIN = (
-    "measured before receipts named their code; `examples/rerun_receipts.sh` measures it again"
-)
 
 
 def rows() -> list[dict[str, Any]]:
     """Every backend, as facts ready for JSON.
 
-    Keys: surface, blocks, backend; what `Backend` says, `receipt` as a path in the repository, but
-    no receipt of history; figures (texts, none where the receipts are not at hand).
+    Keys: surface, blocks, backend; what `Backend` says, `receipt` as a path in the repository;
+    figures (texts, none where the receipts are not at hand).
     """
     return [_row(s, backend) for s in REGISTRY.values() for backend in s.backends]
 
@@ -34,12 +31,10 @@ def _row(surface: Surface, backend: Backend) -> dict[str, Any]:
     figures = [*backend.figures]
     if backend.receipt and (own := Figure(backend.receipt, backend.name)).is_known():
         figures.insert(0, own)
-    receipt, facts = backend.receipt, {fact: getattr(backend, fact) for fact in _FACTS}
-    if receipt and not is_current(receipt):
-        receipt, facts["no_receipt"] = None, _MEASURE_AGAIN
+    facts = {fact: getattr(backend, fact) for fact in _FACTS}
     return {
         "surface": surface.name, "blocks": surface.blocks, "backend": backend.name, **facts,
-        "receipt": receipt and f"{FOLDER}/{receipt}",
+        "receipt": backend.receipt and f"{FOLDER}/{backend.receipt}",
         "figures": [text for figure in figures if (text := figure.text())],
     }  # fmt: skip
 

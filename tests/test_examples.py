@@ -404,8 +404,9 @@ def test_rerun_receipts_runs_alternate_with_the_yardstick(tmp_path):
         capture_output=True, text=True, env=os.environ | {"DRY": "1"}, check=True,
     )  # fmt: skip
     lines = done.stdout.splitlines()
-    whole, experts, reduced = lines[:4], lines[4:6], lines[6:]
+    whole, fp8, experts, reduced = lines[:4], lines[4], lines[5:7], lines[7:]
     assert ["--yardstick" in line for line in whole] == [False, True, False, True]
+    assert "precision.fp8=hybrid" in fp8 and "--yardstick" not in fp8
     assert all("parallel.expert_model_parallel_size=2" in line for line in experts)
     assert ["moe_dispatch=allgather" in line for line in experts] == [False, True]
     found = [re.search(r"grad_reduce_in_bf16=(\w+)", line)[1] for line in reduced]
@@ -426,4 +427,4 @@ def test_rerun_receipts_of_a_smaller_card_takes_fewer_rows_at_a_time(tmp_path):
         assert recipe.schedule.global_batch_size == load_recipe("nam56r").schedule.global_batch_size
         assert ("--yardstick" in words) or not recipe.recompute.megatron_modules
         rows.append((recipe.schedule.micro_batch_size, len(recipe.recompute.megatron_modules)))
-    assert rows == [(2, 0), (2, 2), (2, 0), (2, 2), (2, 0), (2, 0), (1, 0)]
+    assert rows == [(2, 0), (2, 2), (2, 0), (2, 2), (2, 0), (2, 0), (2, 0), (1, 0)]

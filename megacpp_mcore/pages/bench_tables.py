@@ -7,7 +7,6 @@ from typing import Any
 from megacpp_mcore.pages.tables import (
     GIB,
     digits,
-    history,
     interval,
     link,
     parts_of,
@@ -51,7 +50,7 @@ def _bench(folder: Path, name: str, label: str, ours: str, others: str) -> list[
         compared.append(measured + _beyond_tolerance(their_row))
         ratios.append(interval(ratio, 3))
     return [
-        f"{link(label, name)}{history(receipt)}", _ms(row),
+        link(label, name), _ms(row),
         *_sustained(row), _memory(row) + _beyond_tolerance(row),
         "; ".join(compared) or "timed alone", "; ".join(ratios),
     ]  # fmt: skip

@@ -8,7 +8,6 @@ from typing import Any
 from megacpp_mcore.pages.tables import (
     GIB,
     digits,
-    history,
     interval,
     link,
     parts_of,
@@ -42,7 +41,7 @@ def _run(name: str, label: str, run: Receipt) -> list[str]:
     losses = [loss for loss in series["loss"] if loss is not None]
     ours = result.get("tflops_per_s_per_device")
     return [
-        f"{link(label, name)}{history(run)}", _layout(run), f"{result['steps']:,}",
+        link(label, name), _layout(run), f"{result['steps']:,}",
         f"{series['tokens'][0]:,}", f"{warm_median(run, 'ms'):,.0f} ms",
         f"{result['tokens_per_s_median'] / gpus:,.0f}",
         "" if ours is None else f"{ours:.0f}",
@@ -78,9 +77,8 @@ def pair(words: str, folder: Path) -> str:
         judged = judge_runs(first, second)
         rates = [run["result"]["tokens_per_s_median"] for run in (first, second)]
         links = f"{link('B', b)} against {link('A', a)}"
-        of_history = history(first) or history(second)
         rows.append([
-            f"{label}: {links}{of_history}", f"{rates[1] / rates[0]:.3f}",
+            f"{label}: {links}", f"{rates[1] / rates[0]:.3f}",
             interval(judged.time, 2), judged.loss.judgement if judged.loss else "",
             judged.verdict,
         ])  # fmt: skip
@@ -97,7 +95,7 @@ def layouts(words: str, folder: Path) -> str:
         pairs = [*_common(ours, theirs)]
         worst = max(abs(a / b - 1) for a, b in pairs)
         rows.append([
-            f"{link(label, name)}{history(ours)}",
+            link(label, name),
             link(other.rpartition("/")[2], other), str(len(pairs)),
             f"{100 * worst:.2f} %" if worst else "none: equal to the bit",
         ])  # fmt: skip
@@ -123,7 +121,7 @@ def curves(words: str, folder: Path) -> str:
         run = read(folder / f"{name}.json")
         series = run["series"]
         rows.append([
-            f"{link(label, name)}{history(run)}", f"{len(series['step']):,}",
+            link(label, name), f"{len(series['step']):,}",
             f"{series['tokens'][0]:,}", f"{max(series['lr']):.2g}",
             f"{run['recipe']['content']['schedule']['lr_warmup_iters']:,} steps",
             *_losses(series),
@@ -163,7 +161,7 @@ def starts(words: str, folder: Path) -> str:
         run = read(folder / f"{name}.json")
         result = run["result"]
         rows.append([
-            f"{link(label, name)}{history(run)}",
+            link(label, name),
             f"{result['launch_s'] + result['cold_start_s']:.1f} s", f"{result['launch_s']:.1f} s",
             f"{result['first_step_ms']:,.0f} ms",
             f"{result['triton_kernels_compiled']:,}",

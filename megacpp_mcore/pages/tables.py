@@ -1,16 +1,12 @@
 """What the tables of docs/performance.md and README.md share: words of a block, cells, rows.
 
 Receipts are named by their path from the folder of H200 receipts, without `.json` (`../h100/run-x`
-is another card's); a row of a table links to its receipt. A row whose receipt is from before
-receipts had the code's digest says "history": what was measured then, with kernels that may since
-be others.
+is another card's); a row of a table links to its receipt.
 """
 
 import posixpath
 from collections.abc import Iterator, Sequence
 from typing import Any
-
-from megacpp_mcore.receipts.reader import Receipt
 
 RECEIPTS = "examples/receipts/h200"
 GIB = 2**30
@@ -29,11 +25,6 @@ def parts_of(words: str, count: int) -> Iterator[list[str]]:
 def link(label: str, name: str) -> str:
     """A link to the receipt `name`, from the root of the checkout."""
     return f"[{label}]({posixpath.normpath(f'{RECEIPTS}/{name}.json')})"
-
-
-def history(receipt: Receipt) -> str:
-    """ " (history)" for a receipt from before receipts had the code's digest."""
-    return " (history)" if "history" in receipt["code"] else ""
 
 
 def interval(effect: Any, places: int) -> str:

@@ -6,7 +6,7 @@ from megacpp_mcore.planner.pipeline import planned_of
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces import moe_dispatch
 from megacpp_mcore.surfaces.backend import REFERENCE, Backend, Surface
-from megacpp_mcore.surfaces.moe_experts import FUSED, GROUPED_MM
+from megacpp_mcore.surfaces.moe_experts import FUSED, GROUPED_MM, TE
 from megacpp_mcore.surfaces.registry import REGISTRY
 from megacpp_mcore.surfaces.workload import config_of
 
@@ -63,6 +63,8 @@ class Serving(dict[str, str]):
         """
         planned = planned_of(layer)
         if planned.experts:
+            if self["moe_experts"] == TE:
+                return TE
             return FUSED if self.gathers_tokens else GROUPED_MM
         return planned.surface and self[planned.surface]
 

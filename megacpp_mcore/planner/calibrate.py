@@ -18,10 +18,8 @@ from megacpp_mcore.planner.memory import memory
 from megacpp_mcore.planner.pipeline import layers_of, micro_batches
 from megacpp_mcore.planner.rates import Rates, assumptions
 from megacpp_mcore.planner.step import (
-    adding_gradients,
     flops_of,
     layer_seconds,
-    micro_batch,
     step,
 )
 from megacpp_mcore.receipts.reader import Receipt, observed, read, rows_by_key, warm_median
@@ -35,14 +33,19 @@ from megacpp_mcore.surfaces import (
     norm,
 )
 from megacpp_mcore.surfaces.backend import REFERENCE
+from megacpp_mcore.surfaces.moe_experts import TE
 from megacpp_mcore.surfaces.registry import REGISTRY
 
 _BOTH = "forward_backward"
 _YOUNGER = ("mamba3_core", "m2rnn_core", "router_gating")  # than some of the receipts
 _DISPATCHER = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"  # what ran is observed
-_LAUNCHES = {"host": "run-small-packed.json", "captured": "layouts-2xh200/one.json"}
-_RUN, _MODEL = "run-nam56r-2xh200.json", "model-nam56r-quarter-m2rnn.json"
-_GATHERING_RUN = "run-nam56r-4xh200-ep4-graph.json"
+_LAUNCHES = {
+    "host": "run-nam56r-quarter-short-rows.json",
+    "captured": "layouts-2xh200/one.json",
+}
+_RUN, _GATHERING_RUN = "run-nam56r-4xh200-ep4.json", "run-nam56r-4xh200-ep4-graph.json"
+_TE_RUN = "run-nam56r-quarter-100-te.json"
+_HEAD = "linear_cross_entropy-mean.json"
 
 
 def recipe_of(receipt: Receipt) -> Recipe:
@@ -108,7 +111,7 @@ class Calibration:
                  "bytes of the norm, forward and backward, over its median")  # fmt: skip
         memory_bytes = self.receipt(_RUN)["lane"]["device"]["memory_bytes"]
         self.put("memory", memory_bytes, "bytes", _RUN, "the device's memory, lane.device")
-        self.speed("products", "linear_cross_entropy.json", linear_cross_entropy.CHUNKED)
+        self.speed("products", _HEAD, linear_cross_entropy.CHUNKED)
         for surface, rate in (("moe_experts", "experts"), ("core_attention", "attention")):
             for backend in self.benched(surface):
                 self.speed(f"{rate}_{backend}", f"{surface}.json", backend)
@@ -141,6 +144,7 @@ class Calibration:
         for letter, name, backend in (
             ("A", "layer-mla.json", "recipe"),
             ("E", "layer-moe.json", "recipe"),
+            ("E", "layer-moe.json", "moe_experts=grouped_mm"),
             ("M", "layer-mamba3.json", "recipe"),
             ("M", "layer-mamba3.json", "mamba3_core=reference"),
             ("R", "layer-m2rnn-core.json", "recipe"),
@@ -153,22 +157,6 @@ class Calibration:
             self.put(rate, 0.0, "passes", name, how)
             value = self.left_over(recipe, layer, self.seconds(name, backend))
             self.put(rate, value, "passes", name, how)
-
-    def experts(self) -> None:
-        """E with permuted copies has no receipt alone: a model has five, and one in MTP."""
-        recipe = recipe_of(self.receipt(_MODEL))
-        sizes = Sizes.of(recipe)
-        found = [layer for layer in layers_of(recipe, 0) if layer.letter == "E"]
-        rate = passes_rate("E", sizes.serving.of_layer(found[0]))
-        self.put(rate, 0.0, "passes", _MODEL, "")
-        known = micro_batch(recipe, self.rates, sizes, 0)
-        # the bench has no main gradient to add to
-        summed = adding_gradients(recipe, self.rates, sizes, 0)
-        seconds = self.seconds(_MODEL, "model") - (sum(known.values()) - summed)
-        kept = sizes.tokens * bytes_per_token(recipe, sizes, found[0], recompute=False)
-        self.put(rate, seconds * self.rates["bytes"] / kept / len(found), "passes", _MODEL,
-                 "what all other layers, heads and the experts' products leave of the model's "
-                 "median, over the bytes that its E layers keep")  # fmt: skip
 
     def runs(self) -> None:
         for rate, name in _LAUNCHES.items():
@@ -184,23 +172,28 @@ class Calibration:
         even = memory(recipe, 0.0).total
         rows = memory(recipe, 1.0).total - even
         peak = receipt["result"]["peak_memory_bytes"]
-        self.put("skew", (peak - even) / rows, "share", _RUN,
+        self.put("skew", max(0.0, (peak - even) / rows), "share", _RUN,
                  "its peak over that of even routing, as a share of the experts' rows")  # fmt: skip
-        self.link("nvlink", _RUN, "what its exchange of tokens and its reduction have of the "
-                  "median step, waiting for the fullest rank included")  # fmt: skip
-        self.link("nvlink_allgather", _GATHERING_RUN,
-                  "what its exchange of tokens has of the median step")  # fmt: skip
+        of_link = "bytes/s a GPU", (1e12, 1e9)
+        self.fit("nvlink", _RUN, *of_link, "what its exchange of tokens and its reduction have of "
+                 "the median step, waiting for the fullest rank included")  # fmt: skip
+        self.fit("nvlink_allgather", _GATHERING_RUN, *of_link,
+                 "what its exchange of tokens has of the median step")  # fmt: skip
+        self.fit(passes_rate("E", TE), _TE_RUN, "passes", (1.0, 1e3),
+                 "what its E layers have of the median step beside their products, the host's "
+                 "wait for the counts of tokens included")  # fmt: skip
 
-    def link(self, rate: str, name: str, how: str) -> None:
-        """The rate of the run's collectives that makes up its median step."""
+    def fit(self, rate: str, name: str, unit: str, bounds: tuple[float, float], how: str) -> None:
+        """The rate with which the step takes what the run's median did. bounds: its values of a
+        faster step and of a slower one."""
         receipt = self.receipt(name)
         recipe, seconds = recipe_of(receipt), warm_median(receipt, "ms") / 1e3
-        low, high = 1e9, 1e12
+        fast, slow = bounds
         for _ in range(60):
-            middle = (low * high) ** 0.5
-            self.put(rate, middle, "bytes/s a GPU", name, how)
-            slow = step(recipe, self.rates).total > seconds
-            low, high = (middle, high) if slow else (low, middle)
+            middle = (fast * slow) ** 0.5
+            self.put(rate, middle, unit, name, how)
+            too_slow = step(recipe, self.rates).total > seconds
+            fast, slow = (fast, middle) if too_slow else (middle, slow)
 
 
 def _ms(row: Any) -> float:
@@ -227,7 +220,6 @@ def calibrate(folder: Path) -> dict[str, dict[str, Any]]:
     found = Calibration(folder)
     found.operators()
     found.layers()
-    found.experts()
     found.runs()
     return found.found
 

@@ -12,9 +12,7 @@ _HEAD = """\
 `examples/rerun_receipts.sh GPUS DATA_PREFIX` measures them again.
 
 A receipt is evidence of the code that it names: `tree` is git's id of `megacpp_mcore/`, `commit`
-the checkout it ran from, `+ changes` that this had changes which the commit has not. **history**
-marks receipts from before the code's digest was recorded: what they say was measured then, with
-kernels that may since be others, and says nothing of today's.
+the checkout it ran from, `+ changes` that this had changes which the commit has not.
 
 | receipt | of | claimed by | measured | code | kernels |
 |---|---|---|---|---|---|
@@ -64,8 +62,6 @@ def _subject(receipt: Receipt) -> str:
 
 def _code(receipt: Receipt) -> str:
     code = receipt["code"]
-    if "history" in code:
-        return "history"
     changes = " + changes" if code["dirty"] else ""
     found = [f"commit {code['commit'][:12]}{changes}"] if code["commit"] else []
     found += [f"tree {code['tree'][:12]}"] if "tree" in code else []

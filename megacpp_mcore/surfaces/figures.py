@@ -25,12 +25,12 @@ class Figure:
 
     def text(self) -> str | None:
         """ "label: forward 1.32 ms, with backward 5.92 ms, 1.10 GiB (receipt)"; None where the
-        receipt is not at hand, or of history.
+        receipt is not at hand.
 
         Raises KeyError where the receipt has no such row.
         """
         rows = _rows(self.receipt)
-        if not rows or not is_current(self.receipt):
+        if not rows:
             return None
         forward, both = (rows[self.row, phase] for phase in _PHASES)
         times = [f"{_digits(row['median_ms'])} ms" for row in (forward, both)]
@@ -61,17 +61,6 @@ def _rows(receipt: str) -> dict[tuple[str, str], dict[str, Any]]:
     return rows_by_key(json.loads(path.read_text()))
 
 
-@functools.cache
-def is_current(receipt: str) -> bool:
-    """Whether the checkout has the receipt, of code that it names; an installed package, which has
-    none, takes that for given."""
-    folder = _CHECKOUT / FOLDER
-    if not folder.is_dir():
-        return True
-    path = folder / receipt
-    return path.is_file() and "history" not in json.loads(path.read_text())["code"]
-
-
 def claims_by_receipt() -> dict[str, list[str]]:
     """A receipt's file name -> what takes figures from it: entries of the catalog, "catalog: norm",
     and the rates of the planner."""
@@ -83,7 +72,7 @@ def claims_by_receipt() -> dict[str, list[str]]:
         entries = surface.backends
         named = [figure.receipt for entry in entries for figure in entry.figures]
         named += [backend.receipt for backend in surface.backends if backend.receipt]
-        for receipt in filter(is_current, dict.fromkeys(named)):
+        for receipt in dict.fromkeys(named):
             found.setdefault(receipt, []).append(f"catalog: {surface.name}")
     for receipt in dict.fromkeys(rate["receipt"] for rate in h200().measured.values()):
         found.setdefault(receipt, []).append("planner")

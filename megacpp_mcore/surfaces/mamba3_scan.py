@@ -111,7 +111,7 @@ def _sizes_of_ours(workload: Workload) -> str | None:
 
 
 _KERNELS = "megacpp_mcore.kernels.mamba3"
-_SISO = "mamba3_scan.json"
+_SISO, _MIMO = "mamba3_scan.json", "mamba3_scan-mimo.json"
 MAMBA_SSM, MAMBA_SSM_MIMO = "mamba_ssm", "mamba_ssm_mimo"
 
 SURFACE = Surface(
@@ -140,8 +140,7 @@ SURFACE = Surface(
             "with skip and gate, in chunks of 16 (64 / rank); the recipe's chunk_size must be 64",
             dtypes="bf16; dt, decay and state in fp32, angles in fp32", fallback=REFERENCE,
             tests=("tests/gpu/test_mamba3_mimo_gpu.py", "tests/kernels/test_mamba_ssm_mimo.py"),
-            no_receipt="wanted, where TileLang is installed: `megacpp bench mamba3_scan --set "
-            "mamba3.variant=mimo --set mamba3.mimo_rank=4`",
+            receipt=_MIMO,
             exit_when="upstream's release after 2.3.2.post1 serves groups of any size, or a scan "
             "of our own beats it over a whole step",
             skips={
@@ -159,10 +158,9 @@ SURFACE = Surface(
             "final state, both with gradients",
             dtypes="bf16; dt, decay, state, angles and their sums in fp32", fallback=REFERENCE,
             tests=("tests/kernels/test_triton_mimo.py", "tests/gpu/test_triton_mimo_gpu.py"),
-            no_receipt="wanted, and `auto` passes it over until there is one: `megacpp bench "
-            "mamba3_scan --set mamba3.variant=mimo --set mamba3.mimo_rank=4`",
-            exit_when="a receipt has it slower than the other MIMO backends over a whole step; "
-            "faster, `auto` takes it",
+            receipt=_MIMO,
+            exit_when="a whole run has trained with it: then `auto` takes it where TileLang, whose "
+            "kernels are faster, is not installed",
         ),
         reference(
             f"{_KERNELS}:mamba3_scan", always,

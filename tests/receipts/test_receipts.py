@@ -677,14 +677,14 @@ def test_the_tree_is_what_git_calls_the_packages_folder(tmp_path):
     assert code()["tree"] == git("write-tree", "--prefix=megacpp_mcore/")
 
 
-def test_a_receipt_without_the_codes_digest_is_history_or_none(tmp_path):
+def test_a_receipt_names_its_code_by_digest_and_commit_or_tree(tmp_path):
     document = samples.train(tmp_path / "run.json")
     for change, valid in (
         ({"sha256": None}, False),
         ({"tree": None, "commit": None}, False),
         ({"tree": None, "commit": "0" * 40}, True),
         ({"commit": None}, True),
-        ({"sha256": None, "tree": None, "history": True}, True),
+        ({"sha256": None, "tree": None, "history": True}, False),
     ):
         own = {**document["code"], **change}
         nullable = ("commit", "dirty")
