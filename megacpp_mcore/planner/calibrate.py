@@ -29,23 +29,27 @@ from megacpp_mcore.surfaces import (
     linear_cross_entropy,
     m2rnn,
     mamba3_scan,
-    moe_dispatch,
     norm,
 )
-from megacpp_mcore.surfaces.backend import REFERENCE
 from megacpp_mcore.surfaces.moe_experts import TE
 from megacpp_mcore.surfaces.registry import REGISTRY
 
 _BOTH = "forward_backward"
-_YOUNGER = ("mamba3_core", "m2rnn_core", "router_gating")  # than some of the receipts
+_SERVED = (
+    "linear_cross_entropy",
+    "moe_experts",
+    "moe_dispatch",
+    "mamba3_core",
+    "m2rnn_core",
+    "router_gating",
+)
 _DISPATCHER = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"  # what ran is observed
 _LAUNCHES = {
     "host": "run-nam56r-quarter-short-rows.json",
     "captured": "layouts-2xh200/one.json",
 }
 _RUN, _GATHERING_RUN = "run-nam56r-4xh200-ep4.json", "run-nam56r-4xh200-ep4-graph.json"
-_TE_RUN = "run-nam56r-quarter-100-te.json"
-_HEAD = "linear_cross_entropy-mean.json"
+_TE_RUN, _FP8_RUN = "run-nam56r-quarter-100-te.json", "run-nam56r-quarter-100-fp8.json"
 
 
 def recipe_of(receipt: Receipt) -> Recipe:
@@ -61,12 +65,8 @@ def recipe_of(receipt: Receipt) -> Recipe:
                 known = dotted in KEYS and not isinstance(value, dict) and key not in _DISPATCHER
             if known:
                 overrides.append(f"{dotted}={json.dumps(value)}")
-    # `auto` may have another order by now.
-    older = dict.fromkeys(_YOUNGER, REFERENCE)
-    if receipt["recipe"]["content"]["parallel"].get("expert_model_parallel_size", 1) > 1:
-        older[moe_dispatch.NAME] = moe_dispatch.ALLTOALL
-    served = older | observed(receipt)
-    for surface in ("linear_cross_entropy", "moe_experts", *older):
+    served = observed(receipt)  # `auto` may have another order by now
+    for surface in _SERVED:
         if served.get(surface) in dispatch.choices(surface):  # not a bench of several models
             overrides.append(f"{BACKENDS}.{surface}={served[surface]}")
     return load_recipe("nam56r", overrides)
@@ -111,7 +111,7 @@ class Calibration:
                  "bytes of the norm, forward and backward, over its median")  # fmt: skip
         memory_bytes = self.receipt(_RUN)["lane"]["device"]["memory_bytes"]
         self.put("memory", memory_bytes, "bytes", _RUN, "the device's memory, lane.device")
-        self.speed("products", _HEAD, linear_cross_entropy.CHUNKED)
+        self.speed("products", "linear_cross_entropy.json", linear_cross_entropy.CHUNKED)
         for surface, rate in (("moe_experts", "experts"), ("core_attention", "attention")):
             for backend in self.benched(surface):
                 self.speed(f"{rate}_{backend}", f"{surface}.json", backend)
@@ -179,6 +179,8 @@ class Calibration:
                  "the median step, waiting for the fullest rank included")  # fmt: skip
         self.fit("nvlink_allgather", _GATHERING_RUN, *of_link,
                  "what its exchange of tokens has of the median step")  # fmt: skip
+        self.fit("products_fp8", _FP8_RUN, "operations/s", (1e17, 1e14),
+                 "what all layers' projections have of the median step")  # fmt: skip
         self.fit(passes_rate("E", TE), _TE_RUN, "passes", (1.0, 1e3),
                  "what its E layers have of the median step beside their products, the host's "
                  "wait for the counts of tokens included")  # fmt: skip

@@ -26,7 +26,6 @@ from megacpp_mcore.planner.pipeline import (
 from megacpp_mcore.planner.rates import Rates
 from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.surfaces import moe_dispatch
-from megacpp_mcore.surfaces.moe_experts import FUSED, GROUPED_MM
 from megacpp_mcore.surfaces.support import TE
 
 _EXCHANGES = 4  # dispatch and combine, each way
@@ -176,14 +175,14 @@ def layer_seconds(
     tokens, tp, planned = sizes.tokens, sizes.tp, planned_of(layer)
     whole, products = flops[name_of(layer)]
     routed = planned.experts.flops(recipe) if planned.experts else 0.0
-    found = sizes.serving["moe_experts"]
-    experts = f"experts_{GROUPED_MM if found == FUSED else found}"
+    projections = "products_fp8" if recipe.precision.fp8 else "products"
+    experts = f"experts_{sizes.serving['moe_experts']}"
     core = f"attention_{sizes.serving['core_attention']}"
     kept = bytes_per_token(recipe, sizes, layer, recompute=False)
     served = passes_rate(layer.letter, sizes.serving.of_layer(layer))
     passes = _rate(rates, served, PASSES_OF_OTHERS)
     return {
-        "products": tokens / tp * ((products - routed) / rates["products"]
+        "products": tokens / tp * ((products - routed) / rates[projections]
                                    + routed / _rate(rates, experts, "experts_te")),
         "attention": tokens / tp * (whole - products) / _rate(rates, core, "attention_sdpa_cudnn"),
         "recurrences": planned.recurrence(recipe, sizes, rates) if planned.recurrence else 0.0,

@@ -19,7 +19,7 @@ from megacpp_mcore.receipts.reader import warm_median
 
 H200 = Path(__file__).parents[2] / "examples/receipts/h200"
 H100 = H200.with_name("h100")
-MEMORY, STEP = 0.05, 0.15
+MEMORY, STEP = 0.05, 0.1
 RUNS = {
     str(path.relative_to(folder)): document
     for folder in (H200, H100)
