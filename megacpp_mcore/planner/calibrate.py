@@ -35,14 +35,9 @@ from megacpp_mcore.surfaces.moe_experts import TE
 from megacpp_mcore.surfaces.registry import REGISTRY
 
 _BOTH = "forward_backward"
-_SERVED = (
-    "linear_cross_entropy",
-    "moe_experts",
-    "moe_dispatch",
-    "mamba3_core",
-    "m2rnn_core",
-    "router_gating",
-)
+# Those that the planner's memory and rates are different for
+_SERVED = ("linear_cross_entropy", "router_gating", "mla_up", "moe_experts", "moe_dispatch",
+           "mamba3_core", "m2rnn_core")  # fmt: skip
 _DISPATCHER = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"  # what ran is observed
 _LAUNCHES = {
     "host": "run-nam56r-quarter-short-rows.json",
@@ -59,11 +54,7 @@ def recipe_of(receipt: Receipt) -> Recipe:
     for section, keys in receipt["recipe"]["content"].items():
         for key, value in (keys or {}).items():
             dotted = f"{section}.{key}"
-            if section == BACKENDS:
-                known = key in REGISTRY and value in dispatch.choices(key)
-            else:
-                known = dotted in KEYS and not isinstance(value, dict) and key not in _DISPATCHER
-            if known:
+            if dotted in KEYS and not isinstance(value, dict) and key not in _DISPATCHER:
                 overrides.append(f"{dotted}={json.dumps(value)}")
     served = observed(receipt)  # `auto` may have another order by now
     for surface in _SERVED:
@@ -151,7 +142,7 @@ class Calibration:
             ("R", "layer-m2rnn-core.json", "m2rnn_core=reference"),
         ):
             receipt = self.receipt(name)
-            recipe = _of_one_layer(receipt, letter, backend)
+            recipe = _with(recipe_of(receipt), backend)
             (layer,) = layers_of(recipe, 0)
             rate = passes_rate(letter, Serving(recipe).of_layer(layer))
             self.put(rate, 0.0, "passes", name, how)
@@ -205,16 +196,11 @@ def _ms(row: Any) -> float:
     return sustained if sustained and row["median_ms"] > 0.5 else row["median_ms"]
 
 
-def _of_one_layer(receipt: Receipt, letter: str, backend: str) -> Recipe:
-    """nam56r's sizes with the one layer that a bench of layers has. backend: a row's, "recipe" or
-    "surface=name"."""
-    recipe = recipe_of(receipt)
-    overrides = [*recipe.overrides]
-    if len(recipe.plan.layers) > 1:
-        overrides += [f"model.pattern={letter}", "model.depth=1", "mtp.mtp_num_layers=0"]
-    if backend != "recipe":
-        overrides.append(f"{BACKENDS}.{backend}")
-    return load_recipe(recipe.source, overrides)
+def _with(recipe: Recipe, backend: str) -> Recipe:
+    """backend: that of a bench's row, "recipe" or "surface=name"."""
+    if backend == "recipe":
+        return recipe
+    return load_recipe(recipe.source, [*recipe.overrides, f"{BACKENDS}.{backend}"])
 
 
 def calibrate(folder: Path) -> dict[str, dict[str, Any]]:
