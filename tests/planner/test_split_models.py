@@ -8,7 +8,7 @@ from megacpp_mcore.planner.step import micro_batch
 from megacpp_mcore.recipe import load_recipe
 
 RATES = h200()
-LAYERS = 54  # of nam56r, with the two of MTP
+LAYERS, EXPERT_LAYERS = 54, 23  # of nam56r, with those of MTP
 
 
 def of_a_micro_batch(name, *overrides, stage=0):
@@ -38,3 +38,14 @@ def test_a_pipeline_stage_sends_a_micro_batch_on_and_its_gradient_back(vpp):
     assert seconds == pytest.approx(
         2 * vpp * (row_bytes / RATES["nvlink"] + RATES["nvlink_latency"])
     )
+
+
+def test_ranks_that_share_a_row_of_tokens_exchange_each_their_own_part_of_it():
+    seconds, row_bytes = of_a_micro_batch(
+        "exchange", "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true",
+        "parallel.expert_tensor_parallel_size=1", "parallel.expert_model_parallel_size=2",
+        "backends.moe_dispatch=alltoall",
+    )  # fmt: skip
+    sent = row_bytes / 2 * 4 / 2  # half of the tokens, to 4 experts each, of which half are away
+    expected = EXPERT_LAYERS * 4 * (sent / RATES["nvlink"] + RATES["nvlink_latency"])
+    assert seconds == pytest.approx(expected)
