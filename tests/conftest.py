@@ -108,6 +108,7 @@ ON_ONE_WORKER = (
     "tests/patching/test_shipped_lane.py",
     "tests/recipe/test_megatrons_refusals.py",
     "tests/recipe/test_recipe_check.py",
+    "tests/stack/test_compile_bridge.py",
     "tests/test_wheel.py",
     "tests/training/test_cpu_lane.py",
     "tests/training/test_distributed_training.py",

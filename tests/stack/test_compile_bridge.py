@@ -1,9 +1,10 @@
 """What becomes of the functions that Megatron hands to torch.compile as it is imported."""
 
 import subprocess
-import sys
+from collections.abc import Callable, Iterator
 
 import pytest
+import warm
 
 pytestmark = pytest.mark.slow
 START = """
@@ -42,17 +43,24 @@ x = torch.randn(5)
 """
 
 
-def run(gpu: bool, script: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", START.format(gpu=gpu) + script],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[[bool, str], list[str]]]:
+    """Runs START and a script in a process that has imported torch alone."""
+    server = warm.Server("torch")
+
+    def run(gpu: bool, script: str) -> list[str]:
+        done = subprocess.run(
+            [server.command, "-c", START.format(gpu=gpu) + script], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    yield run
+    server.close()
 
 
 @pytest.mark.parametrize("gpu", [True, False])
-def test_megatron_is_imported_without_inductor(gpu):
+def test_megatron_is_imported_without_inductor(run, gpu):
     found = run(gpu, """
 import megatron.core, megatron.training
 print("torch._inductor.compile_fx" in sys.modules)
@@ -60,7 +68,7 @@ print("torch._inductor.compile_fx" in sys.modules)
     assert found == ["False"]
 
 
-def test_inductor_is_what_megatron_would_import():
+def test_inductor_is_what_megatron_would_import(run):
     """Else the bridge is needless."""
     found = run(True, """
 torch.compile = bridges._COMPILE
@@ -70,7 +78,7 @@ print("torch._inductor.compile_fx" in sys.modules)
     assert found == ["True"]
 
 
-def test_megatrons_functions_are_compiled_at_their_first_call():
+def test_megatrons_functions_are_compiled_at_their_first_call(run):
     found = run(True, MEGATRONS + """
 print(len(graphs))
 compiled, real = [], bridges._COMPILE
@@ -81,7 +89,7 @@ print(len(graphs), len(compiled))
     assert found == ["0", "1", "1"]
 
 
-def test_one_that_calls_another_is_one_graph():
+def test_one_that_calls_another_is_one_graph(run):
     """Without a break, as where torch.compile itself has made both."""
     found = run(True, MEGATRONS + """
 assert torch.equal(OUTER(x), x.sin().cos())
@@ -90,7 +98,7 @@ print(len(graphs), sum("sin" in step or "cos" in step for step in graphs[0]))
     assert found == ["1", "2"]
 
 
-def test_a_method_is_called_with_its_object():
+def test_a_method_is_called_with_its_object(run):
     found = run(True, MEGATRONS + """
 def gate(self, x):
     return x * self.by
@@ -104,7 +112,7 @@ print(len(graphs))
     assert found == ["1"]
 
 
-def test_a_function_is_copied_and_pickled_as_itself():
+def test_a_function_is_copied_and_pickled_as_itself(run):
     """A config has its activation, and Megatron asks whether it is one of its own."""
     found = run(True, """
 from megatron.core.fusions.fused_bias_gelu import bias_gelu
@@ -117,7 +125,7 @@ for function in (bias_gelu, quick_gelu):
     assert found == ["bias_gelu", "True", "quick_gelu", "True"]
 
 
-def test_other_functions_are_compiled_as_ever():
+def test_other_functions_are_compiled_as_ever(run):
     found = run(True, MEGATRONS + """
 print(hasattr(OTHER, "_torchdynamo_orig_callable"), hasattr(INNER, "_torchdynamo_orig_callable"))
 module = torch.compile(torch.nn.Linear(2, 2), backend=record)
@@ -126,7 +134,7 @@ print(type(module).__name__)
     assert found == ["True", "False", "OptimizedModule"]
 
 
-def test_on_a_cpu_they_stay_as_they_are():
+def test_on_a_cpu_they_stay_as_they_are(run):
     found = run(False, MEGATRONS + """
 print(INNER is inner, OTHER is other)
 assert torch.equal(OTHER(x), x.tan()) and not graphs  # torch.compile is disabled
