@@ -1,8 +1,8 @@
 """h200.json from committed receipts: `python -m megacpp_mcore.planner.calibrate FOLDER`.
 
 Each number has one receipt and one sentence that says how it follows. What a layer moves is what
-its receipt leaves over once products, attention and recurrences have their time; the link inside a
-host is what a run of two GPUs leaves over.
+its receipt leaves over once products, attention and recurrences have their time; a link, FP8's
+products and Transformer Engine's experts have what a whole run leaves over.
 """
 
 import json
@@ -17,39 +17,26 @@ from megacpp_mcore.planner.backends import Serving, passes_rate
 from megacpp_mcore.planner.memory import memory
 from megacpp_mcore.planner.pipeline import layers_of, micro_batches
 from megacpp_mcore.planner.rates import Rates, assumptions
-from megacpp_mcore.planner.step import (
-    flops_of,
-    layer_seconds,
-    step,
-)
+from megacpp_mcore.planner.step import flops_of, layer_seconds, step
 from megacpp_mcore.receipts.reader import Receipt, observed, read, rows_by_key, warm_median
 from megacpp_mcore.recipe import Recipe, load_recipe
 from megacpp_mcore.recipe.source import BACKENDS, KEYS
-from megacpp_mcore.surfaces import (
-    linear_cross_entropy,
-    m2rnn,
-    mamba3_scan,
-    norm,
-)
+from megacpp_mcore.surfaces import linear_cross_entropy, m2rnn, mamba3_scan, norm
 from megacpp_mcore.surfaces.moe_experts import TE
 from megacpp_mcore.surfaces.registry import REGISTRY
 
 _BOTH = "forward_backward"
-# Those that the planner's memory and rates are different for
-_SERVED = ("linear_cross_entropy", "router_gating", "mla_up", "moe_experts", "moe_dispatch",
-           "mamba3_core", "m2rnn_core")  # fmt: skip
+# Surfaces whose backends differ in the planner's memory and rates
+_SERVED = ("linear_cross_entropy", "router_gating", "core_attention", "mla_up", "moe_experts",
+           "moe_dispatch", "mamba3_core", "m2rnn_core")  # fmt: skip
 _DISPATCHER = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"  # what ran is observed
-_LAUNCHES = {
-    "host": "run-nam56r-quarter-short-rows.json",
-    "captured": "layouts-2xh200/one.json",
-}
+_LAUNCHES = {"host": "run-nam56r-quarter-short-rows.json", "captured": "layouts-2xh200/one.json"}
 _RUN, _GATHERING_RUN = "run-nam56r-4xh200-ep4.json", "run-nam56r-4xh200-ep4-graph.json"
 _TE_RUN, _FP8_RUN = "run-nam56r-quarter-100-te.json", "run-nam56r-quarter-100-fp8.json"
 
 
 def recipe_of(receipt: Receipt) -> Recipe:
-    """A receipt's recipe, as far as its keys and backends are still known, with the heads and the
-    experts that served."""
+    """A receipt's recipe, as far as its keys are still known, with the backends that served."""
     overrides = []
     for section, keys in receipt["recipe"]["content"].items():
         for key, value in (keys or {}).items():
@@ -132,19 +119,19 @@ class Calibration:
 
     def layers(self) -> None:
         how = "what its products, attention and recurrence leave of its time, over the bytes kept"
-        for letter, name, backend in (
-            ("A", "layer-mla.json", "recipe"),
-            ("E", "layer-moe.json", "recipe"),
-            ("E", "layer-moe.json", "moe_experts=grouped_mm"),
-            ("M", "layer-mamba3.json", "recipe"),
-            ("M", "layer-mamba3.json", "mamba3_core=reference"),
-            ("R", "layer-m2rnn-core.json", "recipe"),
-            ("R", "layer-m2rnn-core.json", "m2rnn_core=reference"),
+        for name, backend in (
+            ("layer-mla.json", "recipe"),
+            ("layer-moe.json", "recipe"),
+            ("layer-moe.json", "moe_experts=grouped_mm"),
+            ("layer-mamba3.json", "recipe"),
+            ("layer-mamba3.json", "mamba3_core=reference"),
+            ("layer-m2rnn-core.json", "recipe"),
+            ("layer-m2rnn-core.json", "m2rnn_core=reference"),
         ):
             receipt = self.receipt(name)
             recipe = _with(recipe_of(receipt), backend)
             (layer,) = layers_of(recipe, 0)
-            rate = passes_rate(letter, Serving(recipe).of_layer(layer))
+            rate = passes_rate(layer.letter, Serving(recipe).of_layer(layer))
             self.put(rate, 0.0, "passes", name, how)
             value = self.left_over(recipe, layer, self.seconds(name, backend))
             self.put(rate, value, "passes", name, how)

@@ -45,7 +45,7 @@ NO_STEP = {
     "layouts-2xh200/ep2.json": CROWDED,
     "layouts-2xh200/pp2.json": CROWDED,
 }  # fmt: skip
-# Four of them are what rates are made of.
+# Six of them are what rates are made of.
 STEPS = {
     "layouts-2xh200/one.json",
     "run-nam56r-1xh200-graph.json",
