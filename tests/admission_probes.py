@@ -128,7 +128,8 @@ _BEFORE, _AFTER = (torch.asinh, torch.atan), (torch.erf, torch.sinc)  # in no op
 
 def graphs(bound: BoundBackend, case: Case, tensors: Tensors) -> Graphs:
     """A block around the op, compiled without generating code, and called twice."""
-    first = next(n for n in case.inputs if n not in case.fp32_tensors and n not in bound.parameters)
+    inputs = [n for n in case.inputs if n not in bound.parameters]
+    first = next((n for n in inputs if n not in case.fp32_tensors), inputs[0])
     leaves = {n: t.requires_grad_() if n in case.inputs else t for n, t in tensors.items()}
     taken: list[torch.fx.GraphModule] = []
     marks = {f.__name__ for f in _BEFORE + _AFTER}

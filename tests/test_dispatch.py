@@ -439,7 +439,7 @@ class TestRegistry:
         from megacpp_mcore.layers.attention import SelfAttention
         from megacpp_mcore.layers.embedding import GatheredEmbedding
         from megacpp_mcore.layers.mla import MLASelfAttention
-        from megacpp_mcore.layers.router import GatedRouter
+        from megacpp_mcore.layers.router import DispatchedTopKRouter
 
         bases = {
             backend.implementation: load(backend.implementation)
@@ -448,7 +448,8 @@ class TestRegistry:
             if backend.stand_in
         }
         ours = {
-            "mla_rope": MLASelfAttention, "rope_qk": SelfAttention, "router_gating": GatedRouter,
+            "mla_rope": MLASelfAttention, "rope_qk": SelfAttention,
+            "router_gating": DispatchedTopKRouter, "router_topk": DispatchedTopKRouter,
             "embedding": GatheredEmbedding,
         }  # fmt: skip
         assert len(bases) == 5

@@ -9,9 +9,9 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.layers.core_attention import CoreAttentionByLayout, window_of
 from megacpp_mcore.layers.norm import build as build_norm
 from megacpp_mcore.layers.recompute import recomputed
-from megacpp_mcore.layers.router import GatedRouter
+from megacpp_mcore.layers.router import DispatchedTopKRouter
 from megacpp_mcore.layers.settings import plugin_settings
-from megacpp_mcore.surfaces import core_attention, moe_experts, router_gating
+from megacpp_mcore.surfaces import core_attention, moe_experts, router_gating, router_topk
 from megacpp_mcore.surfaces import norm as norm_surface
 from megacpp_mcore.surfaces.backend import REFERENCE
 from megacpp_mcore.surfaces.workload import current_device
@@ -65,16 +65,21 @@ class DispatchedNorm:
 
 
 class DispatchedRouter:
-    """Builds the router whose gating product dispatch chooses for the layer's config."""
+    """Builds the router whose gating product and choice of experts dispatch decides on for the
+    layer's config."""
 
     def __new__(cls, config, **kwargs) -> torch.nn.Module:
-        workload = router_gating.workload(current_device(), config)
         requests = plugin_settings(config).backends
-        decision = dispatch.decide("router_gating", workload, requests)
-        loaded = decision.load()
-        if decision.observed == REFERENCE:
-            return loaded(config=config, **kwargs)  # Megatron's class
-        return GatedRouter(config=config, product=loaded, **kwargs)
+        decisions = [
+            dispatch.decide(surface.NAME, surface.workload(current_device(), config), requests)
+            for surface in (router_gating, router_topk)
+        ]
+        if all(decision.observed == REFERENCE for decision in decisions):
+            return decisions[0].load()(config=config, **kwargs)  # Megatron's class
+        product, choose = (
+            None if decision.observed == REFERENCE else decision.load() for decision in decisions
+        )
+        return DispatchedTopKRouter(config=config, product=product, choose=choose, **kwargs)
 
 
 class DispatchedExperts:

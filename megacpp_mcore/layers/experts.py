@@ -177,11 +177,11 @@ class FusedExperts(GroupedMMExperts):
             implementation=f"{self.products.__name__}:forward",
         ))  # fmt: skip
 
-    def readers(self, hidden_states: Tensor) -> Readers:
-        """The readers of a MoE layer's tokens [s, b, h]."""
+    def readers(self, hidden_states: Tensor, gate: Tensor | None = None) -> Readers:
+        """The readers of a MoE layer's tokens [s, b, h]. gate: as of `readers.readers`."""
         tokens = hidden_states.shape[:-1].numel()
         size = allocated(tokens, self._topk, self.num_local_experts, self.products.ALIGN)
-        return readers(hidden_states, size)
+        return readers(hidden_states, size, gate)
 
     def routed(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor,

@@ -103,16 +103,23 @@ class MegacppMoELayer(MoELayer):
                 self.token_dispatcher.begin(hidden_states)
             return None
         if self.routed_inside:
-            self._readers = self.experts.readers(hidden_states)
+            gate = self.router.weight if getattr(self.router, "gates_apart", False) else None
+            self._readers = self.experts.readers(hidden_states, gate)
             hidden_states = self._readers.shared
         return super().shared_experts_compute(hidden_states)
 
     def route(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        if self.routed_inside:
-            hidden_states = self._readers.router
-        return super().route(hidden_states, padding_mask)
+        if not self.routed_inside:
+            return super().route(hidden_states, padding_mask)
+        if self._readers.logits is None:
+            return super().route(self._readers.router, padding_mask)
+        self.router.apart = self._readers.logits
+        try:
+            return super().route(self._readers.router, padding_mask)
+        finally:
+            self.router.apart = None
 
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         if self.routed_inside:

@@ -1,4 +1,4 @@
-"""Megatron's router with a gating product of ours."""
+"""Megatron's router with a gating product and a choice of experts of ours."""
 
 from collections.abc import Callable
 
@@ -6,28 +6,80 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megacpp_mcore.kernels.moe_experts.readers import MOST_GATES
+from megacpp_mcore.kernels.router_gating import fp32_output
+from megacpp_mcore.kernels.router_topk import Choice
 
-class GatedRouter(TopKRouter):
-    """Megatron's TopKRouter; `product` computes its logits, as `kernels.router_gating` does."""
 
-    def __init__(self, *args, product: Callable[[Tensor, Tensor], Tensor], **kwargs) -> None:
+class DispatchedTopKRouter(TopKRouter):
+    """Megatron's TopKRouter.
+
+    product: computes its logits, as `kernels.router_gating` does, or None for Megatron's. choose:
+    the experts of each token and the balance of the load, as `kernels.router_topk` does, or None.
+    """
+
+    def __init__(
+        self, *args, product: Callable[[Tensor, Tensor], Tensor] | None,
+        choose: Callable[..., Choice] | None, **kwargs,
+    ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
-        self.product = product
+        self.product, self.choose = product, choose
+        self.apart: Tensor | None = None
+
+    @property
+    def gates_apart(self) -> bool:
+        """Whether the gradient of the logits can go to a tensor `apart` [t, experts] instead of
+        the tokens: the product is a plain one of the tokens themselves, and so small that the sum
+        of their gradients makes it faster on the way."""
+        config = self.config
+        small = config.num_moe_experts <= MOST_GATES
+        return (
+            small
+            and self.product is fp32_output.router_gating
+            and config.moe_input_jitter_eps is None
+        )
 
     def gating(self, input: Tensor) -> Tensor:
         """Tokens [s, b, h] -> logits [s, b, experts] in float32."""
+        if self.product is None:
+            return super().gating(input)
         if self.weight.device != input.device:  # Megatron makes the weight on the CPU
             self.weight.data = self.weight.data.to(input.device)
+        if self.apart is not None:
+            return fp32_output.router_gating_apart(input, self.weight, self.apart)
         return self.product(input, self.weight)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits [s, b, experts] -> (weights, map), both [t, experts]; Megatron's with a mask."""
+        if self.choose is None or padding_mask is not None:
+            return super().routing(logits, padding_mask)
+        logits = self.apply_z_loss(logits.view(-1, self.config.num_moe_experts))
+        (tokens, experts), topk = logits.shape, self.topk
+        training = self.training and torch.is_grad_enabled()
+        coefficient = self.get_aux_loss_coeff("aux_loss") if training else 0.0
+        scaling = self.config.moe_router_topk_scaling_factor or 1.0
+        scale = experts * coefficient / (topk * max(tokens, 1) ** 2)
+        found = self.choose(logits, self.expert_bias, topk, scaling, scale)
+        probs = found.probs
+        if coefficient:
+            probs = self.attach_and_log_load_balancing_loss(
+                probs, coefficient, found.balance, "load_balancing_loss", self.tp_cp_group,
+                valid_token_count=tokens,
+            )  # fmt: skip
+        if self.enable_expert_bias and torch.is_grad_enabled():
+            with torch.no_grad():
+                self.local_tokens_per_expert += found.counts
+        return probs, found.routing_map
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count each expert's tokens, from which the bias is updated; routing_map [t, experts].
 
         Megatron's, without torch.compile, which takes seconds in a run's first step to fuse a sum
-        with an addition of a number for each expert.
+        with an addition of a number for each expert. padding_mask [t], which Megatron's does not
+        take in that shape, the one that `routing` gives it.
         """
         if self.enable_expert_bias and torch.is_grad_enabled():
             with torch.no_grad():
                 if padding_mask is not None:
-                    routing_map = routing_map & ~padding_mask
+                    routing_map = routing_map & ~padding_mask.view(-1, 1)
                 self.local_tokens_per_expert += routing_map.sum(dim=0)

@@ -16,11 +16,12 @@ from megacpp_mcore.surfaces import (
     norm,
     rope_qk,
     router_gating,
+    router_topk,
 )
 from megacpp_mcore.surfaces.backend import Surface
 
 _MODULES = (
-    linear, norm, router_gating, moe_dispatch, moe_experts, core_attention, mla_rope, mla_up,
-    rope_qk, mamba3_core, mamba3_scan, m2rnn_core, m2rnn, embedding, linear_cross_entropy,
+    linear, norm, router_gating, router_topk, moe_dispatch, moe_experts, core_attention, mla_rope,
+    mla_up, rope_qk, mamba3_core, mamba3_scan, m2rnn_core, m2rnn, embedding, linear_cross_entropy,
 )  # fmt: skip
 REGISTRY: dict[str, Surface] = {module.SURFACE.name: module.SURFACE for module in _MODULES}

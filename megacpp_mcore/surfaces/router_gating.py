@@ -9,6 +9,7 @@ from megacpp_mcore.surfaces.workload import Workload, config_of, dtype_of
 if TYPE_CHECKING:
     from megacpp_mcore.recipe import Recipe
 
+NAME = "router_gating"
 FP32_OUTPUT = "fp32_output"
 _COLUMNS = 8  # a bf16 product's rows are multiples of 16 bytes
 
@@ -57,7 +58,7 @@ _facts = {
 }
 
 SURFACE = Surface(
-    "router_gating",
+    NAME,
     (
         Backend(
             FP32_OUTPUT, f"{_KERNELS}.fp32_output:router_gating", _fp32_output,

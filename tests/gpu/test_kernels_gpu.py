@@ -11,6 +11,7 @@ pytestmark = [
 
 test_norm = admission.suite("norm", "cuda")
 test_router_gating = admission.suite("router_gating", "cuda")
+test_router_topk = admission.suite("router_topk", "cuda")
 test_moe_experts = admission.suite("moe_experts", "cuda")
 test_core_attention = admission.suite("core_attention", "cuda")
 test_rope_qk = admission.suite("rope_qk", "cuda")

@@ -39,7 +39,8 @@ from megacpp_mcore.kernels.linear_cross_entropy.chunked import CHUNKED
 from megacpp_mcore.kernels.m2rnn import cuda
 from megacpp_mcore.kernels.moe_experts.activation import SQUARED_RELU, SWIGLU, swiglu
 from megacpp_mcore.kernels.moe_experts.fused import Experts, experts_routed
-from megacpp_mcore.kernels.moe_experts.routing import rows_of
+from megacpp_mcore.kernels.moe_experts.routing import route, rows_of, sum_gradients
+from megacpp_mcore.kernels.router_gating import fp32_output
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.stack import bridges
 from megacpp_mcore.surfaces.backend import load
@@ -49,7 +50,7 @@ ROW = ["schedule.micro_batch_size=1", "model.seq_length=128", "model.vocab_size=
 BACKENDS = {
     "norm": "triton", "mla_rope": "triton", "mla_up": "triton", "mamba3_core": "triton",
     "m2rnn_core": "triton", "linear_cross_entropy": "chunked", "rope_qk": "triton",
-    "embedding": "triton",
+    "embedding": "triton", "router_topk": "triton",
 }  # fmt: skip
 COMPILED: dict[str, list[Any]] = {}
 
@@ -173,6 +174,17 @@ def experts(activation: str) -> None:
         swiglu(h).sum().backward()
 
 
+def gradients_of_a_gate() -> None:
+    """What the router's gating product leaves to the sum of the tokens' gradients."""
+    tokens, width, experts = 128, 3584, 16
+    d_logits, gate = torch.zeros(tokens, experts), torch.zeros(experts, width).bfloat16()
+    with as_on_a_gpu():
+        fp32_output._bf16_parts(d_logits)
+        routing = route(torch.ones(tokens, experts).bool(), d_logits, experts)
+        rows, shared = (torch.zeros(n, width).bfloat16() for n in (routing.size, tokens))
+        sum_gradients(rows, routing, shared, d_logits, gate)
+
+
 def update(dtype: torch.dtype | None) -> None:
     parts = [torch.zeros(64) for _ in range(4)]
     weight = None if dtype is None else torch.zeros(64, dtype=dtype)
@@ -276,6 +288,7 @@ def main(*overrides: str) -> None:
         )
     for activation in (SWIGLU, SQUARED_RELU):
         experts(activation)
+    gradients_of_a_gate()
     for dtype in (torch.bfloat16, None):
         update(dtype)
     embedding_into_main_grad()

@@ -1,7 +1,6 @@
 """Our MoE layer where every expert is local, compared with Megatron's own dispatcher on the CPU."""
 
 import contextlib
-import dataclasses
 import gc
 from functools import partial
 from types import SimpleNamespace
@@ -12,13 +11,10 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.kernels.router_gating.fp32_output import router_gating
 from megacpp_mcore.layers import moe
 from megacpp_mcore.layers.experts import FusedExperts, GroupedMMExperts
 from megacpp_mcore.layers.moe import MegacppMoELayer, MoELayerError
@@ -28,7 +24,6 @@ from megacpp_mcore.layers.moe_dispatchers import (
     UnmovedTokenDispatcher,
 )
 from megacpp_mcore.layers.recompute import recomputed
-from megacpp_mcore.layers.router import GatedRouter
 from megacpp_mcore.layers.settings import PluginSettings, attach
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 
@@ -254,46 +249,3 @@ def test_a_captured_step_refuses_what_the_host_has_to_know(process):
     with pytest.raises(MoELayerError, match="exchanged between ranks or dropped"):
         layer(MegacppMoELayer, "allgather", experts=FusedExperts, moe_expert_capacity_factor=1.0,
               **gathered)  # fmt: skip
-
-
-def test_our_gating_product_is_megatrons_router(process):
-    """Logits and gradients of a bf16 router with logits in fp32."""
-    same = dataclasses.replace(config("allgather"), params_dtype=torch.bfloat16)
-    same.moe_router_dtype = "fp32"
-    groups = get_default_pg_collection()
-    theirs = TopKRouter(config=same, pg_collection=groups)
-    ours = GatedRouter(config=same, pg_collection=groups, product=router_gating)
-    ours.load_state_dict(theirs.state_dict())
-    x = torch.randn(7, 2, HIDDEN).bfloat16()
-    weights = torch.randn(7, 2, EXPERTS)
-    found = []
-    for router in (theirs, ours):
-        tokens = x.clone().requires_grad_()
-        logits = router.gating(tokens)
-        assert logits.dtype == torch.float32
-        (logits * weights).sum().backward()
-        found.append((logits, tokens.grad, router.weight.grad))
-    for a, b in zip(*found, strict=True):
-        eps = torch.finfo(a.dtype).eps
-        torch.testing.assert_close(b, a, rtol=eps, atol=16 * torch.finfo(torch.float32).eps)
-
-
-def test_our_router_counts_an_experts_tokens_as_megatrons_does(process):
-    """In training alone, and none that is padding; Megatron's counts are compiled."""
-    same = config("allgather", moe_router_enable_expert_bias=True)
-    groups = get_default_pg_collection()
-    chosen, padding = torch.rand(14, EXPERTS) < 0.5, torch.rand(14, 1) < 0.3
-    found = []
-    for build in (TopKRouter, partial(GatedRouter, product=router_gating)):
-        router = build(config=same, pg_collection=groups)
-        with torch.compiler.set_stance("force_eager"):
-            router._apply_expert_bias(chosen)
-            router._apply_expert_bias(chosen, padding)
-            with torch.no_grad():
-                router._apply_expert_bias(chosen)
-        found.append(router.local_tokens_per_expert)
-    assert torch.equal(*found) and found[0].dtype == torch.float32
-    assert found[0].sum() == chosen.sum() + (chosen & ~padding).sum()
-    without = GatedRouter(config=config("allgather"), pg_collection=groups, product=router_gating)
-    without._apply_expert_bias(chosen)
-    assert without.local_tokens_per_expert is None

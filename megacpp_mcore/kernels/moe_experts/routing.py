@@ -58,13 +58,14 @@ def route(routing_map: Tensor, probs: Tensor, topk: int, align: int = 1) -> Rout
     if tokens:
         tile = _tile(experts)
         blocks = triton.cdiv(tokens, tile["BLOCK"])
+        at_once = max(1, 2048 // tile["WIDTH"])
         counts = new((blocks, experts), dtype=torch.int32)
         marks = routing_map.view(torch.uint8)
         triton_kernels.moe_count_tokens[(blocks,)](marks, counts, tokens, experts, **tile)
         triton_kernels.moe_place_tokens[(blocks,)](
             marks, probs.contiguous(), counts, token, row_probs, rows, ends, tokens, experts,
             blocks, size, TOPK=topk, TOPK_WIDTH=triton.next_power_of_2(topk), ALIGN=align,
-            PADS=16, CHUNK=max(1, 2048 // tile["WIDTH"]), **tile,
+            PADS=at_once, CHUNK=at_once, **tile,
         )  # fmt: skip
     else:
         ends.zero_()
@@ -138,6 +139,26 @@ def to_tokens(
         triton_kernels.moe_combine[(tokens,)](
             y, routing.rows, out, one, other, width, TOPK=routing.topk, HAS_ONE=one is not None,
             HAS_OTHER=other is not None, BLOCK=_columns(width), num_warps=8,
+        )  # fmt: skip
+    return out
+
+
+def sum_gradients(
+    y: Tensor, routing: Routing, one: Tensor | None, d_logits: Tensor, gate: Tensor
+) -> Tensor:
+    """(R, h) -> (tokens, h): the sum of each token's rows, plus one (tokens, h) and d_logits gate.
+
+    d_logits (tokens, E), float32: the gradient of the router's logits. gate (E, h): its weight.
+    """
+    (tokens, experts), width = d_logits.shape, y.shape[1]
+    out = y.new_empty(tokens, width)
+    if tokens:
+        tile, block = 2, min(triton.next_power_of_2(width), 1024)
+        grid = triton.cdiv(width, block), triton.cdiv(tokens, tile)
+        triton_kernels.moe_sum_gradients[grid](
+            y, routing.rows, None if one is None else one.contiguous(), d_logits.contiguous(),
+            gate.contiguous(), out, tokens, width, experts, TOPK=routing.topk,
+            HAS_ONE=one is not None, TILE=tile, BLOCK=block,
         )  # fmt: skip
     return out
 

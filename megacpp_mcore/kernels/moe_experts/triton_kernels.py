@@ -124,6 +124,35 @@ def moe_combine(
 
 
 @triton.jit
+def moe_sum_gradients(
+    y, rows, one, d_logits, gate, out, TOKENS, WIDTH, EXPERTS, TOPK: tl.constexpr,
+    HAS_ONE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[t] = the sum of y[rows[t, k]] over k, plus one[t] and d_logits[t] gate, of TILE tokens
+    and BLOCK columns; rounded once. d_logits [t, e], float32. gate [e, h].
+
+    The product is no matrix product of the hardware's: it is small, its operands are shared by
+    few tokens, and its float32 factor would have to be split.
+    """
+    t = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    there = t < TOKENS
+    inside = there & (column < WIDTH)
+    total = tl.zeros([TILE, BLOCK], tl.float32)
+    for k in tl.static_range(TOPK):
+        row = tl.load(rows + t * TOPK + k, mask=there, other=-1).to(tl.int64)
+        here = inside & (row >= 0)
+        total += tl.load(y + row * WIDTH + column, mask=here, other=0.0).to(tl.float32)
+    if HAS_ONE:
+        total += tl.load(one + t * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    for e in range(EXPERTS):
+        factor = tl.load(d_logits + t * EXPERTS + e, mask=there, other=0.0)
+        weight = tl.load(gate + e * WIDTH + column, mask=column < WIDTH, other=0.0)
+        total += factor * weight.to(tl.float32)
+    tl.store(out + t * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def moe_activate(
     h, probs, a, ends, EXPERTS, SIZE, WIDTH, GATED: tl.constexpr, HAS_PROBS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,

@@ -7,10 +7,12 @@ are multiplied in one product.
 """
 
 import torch
+import triton
 from torch import Tensor
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.main_grad import fp32_product
+from megacpp_mcore.kernels.router_gating import triton_kernels
 
 _PARTS = 3  # of 8 bits: a float32 has 24
 
@@ -25,34 +27,86 @@ def router_gating(x: Tensor, weight: Tensor) -> Tensor:
     x (..., h), weight (E, h) -> logits (..., E) in float32. Raises RouterGatingError for another
     dtype.
     """
+    _check(x, weight)
+    return _RouterGating.apply(x, weight)
+
+
+def router_gating_apart(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    """The same, but x gets no gradient: `logits` (t, E) gets that of the logits, for somebody who
+    multiplies it by the weight on the way into a sum.
+
+    Raises RouterGatingError for another dtype.
+    """
+    _check(x, weight)
+    return _RouterGatingApart.apply(x.detach(), weight, logits)
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         raise RouterGatingError(
             f"x is {x.dtype} and the weight {weight.dtype}; both must be torch.bfloat16"
         )
-    return _RouterGating.apply(x, weight)
 
 
 class _RouterGating(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        rows = x.reshape(-1, x.shape[-1])
-        return fp32_product(rows, weight.t()).view(*x.shape[:-1], weight.shape[0])
+        return _logits(x, weight)
 
     @staticmethod
     def backward(ctx, dlogits: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        experts, hidden = weight.shape
-        parts = _bf16_parts(dlogits.reshape(-1, experts))
-        dx = parts @ weight.repeat(_PARTS, 1)
-        dweight = fp32_product(parts.t(), x.reshape(-1, hidden))
-        return dx.view(x.shape), dweight.view(_PARTS, experts, hidden).sum(0).to(weight.dtype)
+        dx, dweight = _backward(dlogits.reshape(-1, weight.shape[0]), _rows(x), weight, True)
+        return dx.view(x.shape), dweight
+
+
+class _RouterGatingApart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _logits(x, weight)
+
+    @staticmethod
+    def backward(ctx, dlogits: Tensor) -> tuple[None, Tensor | None, Tensor]:
+        x, weight = ctx.saved_tensors
+        dlogits, dweight = dlogits.reshape(-1, weight.shape[0]), None
+        if ctx.needs_input_grad[1]:
+            _, dweight = _backward(dlogits, _rows(x), weight, False)
+        return None, dweight, dlogits
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _logits(x: Tensor, weight: Tensor) -> Tensor:
+    return fp32_product(_rows(x), weight.t()).view(*x.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("megacpp::router_gating_backward", mutates_args=())
+def _backward(dlogits: Tensor, x: Tensor, weight: Tensor, for_x: bool) -> tuple[Tensor, Tensor]:
+    """dlogits (t, E), x (t, h) -> dx (t, h), or nothing unless for_x, and dweight (E, h)."""
+    parts = _bf16_parts(dlogits)
+    dx = parts @ weight.repeat(_PARTS, 1) if for_x else x.new_empty(0)
+    high, middle, low = fp32_product(parts.t(), x).view(_PARTS, *weight.shape)
+    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    torch.add(high, middle + low, out=dweight)  # rounded as it is written
+    return dx, dweight
+
+
+@_backward.register_fake
+def _(dlogits, x, weight, for_x):
+    dx = torch.empty_like(x) if for_x else x.new_empty(0)
+    return dx, torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
 def _bf16_parts(x: Tensor) -> Tensor:
     """x (t, E) in float32 -> (t, 3 E) in bf16, three blocks of columns whose sum is x."""
-    parts = []
-    for _ in range(_PARTS):
-        parts.append(x.bfloat16())
-        x = x - parts[-1].float()
-    return torch.cat(parts, dim=1)
+    parts = x.new_empty(x.shape[0], _PARTS * x.shape[1], dtype=torch.bfloat16)
+    if x.numel():
+        block = 1024
+        triton_kernels.split_bf16[(triton.cdiv(x.numel(), block),)](
+            x.contiguous(), parts, x.numel(), x.shape[1], PARTS=_PARTS, BLOCK=block
+        )
+    return parts
