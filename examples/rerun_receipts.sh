@@ -85,7 +85,8 @@ if [ "$gpus" = 1 ]; then
   train 100 run-nam56r-1x$card-profile "$here/nam56r-1gpu.toml" 12 --profile 10
   bench 45 layer-mla layer A --against core_attention=sdpa_cudnn mla_rope=megatron
   bench 40 layer-mla-up layer A --against mla_up=reference
-  bench 60 layer-moe layer E --against moe_experts=grouped_mm router_topk=reference
+  bench 50 layer-moe layer E --against moe_experts=grouped_mm
+  bench 50 layer-router layer E --against router_topk=reference
   bench 190 layer-mamba3 layer M "${mamba3[@]}"
   bench 220 layer-mamba3-wide layer M "${mamba3[@]}" --set mamba3.mamba_num_heads=112 \
     --set mamba3.mamba_state_dim=128
@@ -113,7 +114,6 @@ if [ "$gpus" = 1 ]; then
   bench 40 layer-gqa layer '*' --against rope_qk=megatron
   bench 190 mamba3_scan-mimo mamba3_scan --set mamba3.variant=mimo --set mamba3.mimo_rank=4
   bench 30 router_gating router_gating
-  bench 30 router_topk router_topk
   bench 30 embedding embedding
   # Curves. All that ships, against the same run eager with gradients added up and reduced in fp32
   train 230 $quarter-200-graph nam56r-quarter 200 "${four[@]}"

@@ -31,7 +31,7 @@ _SIZES = [
 _ON_GPU = [
     "launch.device=cuda", "launch.distributed_backend=nccl", "launch.use_cpu_initialization=false",
     "model.transformer_impl=transformer_engine", "moe.moe_token_dispatcher_type=alltoall",
-    "moe.moe_grouped_gemm=true",
+    "moe.moe_grouped_gemm=true", "moe.moe_router_fusion=true",
 ]  # fmt: skip
 # Surfaces of layers, and backends of variants, that the recipe as it is does not have.
 _OTHERS = {

@@ -65,7 +65,7 @@ def route(routing_map: Tensor, probs: Tensor, topk: int, align: int = 1) -> Rout
         triton_kernels.moe_place_tokens[(blocks,)](
             marks, probs.contiguous(), counts, token, row_probs, rows, ends, tokens, experts,
             blocks, size, TOPK=topk, TOPK_WIDTH=triton.next_power_of_2(topk), ALIGN=align,
-            PADS=at_once, CHUNK=at_once, **tile,
+            PADS=max(16, at_once), CHUNK=at_once, **tile,
         )  # fmt: skip
     else:
         ends.zero_()

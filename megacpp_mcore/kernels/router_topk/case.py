@@ -42,7 +42,7 @@ class RouterTopkCase(OperatorCase):
         return {
             "plain": cls(130, 16, 4),
             "odd": cls(37, 5, 2, biased=False, scaling=2.5),
-            "odd-one-of-all": cls(70, 24, 1),
+            "odd-one-of-all": cls(70, 12, 1),
             "odd-every-expert": cls(3, 8, 8),
             "odd-one-token": cls(1, 6, 3),
             "empty": cls(0, 8, 2),

@@ -8,14 +8,13 @@
 
 #pragma once
 #include "hopper.cuh"
-#include "tiles.cuh"
 #include "wgmma.cuh"
 
 namespace grouped {
 
 using namespace hopper;
 
-constexpr int kTileK = 64;
+constexpr int kTileM = 128, kTileK = 64, kBlocks = 2;
 // Of a block's shared memory. More to store from, for fewer or shorter stages, took longer on an H200
 // (3 stages and 40 KiB; 4, 5 and 6 stages of half the length, and 64, 48 and 40 KiB).
 constexpr int kStages = 4;
@@ -24,6 +23,14 @@ constexpr int kBytesA = kTileM * kTileK * 2;
 constexpr int kBytesB = 256 * kTileK * 2;  // of a stage; narrower tiles use less
 constexpr int kGroup = 64 * 128;           // 64 rows of 64 values
 constexpr int kMaxExperts = 256;
+
+enum Kind {
+  kForward,        // C[r] = A[r] B[e]^T    A (R, K), B (E, N, K), C (R, N), row r of expert e
+  kInputGradient,  // C[r] = A[r] B[e]      A (R, K), B (E, K, N), C (R, N)
+  kWeightGradient,  // C[e] = A[rows of e]^T B[rows of e]    A (R, M), B (R, N), C (E, M, N)
+  kWideWeightGradient,   // the same, float32
+  kAddedWeightGradient,  // the same, float32, added to what C holds
+};
 
 // What more a product does.
 enum More {
@@ -69,6 +76,9 @@ struct Shared {
 };
 
 template <int kKind>
+constexpr bool kOfWeights = kKind >= kWeightGradient;
+
+template <int kKind>
 constexpr bool kWide = kKind >= kWideWeightGradient;  // C is float32
 
 template <int kKind>
@@ -78,11 +88,49 @@ constexpr bool kAdded = kKind == kAddedWeightGradient;
 template <int kKind, int kTileN>
 constexpr int kHalfB = kKind == kForward ? kTileN / 2 * 128 : 2 * kGroup;
 
+struct Tile {
+  int expert = 0;
+  int row, column;    // of the pair's first tile
+  int begin, end;     // of the expert's rows
+};
+
+// The tiles of a cluster: every gridDim.x / 2-th of all pairs of tiles, expert by expert, rows by
+// rows of tiles.
 template <int kKind, int kTileN>
-__device__ __forceinline__ Tiles<kKind, kTileN> tiles_of(const Problem& p, const int* ends) {
-  return {ends, p.first, p.experts, p.m, p.n, static_cast<int>(blockIdx.x / kBlocks),
-          static_cast<int>(gridDim.x / kBlocks)};
-}
+struct Tiles : Tile {
+  const int* ends;
+  int experts, across, down, pair;
+  int before = 0;
+
+  __device__ Tiles(const Problem& p, const int* shared_ends)
+      : Tile{p.first},
+        ends(shared_ends),
+        experts(p.experts),
+        across((p.n + kTileN - 1) / kTileN),
+        down((p.m + 2 * kTileM - 1) / (2 * kTileM)),
+        pair(blockIdx.x / kBlocks) {}
+
+  __device__ __forceinline__ bool next() {
+    for (; expert < experts; ++expert) {
+      begin = expert ? ends[expert - 1] : 0;
+      end = ends[expert];
+      const int pairs = kOfWeights<kKind> ? down : (end - begin + 2 * kTileM - 1) / (2 * kTileM);
+      const int place = pair - before;
+      if (place < pairs * across) {
+        row = (place / across) * 2 * kTileM + (kOfWeights<kKind> ? 0 : begin);
+        column = (place % across) * kTileN;
+        pair += gridDim.x / kBlocks;
+        return true;
+      }
+      before += pairs * across;
+    }
+    return false;
+  }
+
+  __device__ __forceinline__ int steps(int k) const {
+    return ((kOfWeights<kKind> ? end - begin : k) + kTileK - 1) / kTileK;
+  }
+};
 
 // B of one step, by one thread: this block's half of it, to both blocks.
 template <int kKind, int kTileN>
@@ -122,16 +170,15 @@ template <int kKind, int kTileN>
 __device__ void load(Shared& shared, const Problem& p, const CUtensorMap* map_a,
                      const CUtensorMap* map_b) {
   const uint32_t rank = cluster_rank();
-  auto tiles = tiles_of<kKind, kTileN>(p, shared.ends);
+  Tiles<kKind, kTileN> tiles(p, shared.ends);
   Ring ring{1};
   while (tiles.next()) {
-    const int steps = tiles.steps(p.k, kTileK);
-    const int row = tiles.row_of(rank);
-    const int bytes_a = tiles.halved ? kBytesA / 2 : kBytesA;
+    const int steps = tiles.steps(p.k);
+    const int row = tiles.row + static_cast<int>(rank) * kTileM;
     for (int step = 0; step < steps; ++step, ring.advance()) {
       const uint32_t full = address(&shared.full[ring.stage]);
       barrier_wait(address(&shared.empty[ring.stage]), ring.phase);
-      barrier_expect(full, bytes_a + 2 * kHalfB<kKind, kTileN>);
+      barrier_expect(full, kBytesA + 2 * kHalfB<kKind, kTileN>);
       const uint32_t a = address(shared.a[ring.stage]);
       const int k = step * kTileK;
       if constexpr (kOfWeights<kKind>) {
@@ -139,7 +186,6 @@ __device__ void load(Shared& shared, const Problem& p, const CUtensorMap* map_a,
         load_2d(a + kGroup, map_a, full, row + 64, tiles.begin + k);
       } else {
         load_2d(a, map_a, full, k, row);
-        if (!tiles.halved) load_2d(a + kGroup, map_a, full, k, row + 64);
       }
       load_b<kKind, kTileN>(address(shared.b[ring.stage]), map_b, full, tiles, rank, k);
     }
@@ -154,16 +200,16 @@ __device__ void load_gathered(Shared& shared, const Problem& p, const CUtensorMa
   const int thread = threadIdx.x, chunk = thread % 8, first = thread / 8;
   const int width = p.k / 8;  // chunks of 16 bytes in a token
   const uint32_t place = first * 128 + ((chunk ^ (first & 7)) << 4);  // as the copy engine swizzles
-  auto tiles = tiles_of<kKind, kTileN>(p, shared.ends);
+  Tiles<kKind, kTileN> tiles(p, shared.ends);
   Ring ring{1};
   while (tiles.next()) {
     int from[kRows];  // chunks before a row's, negative where it is zero
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int row = tiles.row_of(rank) + first + i * kApart;
-      from[i] = row < tiles.rows_end(rank) ? __ldg(p.source + row) * width : -width;
+      const int row = tiles.row + static_cast<int>(rank) * kTileM + first + i * kApart;
+      from[i] = row < tiles.end ? __ldg(p.source + row) * width : -width;
     }
-    const int steps = tiles.steps(p.k, kTileK);
+    const int steps = tiles.steps(p.k);
     for (int step = 0; step < steps; ++step, ring.advance()) {
       const uint32_t full = address(&shared.full[ring.stage]);
       const uint32_t a = address(shared.a[ring.stage]) + place;
@@ -263,15 +309,15 @@ __device__ void multiply(Shared& shared, const Problem& p, const CUtensorMap* ma
   const uint32_t rank = cluster_rank();
   const int thread = threadIdx.x % 128;
   const uint32_t staged = address(shared.staged[group]);
-  auto tiles = tiles_of<kKind, kTileN>(p, shared.ends);
+  Tiles<kKind, kTileN> tiles(p, shared.ends);
   float sums[kTileN / 2];
   Ring ring{0};
   bool more = tiles.next();
   while (more) {
-    const int steps = tiles.steps(p.k, kTileK);
-    const int row = tiles.row_of(rank) + group * 64, rows_end = tiles.rows_end(rank);
-    const bool keeps = kKept && tiles.column == 0 && thread == rank;
-    if (!kOfWeights<kKind> && row >= rows_end) {  // nothing to multiply for this warpgroup
+    const int steps = tiles.steps(p.k);
+    const int row = tiles.row + static_cast<int>(rank) * kTileM + group * 64;
+    const bool keeps = kKept && tiles.column == 0 && row < tiles.end && thread == rank;
+    if (!kOfWeights<kKind> && row >= tiles.end) {  // nothing to multiply, for both warpgroups
       for (int step = 0; step < steps; ++step, ring.advance()) {
         barrier_wait(address(&shared.full[ring.stage]), ring.phase);
         if (thread < kBlocks) barrier_arrive(address(&shared.empty[ring.stage]), thread);
@@ -316,7 +362,7 @@ __device__ void multiply(Shared& shared, const Problem& p, const CUtensorMap* ma
     wgmma_wait<0>();
     if (keeps) store_wait_read<0>();
     if (steps > 0 && thread < kBlocks) barrier_arrive(address(&shared.empty[used]), thread);
-    const bool inside = !kOfWeights<kKind> || row < p.m;
+    const bool inside = kOfWeights<kKind> ? row < p.m : row < done.end;
     const bool stored = inside && !(kAdded<kKind> && steps == 0);
     store<kKind, kTileN>(sums, staged, group, map_c, done, row, stored);
   }

@@ -54,7 +54,7 @@ cudaError_t run(const void* a, const void* b, void* c, void* kept, const Problem
          describe(&of_c, c, kWide<kKind>, 3, {n, m, e}, {kColumns, 64, 1});
   } else {
     if constexpr (!kGathered<kMore>) {
-      ok = ok && describe(&of_a, a, false, 2, {k, r, 1}, {64, 64, 1});
+      ok = ok && describe(&of_a, a, false, 2, {k, r, 1}, {64, kTileM, 1});
     }
     if constexpr (kMore == kGatherKeep) {
       ok = ok && describe(&of_rows, kept, false, 2, {k, r, 1}, {64, 64, 1});
