@@ -206,7 +206,7 @@ class _Experts(Block):
             )
         experts = layer.experts
         # Autograd sums the gradients of the tokens' readers, as nothing of ours does it there.
-        experts.readers = lambda tokens: Readers(tokens, tokens, tokens, Sorted())
+        experts.readers = lambda tokens, gate: Readers(tokens, tokens, tokens, Sorted())
         experts.routed = _RoutedByLiger(function, experts._weights, layer.config.moe_router_topk)
 
 

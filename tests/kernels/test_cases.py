@@ -56,7 +56,7 @@ def test_a_recipe_without_the_layer_has_no_case():
     absent = {surface for surface in SURFACES if case_class(surface).of(recipe) is None}
     assert absent == {
         "core_attention", "rope_qk", "mla_rope", "mla_up", "moe_experts", "router_gating",
-        "m2rnn", "m2rnn_core",
+        "router_topk", "m2rnn", "m2rnn_core",
     }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ class RouterTopkCase(OperatorCase):
     topk: int
     biased: bool = True
     scaling: float = 1.0
+    fused: bool = True  # asked for by moe_router_fusion
 
     surface = "router_topk"
     definition = staticmethod(router_topk)
@@ -34,8 +35,10 @@ class RouterTopkCase(OperatorCase):
         if found is None or found.size("score_function") != "sigmoid" or found.dtype != "float32":
             return None
         tokens = recipe.schedule.micro_batch_size * recipe.model.seq_length
-        biased, scaling = moe.moe_router_enable_expert_bias, moe.moe_router_topk_scaling_factor
-        return cls(tokens, moe.num_experts, moe.moe_router_topk, biased, scaling or 1.0)
+        return cls(
+            tokens, moe.num_experts, moe.moe_router_topk, moe.moe_router_enable_expert_bias,
+            moe.moe_router_topk_scaling_factor or 1.0, moe.moe_router_fusion,
+        )  # fmt: skip
 
     @classmethod
     def samples(cls) -> dict[str, Self]:
@@ -55,7 +58,7 @@ class RouterTopkCase(OperatorCase):
 
     def workload(self, device: str, dtype: torch.dtype) -> Workload:
         return Workload.of(
-            device, "float32", experts=self.experts, fusion=True, score_function="sigmoid",
+            device, "float32", experts=self.experts, fusion=self.fused, score_function="sigmoid",
             groups=None, balancing=("aux_loss",), capacity_factor=None, replay=False, ranks=1,
         )  # fmt: skip
 

@@ -63,7 +63,8 @@ def build_model(args: Namespace, recipe: Recipe) -> torch.nn.Module:
 def single_process(seed: int, device: str = "cpu") -> Iterator[None]:
     """Megatron's process groups for a world of one rank, seeded, and destroyed at the end.
 
-    Uses gloo for "cpu", and NCCL for "cuda" with Megatron's CUDA random states.
+    Uses gloo for "cpu", with one group in the place of all, and NCCL for "cuda", with Megatron's
+    CUDA random states.
     """
     from megatron.core import parallel_state, tensor_parallel
 
@@ -74,7 +75,8 @@ def single_process(seed: int, device: str = "cpu") -> Iterator[None]:
         backend, store=torch.distributed.HashStore(), rank=0, world_size=1
     )
     try:
-        parallel_state.initialize_model_parallel()
+        with _one_group() if device == "cpu" else contextlib.nullcontext():
+            parallel_state.initialize_model_parallel()
         random.seed(seed)
         numpy.random.seed(seed)
         torch.manual_seed(seed)
@@ -84,6 +86,27 @@ def single_process(seed: int, device: str = "cpu") -> Iterator[None]:
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _one_group() -> Iterator[None]:
+    """Megatron's groups of one rank are one: gloo starts three threads for each of the thirty."""
+    from megatron.core import parallel_state
+
+    create = parallel_state.create_group
+    groups: dict[tuple[int, ...], torch.distributed.ProcessGroup] = {}
+
+    def create_once(ranks: Sequence[int], **options) -> torch.distributed.ProcessGroup:
+        key = tuple(ranks)
+        if key not in groups:
+            groups[key] = create(ranks, **options)
+        return groups[key]
+
+    parallel_state.create_group = create_once
+    try:
+        yield
+    finally:
+        parallel_state.create_group = create
 
 
 def _reset_loss_trackers() -> None:
