@@ -15,6 +15,9 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch.utils.checkpoint import checkpoint
 
 from megacpp_mcore import dispatch
+from megacpp_mcore.kernels.router_gating import fp32_output
+from megacpp_mcore.kernels.router_gating.fp32_output import router_gating
+from megacpp_mcore.kernels.router_topk.fused import router_topk
 from megacpp_mcore.layers import moe
 from megacpp_mcore.layers.experts import FusedExperts, GroupedMMExperts
 from megacpp_mcore.layers.moe import MegacppMoELayer, MoELayerError
@@ -24,6 +27,7 @@ from megacpp_mcore.layers.moe_dispatchers import (
     UnmovedTokenDispatcher,
 )
 from megacpp_mcore.layers.recompute import recomputed
+from megacpp_mcore.layers.router import DispatchedTopKRouter
 from megacpp_mcore.layers.settings import PluginSettings, attach
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 
@@ -134,8 +138,18 @@ def test_it_computes_what_megatrons_dispatcher_does(
         assert (actual - reference).abs().max() <= bound * reference.abs().max()
 
 
+def with_our_router(monkeypatch, built: MoELayer) -> None:
+    """Its product takes bf16 alone; what it does is exact for float32, too, on a CPU."""
+    router = built.router
+    router.__class__ = DispatchedTopKRouter
+    router.product, router.choose, router.apart = router_gating, router_topk, None
+    monkeypatch.setattr(fp32_output, "_check", lambda *args: None)
+    assert router.gates_apart
+
+
+@pytest.mark.parametrize("ours", [False, True])
 @pytest.mark.parametrize("what", ["experts", "layer"])
-def test_recomputed_it_computes_the_same(process, monkeypatch, what):
+def test_recomputed_it_computes_the_same(process, monkeypatch, what, ours):
     """The experts' sum alone, or the whole layer, with the gradients' common sum."""
     # Megatron's own saves the CUDA device's random state
     monkeypatch.setattr(
@@ -150,6 +164,8 @@ def test_recomputed_it_computes_the_same(process, monkeypatch, what):
     again = layer(MegacppMoELayer, "alltoall", FusedExperts, **more)
     if what == "experts":
         again.experts.routed = partial(recomputed, again.config, None, again.experts.routed)
+    for built in (kept, again) if ours else ():
+        with_our_router(monkeypatch, built)
     expected_y, expected_dx, expected = run(kept, 7, skew=False)
     y, dx, grads = run(again, 7, skew=False)
     assert torch.equal(y, expected_y) and torch.equal(dx, expected_dx)
@@ -166,10 +182,15 @@ def test_without_gradients_nothing_is_kept(process):
     assert ours._readers is None and ours.token_dispatcher.probs is None
 
 
-@pytest.mark.parametrize("experts", [GroupedMMExperts, FusedExperts])
-def test_nothing_of_a_step_is_left_for_the_garbage_collector(process, experts):
+@pytest.mark.parametrize(
+    ("experts", "router"),
+    [(GroupedMMExperts, "megatrons"), (FusedExperts, "megatrons"), (FusedExperts, "ours")],
+)
+def test_nothing_of_a_step_is_left_for_the_garbage_collector(process, monkeypatch, experts, router):
     """The recipes switch it off (manual_gc): a cycle would keep a step's activations for ever."""
     ours = layer(MegacppMoELayer, "alltoall", experts, moe_shared_expert_intermediate_size=24)
+    if router == "ours":
+        with_our_router(monkeypatch, ours)
 
     def tensors() -> int:
         return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())

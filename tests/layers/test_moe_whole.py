@@ -14,10 +14,11 @@ import torch
 from megacpp_mcore.specs.nam56r import nam56r_stack_spec
 from megatron.training.argument_utils import core_transformer_config_from_args
 from moe_definition import whole_layer
-from test_moe import process  # noqa: F401
+from test_moe import process, with_our_router  # noqa: F401
 
 from megacpp_mcore.kernels.moe_experts import fused, readers, torch_products
 from megacpp_mcore.kernels.moe_experts.routing import Gathered
+from megacpp_mcore.kernels.router_gating import fp32_output
 from megacpp_mcore.layers import dispatched
 from megacpp_mcore.layers.experts import FusedExperts
 from megacpp_mcore.layers.moe import MegacppMoELayer
@@ -85,6 +86,24 @@ SHAPES = {
     "skewed-and-idle": {"skew": 0.9, "idle": 2, "length": 25, **BALANCED},
 }  # fmt: skip
 CASES = ROUTERS | SHAPES
+# With our gating product and our choice, which a GPU's recipes have.
+OURS = {
+    name: CASES[name]
+    for name in (
+        "sigmoid",
+        "sigmoid-bias",
+        "no-shared-expert",
+        "top-1",
+        "top-8",
+        "every-expert",
+        "one-expert",
+        "one-token",
+        "odd-width",
+        "several-blocks",
+        "skewed-top-1",
+        "skewed-and-idle",
+    )
+} | {"every-loss": {"moe_z_loss_coeff": 0.05, "moe_router_enable_expert_bias": True, **BALANCED}}
 
 
 class Case:
@@ -214,6 +233,17 @@ def test_it_is_the_definition(process, monkeypatch, name):  # noqa: F811
     idle, skew = CASES[name].get("idle", 0), CASES[name].get("skew", 0)
     assert not tokens[len(tokens) - idle :].any()
     assert tokens[0] >= skew * case.x[..., 0].numel()
+    if case.layer.router.local_tokens_per_expert is not None:
+        assert torch.equal(case.layer.router.local_tokens_per_expert, tokens.float())
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_with_our_router_it_is_the_definition(process, monkeypatch, name):  # noqa: F811
+    case = Case(monkeypatch, **OURS[name])
+    with_our_router(monkeypatch, case.layer)
+    expected, tokens = case.truth()
+    error, where = worst(case.run(), expected, case.terms())
+    assert error <= 1, where
     if case.layer.router.local_tokens_per_expert is not None:
         assert torch.equal(case.layer.router.local_tokens_per_expert, tokens.float())
 
@@ -358,5 +388,55 @@ def test_what_is_wrong_is_refused(process, monkeypatch, name):  # noqa: F811
     case = Case(monkeypatch, **ROUTERS["every-loss"])
     expected, _ = case.truth()
     MUTATIONS[name](monkeypatch, case.layer)
+    error, _ = worst(case.run(), expected, case.terms())
+    assert error > 5
+
+
+def _choice(field: str, change):
+    """A mutation of one thing that our choice returns."""
+
+    def mutate(monkeypatch, layer) -> None:
+        choose = layer.router.choose
+
+        def wrong(*args):
+            found = choose(*args)
+            return found._replace(**{field: change(getattr(found, field))})
+
+        layer.router.choose = wrong
+
+    return mutate
+
+
+OF_OUR_ROUTER = {
+    "sign of its part of the tokens' gradient": _around(
+        "sum_gradients", lambda f: lambda y, r, one, d, gate: f(y, r, one, -d, gate), readers
+    ),
+    "no part of the tokens' gradient": _around(
+        "sum_gradients", lambda f: lambda y, r, one, d, gate: f(y, r, one, 0 * d, gate), readers
+    ),
+    "another expert's weight": _around(
+        "sum_gradients", lambda f: lambda y, r, one, d, gate: f(y, r, one, d, gate.roll(1, 0)),
+        readers,
+    ),
+    "no gradient by the shared expert": _around(
+        "sum_gradients", lambda f: lambda y, r, one, d, gate: f(y, r, 0 * one, d, gate), readers
+    ),
+    "a bf16 gradient of the logits": _around(
+        "_bf16_parts", lambda f: lambda x: f(x.bfloat16().float()), fp32_output
+    ),
+    "sign of the balance": _choice("balance", _negative),
+    "weights times 1.05": _choice("probs", _larger),
+    "a token's weights dropped": _choice(
+        "probs", lambda probs: probs * (torch.arange(len(probs)) != 3)[:, None]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_OUR_ROUTER)
+def test_what_is_wrong_with_our_router_is_refused(process, monkeypatch, name):  # noqa: F811
+    case = Case(monkeypatch, **OURS["every-loss"])
+    with_our_router(monkeypatch, case.layer)
+    expected, _ = case.truth()
+    OF_OUR_ROUTER[name](monkeypatch, case.layer)
     error, _ = worst(case.run(), expected, case.terms())
     assert error > 5
