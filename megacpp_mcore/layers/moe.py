@@ -17,6 +17,7 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.moe_experts.readers import Readers
 from megacpp_mcore.layers.moe_dispatchers import UnmovedTokenDispatcher
+from megacpp_mcore.layers.router import DispatchedTopKRouter
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.surfaces import moe_dispatch
 from megacpp_mcore.surfaces.workload import current_device
@@ -103,7 +104,8 @@ class MegacppMoELayer(MoELayer):
                 self.token_dispatcher.begin(hidden_states)
             return None
         if self.routed_inside:
-            gate = self.router.weight if getattr(self.router, "gates_apart", False) else None
+            ours = isinstance(self.router, DispatchedTopKRouter)
+            gate = self.router.gate_apart(hidden_states) if ours else None
             self._readers = self.experts.readers(hidden_states, gate)
             hidden_states = self._readers.shared
         return super().shared_experts_compute(hidden_states)

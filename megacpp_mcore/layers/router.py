@@ -26,28 +26,32 @@ class DispatchedTopKRouter(TopKRouter):
         self.product, self.choose = product, choose
         self.apart: Tensor | None = None
 
-    @property
-    def gates_apart(self) -> bool:
-        """Whether the gradient of the logits can go to a tensor `apart` [t, experts] instead of
-        the tokens: the product is a plain one of the tokens themselves, and so small that the sum
-        of their gradients makes it faster on the way."""
+    def gate_apart(self, tokens: Tensor) -> Tensor | None:
+        """The weight [experts, h], if the gradient of the logits can go to a tensor `apart`
+        [t, experts] instead of the tokens: the product is a plain one of the tokens themselves,
+        and so small that the sum of their gradients makes it faster on the way."""
         config = self.config
-        small = config.num_moe_experts <= MOST_GATES
-        return (
-            small
-            and self.product is fp32_output.router_gating
-            and config.moe_input_jitter_eps is None
-        )
+        if (
+            config.num_moe_experts > MOST_GATES
+            or self.product is not fp32_output.router_gating
+            or config.moe_input_jitter_eps is not None
+        ):
+            return None
+        return self._weight_at(tokens)
 
     def gating(self, input: Tensor) -> Tensor:
         """Tokens [s, b, h] -> logits [s, b, experts] in float32."""
         if self.product is None:
             return super().gating(input)
-        if self.weight.device != input.device:  # Megatron makes the weight on the CPU
-            self.weight.data = self.weight.data.to(input.device)
+        weight = self._weight_at(input)
         if self.apart is not None:
-            return fp32_output.router_gating_apart(input, self.weight, self.apart)
-        return self.product(input, self.weight)
+            return fp32_output.router_gating_apart(input, weight, self.apart)
+        return self.product(input, weight)
+
+    def _weight_at(self, tokens: Tensor) -> Tensor:
+        if self.weight.device != tokens.device:  # Megatron makes the weight on the CPU
+            self.weight.data = self.weight.data.to(tokens.device)
+        return self.weight
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Logits [s, b, experts] -> (weights, map), both [t, experts]; Megatron's with a mask."""

@@ -79,7 +79,8 @@ SURFACE = Surface(
             TRITON, f"{_KERNELS}.fused:router_topk", _triton,
             role="chosen",
             removes="a dozen launches: scores, choice, weights, counts and balance are two "
-            "kernels, and their gradient is one",
+            "kernels, and their gradient is one. A batch with a mask of padding takes Megatron's "
+            "steps",
             dtypes="fp32", fallback=REFERENCE,
             exit_when="Transformer Engine's fused router does it in as few",
             figures=(Figure(_LAYER, "recipe", "layer E"),),

@@ -144,7 +144,7 @@ def with_our_router(monkeypatch, built: MoELayer) -> None:
     router.__class__ = DispatchedTopKRouter
     router.product, router.choose, router.apart = router_gating, router_topk, None
     monkeypatch.setattr(fp32_output, "_check", lambda *args: None)
-    assert router.gates_apart
+    assert router.gate_apart(router.weight) is router.weight
 
 
 @pytest.mark.parametrize("ours", [False, True])

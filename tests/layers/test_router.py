@@ -114,9 +114,8 @@ def layer_gradients(apart: bool, shared: bool) -> dict[str, Tensor]:
     w2 = (torch.randn(EXPERTS, HIDDEN, ffn) * 0.3).bfloat16()
     settings = config(params_dtype=torch.bfloat16, bf16=True, **CHOICES["balanced"])
     built = router(DispatchedTopKRouter, settings, product=router_gating, choose=fused.router_topk)
-    assert built.gates_apart
     leaf = x.requires_grad_()
-    gate = built.weight if apart else None
+    gate = built.gate_apart(leaf) if apart else None
     found = readers(leaf.view(tokens, 1, HIDDEN), allocated(tokens, TOPK, EXPERTS, 1), gate)
     assert (found.logits is not None) == apart
     built.apart = found.logits
@@ -140,15 +139,16 @@ def test_a_gradient_of_logits_is_summed_as_that_of_tokens(shared):
 
 def test_who_gates_apart():
     settings = config(params_dtype=torch.bfloat16)
-    ours = {"product": router_gating, "choose": None}
-    assert router(DispatchedTopKRouter, settings, **ours).gates_apart
+    tokens = torch.zeros(2, 1, HIDDEN, dtype=torch.bfloat16)
+    ours = router(DispatchedTopKRouter, settings, product=router_gating, choose=None)
+    assert ours.gate_apart(tokens) is ours.weight
     for other, product in (
         (settings, None),
         (dataclasses.replace(settings, moe_input_jitter_eps=0.1), router_gating),
         (dataclasses.replace(settings, num_moe_experts=MOST_GATES + 1), router_gating),
     ):
-        built = router(DispatchedTopKRouter, other, **(ours | {"product": product}))
-        assert not built.gates_apart
+        built = router(DispatchedTopKRouter, other, product=product, choose=None)
+        assert built.gate_apart(tokens) is None
 
 
 def test_our_gating_product_is_megatrons_router():
