@@ -6,6 +6,7 @@ import multiprocessing.util
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import uuid
@@ -44,6 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         os.environ[warm.SHARED] = warm.python()
+        if not sys.dont_write_bytecode:
+            ahead = Path(__file__).with_name("rewrite_ahead.py")
+            config.add_cleanup(subprocess.Popen([sys.executable, ahead]).wait)
         return
     from megacpp_mcore.stack import bridges
 
