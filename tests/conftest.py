@@ -230,8 +230,8 @@ def pytest_runtest_setup(item):
 
 def pytest_collection_finish(session):
     """What is there now stays until the end: no collection of a test visits it, which costs 0.3 s
-    of the time of each, and `megacpp bench` asks for sixty. Triton's interpreter makes so many
-    objects that collections as often as Python has them take a thirtieth of its time."""
+    of the time of each. Triton's interpreter makes so many objects that collections as often as
+    Python has them take a thirtieth of its time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 50)

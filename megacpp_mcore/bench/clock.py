@@ -43,7 +43,6 @@ class Clock:
 
     def allocated_bytes(self) -> int:
         """Device memory in use when nothing runs; 0 on a CPU."""
-        gc.collect()
         return 0
 
     def peak_memory_bytes(self, call: Callable[[], object]) -> int | None:
