@@ -107,7 +107,6 @@ def _preload(module: str) -> None:
     if len(threads) > 1:
         raise SystemExit(f"{module} started threads ({len(threads)}): their locks cannot be forked")
     gc.freeze()  # no program's collector visits, and so copies, what all of them share
-    gc.set_threshold(100_000, 20, 50)  # as a worker's: programs end before garbage fills memory
 
 
 def _close(*what: socket.socket | int) -> None:
