@@ -113,15 +113,11 @@ class MegacppMoELayer(MoELayer):
     def route(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        if not self.routed_inside:
-            return super().route(hidden_states, padding_mask)
-        if self._readers.logits is None:
-            return super().route(self._readers.router, padding_mask)
-        self.router.apart = self._readers.logits
-        try:
-            return super().route(self._readers.router, padding_mask)
-        finally:
-            self.router.apart = None
+        if self.routed_inside:
+            hidden_states = self._readers.router
+            if self._readers.logits is not None:
+                self.router.apart = self._readers.logits
+        return super().route(hidden_states, padding_mask)
 
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         if self.routed_inside:

@@ -16,6 +16,7 @@ class DispatchedTopKRouter(TopKRouter):
 
     product: computes its logits, as `kernels.router_gating` does, or None for Megatron's. choose:
     the experts of each token and the balance of the load, as `kernels.router_topk` does, or None.
+    apart: set before a call, it gets the gradient of that call's logits; see `gate_apart`.
     """
 
     def __init__(
@@ -44,8 +45,9 @@ class DispatchedTopKRouter(TopKRouter):
         if self.product is None:
             return super().gating(input)
         weight = self._weight_at(input)
-        if self.apart is not None:
-            return fp32_output.router_gating_apart(input, weight, self.apart)
+        apart, self.apart = self.apart, None  # of this call alone
+        if apart is not None:
+            return fp32_output.router_gating_apart(input, weight, apart)
         return self.product(input, weight)
 
     def _weight_at(self, tokens: Tensor) -> Tensor:

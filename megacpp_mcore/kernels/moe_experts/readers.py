@@ -50,42 +50,31 @@ def readers(x: Tensor, size: int, gate: Tensor | None = None) -> Readers:
     rows, left = x.new_empty(()).expand(size, x.shape[-1]), Sorted()
     if not (torch.is_grad_enabled() and x.requires_grad):
         return Readers(x, x, rows, left)
-    if gate is None:
-        return Readers(*_Readers.apply(x, rows, left), left)
-    tokens = x.shape[:-1].numel()
-    logits = torch.empty((), dtype=torch.float32, device=x.device).expand(tokens, gate.shape[0])
-    shared, rows, logits = _GatedReaders.apply(x, rows, logits, gate.detach(), left)
-    return Readers(x.detach(), shared, rows, left, logits)
+    logits = None
+    if gate is not None:
+        tokens, gate = x.shape[:-1].numel(), gate.detach()
+        logits = gate.new_empty((), dtype=torch.float32).expand(tokens, gate.shape[0])
+    router, shared, rows, logits = _Readers.apply(x, rows, logits, gate, left)
+    return Readers(router if gate is None else x.detach(), shared, rows, left, logits)
 
 
 class _Readers(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, rows, left):
-        ctx.left, ctx.shape = left, x.shape
-        ctx.set_materialize_grads(False)  # a reader that is not there has no gradient
-        return x.view_as(x), x.view_as(x), rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx, d_router, d_shared, d_rows):
-        others = [x.reshape(-1, x.shape[-1]) for x in (d_router, d_shared) if x is not None]
-        if d_rows is None:
-            total = sum(others[1:], others[0])
-        else:
-            total = to_tokens(d_rows, ctx.left.routing, *others)
-        return total.view(ctx.shape), None, None
-
-
-class _GatedReaders(torch.autograd.Function):
-    @staticmethod
     def forward(ctx, x, rows, logits, gate, left):
         ctx.left, ctx.shape = left, x.shape
         ctx.save_for_backward(gate)
-        ctx.set_materialize_grads(False)  # there may be no shared expert
-        return x.view_as(x), rows.view_as(rows), logits.view_as(logits)
+        ctx.set_materialize_grads(False)  # a reader that is not there has no gradient
+        logits = None if logits is None else logits.view_as(logits)
+        return x.view_as(x), x.view_as(x), rows.view_as(rows), logits
 
     @staticmethod
-    def backward(ctx, d_shared, d_rows, d_logits):
-        (gate,) = ctx.saved_tensors
-        shared = None if d_shared is None else d_shared.reshape(-1, ctx.shape[-1])
-        total = sum_gradients(d_rows, ctx.left.routing, shared, d_logits, gate)
+    def backward(ctx, d_router, d_shared, d_rows, d_logits):
+        (gate,), routing = ctx.saved_tensors, ctx.left.routing
+        others = [x.reshape(-1, x.shape[-1]) for x in (d_router, d_shared) if x is not None]
+        if d_logits is not None:
+            total = sum_gradients(d_rows, routing, *(others or [None]), d_logits, gate)
+        elif d_rows is None:
+            total = sum(others[1:], others[0])
+        else:
+            total = to_tokens(d_rows, routing, *others)
         return total.view(ctx.shape), None, None, None, None

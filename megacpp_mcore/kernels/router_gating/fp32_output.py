@@ -28,7 +28,7 @@ def router_gating(x: Tensor, weight: Tensor) -> Tensor:
     dtype.
     """
     _check(x, weight)
-    return _RouterGating.apply(x, weight)
+    return _RouterGating.apply(x, weight, None)
 
 
 def router_gating_apart(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def router_gating_apart(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
     Raises RouterGatingError for another dtype.
     """
     _check(x, weight)
-    return _RouterGatingApart.apply(x.detach(), weight, logits)
+    return _RouterGating.apply(x.detach(), weight, logits)
 
 
 def _check(x: Tensor, weight: Tensor) -> None:
@@ -49,39 +49,25 @@ def _check(x: Tensor, weight: Tensor) -> None:
 
 
 class _RouterGating(torch.autograd.Function):
+    """logits: None, or what gets the gradient of the logits as it is."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, logits: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _logits(x, weight)
+        return fp32_product(_rows(x), weight.t()).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx, dlogits: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, dlogits: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        dx, dweight = _backward(dlogits.reshape(-1, weight.shape[0]), _rows(x), weight, True)
-        return dx.view(x.shape), dweight
-
-
-class _RouterGatingApart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return _logits(x, weight)
-
-    @staticmethod
-    def backward(ctx, dlogits: Tensor) -> tuple[None, Tensor | None, Tensor]:
-        x, weight = ctx.saved_tensors
-        dlogits, dweight = dlogits.reshape(-1, weight.shape[0]), None
-        if ctx.needs_input_grad[1]:
-            _, dweight = _backward(dlogits, _rows(x), weight, False)
-        return None, dweight, dlogits
+        for_x, for_weight, for_logits = ctx.needs_input_grad
+        dlogits, dx, dweight = dlogits.reshape(-1, weight.shape[0]), None, None
+        if for_x or for_weight:
+            dx, dweight = _backward(dlogits, _rows(x), weight, for_x)
+        return dx.view(x.shape) if for_x else None, dweight, dlogits if for_logits else None
 
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
-
-
-def _logits(x: Tensor, weight: Tensor) -> Tensor:
-    return fp32_product(_rows(x), weight.t()).view(*x.shape[:-1], weight.shape[0])
 
 
 @torch.library.custom_op("megacpp::router_gating_backward", mutates_args=())
