@@ -6,9 +6,13 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megacpp_mcore import dispatch
 from megacpp_mcore.kernels.moe_experts.readers import MOST_GATES
 from megacpp_mcore.kernels.router_gating import fp32_output
 from megacpp_mcore.kernels.router_topk import Choice
+from megacpp_mcore.layers.settings import plugin_settings
+from megacpp_mcore.surfaces import router_topk
+from megacpp_mcore.surfaces.backend import REFERENCE
 
 
 class DispatchedTopKRouter(TopKRouter):
@@ -56,8 +60,19 @@ class DispatchedTopKRouter(TopKRouter):
         return self.weight
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits [s, b, experts] -> (weights, map), both [t, experts]; Megatron's with a mask."""
-        if self.choose is None or padding_mask is not None:
+        """Logits [s, b, experts] -> (weights, map), both [t, experts]; with a mask by Megatron's
+        steps, which is then recorded."""
+        if self.choose is None:
+            return super().routing(logits, padding_mask)
+        if padding_mask is not None:
+            requests = plugin_settings(self.config).backends
+            dispatch.record(dispatch.Decision(
+                surface=router_topk.NAME,
+                requested=dispatch.requested(router_topk.NAME, requests),
+                observed=REFERENCE,
+                reason="a batch has a mask of padding",
+                implementation="megatron.core.transformer.moe.router:TopKRouter",
+            ))  # fmt: skip
             return super().routing(logits, padding_mask)
         logits = self.apply_z_loss(logits.view(-1, self.config.num_moe_experts))
         (tokens, experts), topk = logits.shape, self.topk

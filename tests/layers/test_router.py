@@ -11,12 +11,14 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megacpp_mcore import dispatch
 from megacpp_mcore.kernels.moe_experts.fused import Experts, experts_routed
 from megacpp_mcore.kernels.moe_experts.readers import MOST_GATES, readers
 from megacpp_mcore.kernels.moe_experts.routing import allocated
 from megacpp_mcore.kernels.router_gating.fp32_output import router_gating
 from megacpp_mcore.kernels.router_topk import fused
 from megacpp_mcore.layers.router import DispatchedTopKRouter
+from megacpp_mcore.layers.settings import PluginSettings, attach
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 HIDDEN, EXPERTS, TOPK = 16, 6, 3
@@ -94,15 +96,20 @@ def test_our_choice_is_megatrons_router(case, mode):
             assert (ours - theirs).abs().amax() <= bound
 
 
-def test_a_batch_with_padding_is_megatrons():
-    settings = config(**CHOICES["all"])
+def test_a_batch_with_padding_is_megatrons_and_the_record_says_so():
+    dispatch.forget()
+    settings = attach(config(**CHOICES["all"]), PluginSettings(backends={"router_topk": "triton"}))
     built = router(DispatchedTopKRouter, settings, product=None, choose=None)
     logits, padding = torch.randn(9, 2, EXPERTS), torch.rand(9, 2) < 0.3
     with torch.compiler.set_stance("force_eager"):
         expected, _ = built.routing(logits, padding)
         built.choose = fused.router_topk
+        assert not dispatch.decisions()
         found, _ = built.routing(logits, padding)
     assert torch.equal(found, expected)
+    (said,) = dispatch.decisions()
+    assert (said.surface, said.requested, said.observed) == ("router_topk", "triton", "reference")
+    assert "mask of padding" in said.reason
 
 
 def layer_gradients(apart: bool, shared: bool) -> dict[str, Tensor]:
