@@ -74,8 +74,6 @@ class DispatchedRouter:
             dispatch.decide(surface.NAME, surface.workload(current_device(), config), requests)
             for surface in (router_gating, router_topk)
         ]
-        if all(decision.observed == REFERENCE for decision in decisions):
-            return decisions[0].load()(config=config, **kwargs)  # Megatron's class
         product, choose = (
             None if decision.observed == REFERENCE else decision.load() for decision in decisions
         )

@@ -28,6 +28,11 @@ class DispatchedTopKRouter(TopKRouter):
         choose: Callable[..., Choice] | None, **kwargs,
     ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
+        for counts in ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps"):
+            if getattr(self, counts) is not None:
+                # A bf16 model turns float buffers to bf16, which counts thousands in steps of 8 or
+                # more; Megatron keeps only the bias, which follows the counts, in float32.
+                setattr(self, counts, getattr(self, counts).long())
         self.product, self.choose = product, choose
         self.apart: Tensor | None = None
 

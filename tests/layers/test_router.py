@@ -5,6 +5,10 @@ from functools import partial
 
 import pytest
 import torch
+from megatron.core.distributed.finalize_model_grads import (
+    _update_router_expert_bias,
+    reset_model_temporary_tensors,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -158,6 +162,44 @@ def test_who_gates_apart():
         assert built.gate_apart(tokens) is None
 
 
+@pytest.mark.parametrize("choose", [None, fused.router_topk], ids=["megatrons", "ours"])
+def test_a_bf16_model_counts_every_token(choose):
+    """bf16 has eight bits: it would lose a lead of a few tokens, which the bias follows."""
+    settings = config(moe_router_enable_expert_bias=True, moe_router_topk=1)
+    built = router(DispatchedTopKRouter, settings, product=router_gating, choose=choose)
+    built.expert_bias.zero_()
+    built = built.bfloat16()
+    built._maintain_float32_expert_bias()  # as its forward pass begins
+    counts = 1000 + torch.arange(EXPERTS)
+    logits = torch.nn.functional.one_hot(torch.arange(EXPERTS).repeat_interleave(counts)).float()
+    for _ in range(3):
+        built.routing(logits.requires_grad_())
+    assert torch.equal(built.local_tokens_per_expert.long(), 3 * counts)
+    model, before = [torch.nn.ModuleList([built])], built.expert_bias.clone()
+    _update_router_expert_bias(model, settings, torch.distributed.group.WORLD)
+    step = settings.moe_router_bias_update_rate
+    expected = step * torch.tensor([1.0] * (EXPERTS // 2) + [-1.0] * (EXPERTS // 2))
+    assert torch.equal(built.expert_bias, before + expected)
+    reset_model_temporary_tensors(settings, model)
+    assert not built.local_tokens_per_expert.any()
+
+
+def test_a_bf16_model_counts_every_token_of_a_global_batch():
+    """For the balancing loss of a global batch, as a float32 model does."""
+    settings = config(
+        moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.1,
+        moe_router_topk=1,
+    )  # fmt: skip
+    built = router(DispatchedTopKRouter, settings, product=None, choose=None).bfloat16()
+    counts = 1000 + torch.arange(EXPERTS)
+    logits = torch.nn.functional.one_hot(torch.arange(EXPERTS).repeat_interleave(counts)).float()
+    for _ in range(3):
+        built.routing(logits.requires_grad_())
+    assert torch.equal(built.global_tokens_per_expert, 3 * counts) and built.ga_steps == 3
+    built.reset_global_aux_loss_tracker()
+    assert not built.global_tokens_per_expert.any() and not built.ga_steps
+
+
 def test_our_gating_product_is_megatrons_router():
     """Logits and gradients of a bf16 router with logits in fp32."""
     same = config(params_dtype=torch.bfloat16)
@@ -194,8 +236,8 @@ def test_our_router_counts_an_experts_tokens_as_megatrons_does():
             router._apply_expert_bias(chosen, padding)
             with torch.no_grad():
                 router._apply_expert_bias(chosen)
-        found.append(router.local_tokens_per_expert)
-    assert torch.equal(*found) and found[0].dtype == torch.float32
+        found.append(router.local_tokens_per_expert.long())
+    assert torch.equal(*found)
     assert found[0].sum() == chosen.sum() + (chosen & ~padding).sum()
     without = DispatchedTopKRouter(
         config=config(), pg_collection=groups, product=router_gating, choose=None
