@@ -130,6 +130,25 @@ def test_in_bfloat16_with_float32_probabilities():
     assert found["y"].dtype == torch.bfloat16 and found["probs"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("sorted_rows", [False, True], ids=["tokens", "sorted"])
+def test_a_graph_that_is_kept_gives_the_same_gradients_again(sorted_rows):
+    """A last backward pass overwrites what the forward pass has kept."""
+    leaves, chosen, direction = draw(33, 5, 2)
+    experts = Experts(leaves["w1"], leaves["w2"])
+    if sorted_rows:
+        counts = torch.tensor([3, 0, 20, 6, 4])
+        out = experts_sorted(leaves["x"], counts, leaves["probs"].amax(1), experts)
+    else:
+        out = experts_routed(leaves["x"], chosen, leaves["probs"], experts, 2)
+    sources = [leaves[name] for name in ("x", "probs", "w1", "w2")]
+    passes = [
+        torch.autograd.grad(out, sources, direction, retain_graph=kept)
+        for kept in (True, True, False)
+    ]
+    for gradients in zip(*passes, strict=True):
+        assert all(torch.equal(gradients[0], other) for other in gradients[1:])
+
+
 def test_inputs_of_any_strides():
     leaves, chosen, direction = draw(33, 5, 2)
     expected = definition(leaves, chosen, direction)

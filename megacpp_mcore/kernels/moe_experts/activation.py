@@ -37,17 +37,19 @@ def activate(h: Tensor, probs: Tensor | None, ends: Tensor | None, activation: s
 
 
 def activate_backward(
-    da: Tensor, h: Tensor, probs: Tensor | None, ends: Tensor | None, activation: str
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    da: Tensor, h: Tensor, probs: Tensor | None, ends: Tensor | None, activation: str,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients of h and probs, float32, from that of activate's output; and that output.
 
     They are returned as (dh, output, dprobs); without probs the last two are None.
+    in_place: they take the place of h and da.
     """
     size, width = da.shape
-    dh, rows = torch.empty_like(h), _rows_of_a_program(h)
+    dh, rows = h if in_place else torch.empty_like(h), _rows_of_a_program(h)
     a = row_grads = None
     if probs is not None:
-        a, row_grads = torch.empty_like(da), torch.empty_like(probs)
+        a, row_grads = da if in_place else torch.empty_like(da), torch.empty_like(probs)
     if size:
         triton_kernels.moe_activate_backward[(triton.cdiv(size, rows),)](
             da, h, probs, dh, a, row_grads, ends, 0 if ends is None else ends.shape[0], size, width,

@@ -152,9 +152,11 @@ def _down_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """dH, fc2's weight gradient and the gradient of the rows' probabilities."""
     experts = ctx.weights
+    # h is this function's own: only another pass over a graph that is kept reads it again
+    in_place = not torch._C._autograd._get_current_graph_task_keep_graph()
     dh, a, row_grads = activate_backward(
         experts.products.input_gradient(dy, w2, rows.ends), h, rows.row_probs, rows.ends,
-        experts.activation,
+        experts.activation, in_place,
     )  # fmt: skip
     return dh, _weight_gradient(ctx, 4, dy, a, rows.ends), row_grads
 

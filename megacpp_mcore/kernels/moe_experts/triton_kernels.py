@@ -187,7 +187,7 @@ def moe_activate_backward(
     HAS_PROBS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dh; with HAS_PROBS also a, recomputed for fc2's weight gradient, and the gradient of each
-    row's probability."""
+    row's probability. dh may be h, and a may be da: a value is read before its place is written."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     used = row < (tl.load(ends + EXPERTS - 1) if HAS_PROBS else SIZE)
     UP: tl.constexpr = 2 if GATED else 1

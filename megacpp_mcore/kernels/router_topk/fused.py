@@ -78,9 +78,13 @@ def _setup(ctx, inputs, output) -> None:
     logits, _, *ctx.settings = inputs
     _, routing_map, _, balance_counts, _ = output
     ctx.save_for_backward(logits, routing_map, balance_counts)
+    ctx.set_materialize_grads(False)  # the map and the counts have none
 
 
 def _gradients(ctx, d_probs, _map, _counts, _balance_counts, d_balance):
+    logits, *_ = ctx.saved_tensors
+    d_probs = torch.zeros_like(logits) if d_probs is None else d_probs
+    d_balance = logits.new_zeros(()) if d_balance is None else d_balance
     d_logits = _backward(d_probs, d_balance, *ctx.saved_tensors, *ctx.settings)
     return d_logits, None, None, None, None
 

@@ -92,6 +92,9 @@ struct Tile {
   int expert = 0;
   int row, column;    // of the pair's first tile
   int begin, end;     // of the expert's rows
+  // Of the tiles of the same rows, the one that leaves A's rows: each column in turn, as a cluster may
+  // never come to some of them.
+  bool keeps;
 };
 
 // The tiles of a cluster: every gridDim.x / 2-th of all pairs of tiles, expert by expert, rows by
@@ -119,6 +122,7 @@ struct Tiles : Tile {
       if (place < pairs * across) {
         row = (place / across) * 2 * kTileM + (kOfWeights<kKind> ? 0 : begin);
         column = (place % across) * kTileN;
+        keeps = place / across % across == place % across;
         pair += gridDim.x / kBlocks;
         return true;
       }
@@ -316,7 +320,7 @@ __device__ void multiply(Shared& shared, const Problem& p, const CUtensorMap* ma
   while (more) {
     const int steps = tiles.steps(p.k);
     const int row = tiles.row + static_cast<int>(rank) * kTileM + group * 64;
-    const bool keeps = kKept && tiles.column == 0 && row < tiles.end && thread == rank;
+    const bool keeps = kKept && tiles.keeps && row < tiles.end && thread == rank;
     if (!kOfWeights<kKind> && row >= tiles.end) {  // nothing to multiply, for both warpgroups
       for (int step = 0; step < steps; ++step, ring.advance()) {
         barrier_wait(address(&shared.full[ring.stage]), ring.phase);
