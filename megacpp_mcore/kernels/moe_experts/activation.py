@@ -10,8 +10,8 @@ from megacpp_mcore.kernels.moe_experts import triton_kernels
 
 SWIGLU, SQUARED_RELU = "swiglu", "squared_relu"
 ACTIVATIONS = SWIGLU, SQUARED_RELU
-# Warps of a row's program: the fastest of twelve on an H200 at f = 896, with one row a program.
-_WARPS, _BACKWARD_WARPS = 2, 4
+# Warps of a row's program: the fastest on an H200 at f = 896, with one row a program.
+_WARPS = 2
 
 
 def inner_width(h: Tensor, activation: str) -> int:
@@ -54,7 +54,7 @@ def activate_backward(
         triton_kernels.moe_activate_backward[(triton.cdiv(size, rows),)](
             da, h, probs, dh, a, row_grads, ends, 0 if ends is None else ends.shape[0], size, width,
             GATED=activation == SWIGLU, HAS_PROBS=probs is not None, ROWS=rows,
-            BLOCK=_columns(width), num_warps=_BACKWARD_WARPS,
+            BLOCK=_columns(width), num_warps=_WARPS,
         )  # fmt: skip
     return dh, a, row_grads
 

@@ -157,7 +157,7 @@ def sum_gradients(
         grid = triton.cdiv(width, block), triton.cdiv(tokens, tile)
         triton_kernels.moe_sum_gradients[grid](
             y, routing.rows, None if one is None else one.contiguous(), d_logits.contiguous(),
-            gate.contiguous(), out, tokens, width, experts, TOPK=routing.topk,
+            gate.contiguous(), out, tokens, width, EXPERTS=experts, TOPK=routing.topk,
             HAS_ONE=one is not None, TILE=tile, BLOCK=block,
         )  # fmt: skip
     return out

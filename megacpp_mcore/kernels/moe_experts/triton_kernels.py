@@ -125,7 +125,7 @@ def moe_combine(
 
 @triton.jit
 def moe_sum_gradients(
-    y, rows, one, d_logits, gate, out, TOKENS, WIDTH, EXPERTS, TOPK: tl.constexpr,
+    y, rows, one, d_logits, gate, out, TOKENS, WIDTH, EXPERTS: tl.constexpr, TOPK: tl.constexpr,
     HAS_ONE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out[t] = the sum of y[rows[t, k]] over k, plus one[t] and d_logits[t] gate, of TILE tokens
@@ -145,7 +145,7 @@ def moe_sum_gradients(
         total += tl.load(y + row * WIDTH + column, mask=here, other=0.0).to(tl.float32)
     if HAS_ONE:
         total += tl.load(one + t * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    for e in range(EXPERTS):
+    for e in tl.static_range(EXPERTS):
         factor = tl.load(d_logits + t * EXPERTS + e, mask=there, other=0.0)
         weight = tl.load(gate + e * WIDTH + column, mask=column < WIDTH, other=0.0)
         total += factor * weight.to(tl.float32)

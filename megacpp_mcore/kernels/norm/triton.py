@@ -16,8 +16,9 @@ from megacpp_mcore.surfaces.norm import MAX_HIDDEN_SIZE
 
 DTYPES = ("bfloat16", "float16", "float32")
 _FORWARD_WARPS = 8
-_BACKWARD_WARPS = 16  # the fastest of 12 with the programs below on an H200 at 3584
-_PROGRAMS_PER_MULTIPROCESSOR = 2
+# The fastest of those tried on an H200 at 3584, with one program on a multiprocessor.
+_BACKWARD_WARPS = 16
+_BACKWARD_ROWS, _BACKWARD_VALUES = 4, 16384  # at a time, at most
 
 
 class RMSNormInputError(MegacppError):
@@ -109,12 +110,14 @@ def _backward(
     dx, hidden = torch.empty_like(x), weight.numel()
     if not rstd.numel():
         return dx, torch.zeros_like(weight)
-    programs = min(rstd.numel(), _programs(x.device))
+    block = triton.next_power_of_2(hidden)
+    rows = max(1, min(_BACKWARD_ROWS, _BACKWARD_VALUES // block))
+    programs = min(triton.cdiv(rstd.numel(), rows), _programs(x.device))
     partial = x.new_empty(programs, hidden, dtype=torch.float32)
     triton_kernels.rms_norm_backward[(programs,)](
         x, dy, dy if d_residual is None else d_residual, weight.contiguous(), rstd, dx, partial,
-        rstd.numel(), hidden, HAS_RESIDUAL=d_residual is not None,
-        BLOCK=triton.next_power_of_2(hidden), num_warps=_BACKWARD_WARPS,
+        rstd.numel(), hidden, HAS_RESIDUAL=d_residual is not None, ROWS=rows, BLOCK=block,
+        num_warps=_BACKWARD_WARPS,
     )  # fmt: skip
     return dx, partial.sum(0).to(weight.dtype)
 
@@ -143,6 +146,4 @@ def _programs(device: torch.device) -> int:
     weight's gradient."""
     if device.type != "cuda":
         return 3
-    return _PROGRAMS_PER_MULTIPROCESSOR * (
-        torch.cuda.get_device_properties(device).multi_processor_count
-    )
+    return torch.cuda.get_device_properties(device).multi_processor_count

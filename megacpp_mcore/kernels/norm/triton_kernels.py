@@ -26,27 +26,29 @@ def rms_norm_forward(x, weight, y, rstd, hidden, eps, BLOCK: tl.constexpr):
 @triton.jit
 def rms_norm_backward(
     x, dy, d_residual, weight, rstd, dx, partial, rows, hidden,
-    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows p, p + programs, ...; partial (programs, hidden) gets the sum of their dy x r."""
-    program = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < hidden
-    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for row in range(program, rows, tl.num_programs(0)):
-        start = row * hidden
-        value = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
-        gradient = tl.load(dy + start + column, mask=inside, other=0.0).to(tl.float32)
+    """ROWS rows at a time, those of program p, p + programs, ...; partial (programs, hidden) gets
+    the sum of their dy x r."""
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)[None, :]
+    w = tl.load(weight + column, mask=column < hidden, other=0.0).to(tl.float32)
+    total = tl.zeros((1, BLOCK), tl.float32)
+    for first in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = (first + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+        inside = (row < rows) & (column < hidden)
+        at = row * hidden + column
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        gradient = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
         if HAS_RESIDUAL:
-            residual = tl.load(d_residual + start + column, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.load(rstd + row)
+            residual = tl.load(d_residual + at, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(rstd + row, mask=row < rows, other=0.0)
         normed = value * scale
-        total += gradient * normed
+        total += tl.sum(gradient * normed, 0, keep_dims=True)
         gradient *= w
-        mean = tl.sum(gradient * normed, 0) / hidden
+        mean = tl.sum(gradient * normed, 1, keep_dims=True) / hidden
         out = scale * (gradient - normed * mean)
         if HAS_RESIDUAL:
             out += residual
-        tl.store(dx + start + column, out, mask=inside)
-    tl.store(partial + program * hidden + column, total, mask=inside)
+        tl.store(dx + at, out, mask=inside)
+    tl.store(partial + program.to(tl.int64) * hidden + column, total, mask=column < hidden)
