@@ -45,12 +45,14 @@ def made(run, outcomes):
 def test_losses_are_those_of_one_gpu(run, outcomes):
     made(run, outcomes)
     assert not outcomes[ONE.name].reason, outcomes[ONE.name].reason
-    assert differences(run, outcomes) == []
+    found = differences(run, outcomes)
+    assert not found, "\n".join(found)  # pytest would shorten a launch's log
 
 
 @pytest.mark.parametrize(("stock", "twin"), TWINS.items(), ids=lambda run: run.name)
 def test_megatrons_own_script_has_the_bits_of_our_entry(stock, twin, outcomes):
-    assert unlike_in_print(made(stock, outcomes), made(twin, outcomes)) == []
+    found = unlike_in_print(made(stock, outcomes), made(twin, outcomes))
+    assert not found, "\n".join(found)
 
 
 def test_the_one_gpu_run_learns(outcomes):
