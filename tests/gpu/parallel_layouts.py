@@ -126,8 +126,8 @@ RUNS = (
     Run("one-resumed", start=("one", SAVED)),
     Run("dp2-grouped-mm", 2, ("backends.moe_experts=grouped_mm",)),
 )
-# Megatron's own script wants three keys that docs/gpu.md names, and has Megatron's own heads: a twin
-# of ours that has both gives the same bits.
+# Megatron's own script wants three keys that docs/gpu.md names, and has Megatron's own heads: with
+# both, a twin of ours gives the same bits.
 _SCRIPT = (
     "precision.gradient_accumulation_fusion=false",
     "schedule.check_for_nan_in_loss_and_grad=true",
