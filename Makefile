@@ -60,7 +60,7 @@ lint: $(STAMP) ## ruff
 # that dies ends the suite: xdist's next one may get no test, and the suite would wait for those.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --max-worker-restart 0
 
-test: lint ## lint and the test suite, 6 to 19 minutes on two cores
+test: lint ## lint and the test suite, 5 to 19 minutes on two cores
 	$(PYTEST) -n 5
 
 gpu-test: ## the tests of tests/gpu that need a GPU: a log per file in examples/receipts/gpu-tests

@@ -162,6 +162,15 @@ def test_who_gates_apart():
         assert built.gate_apart(tokens) is None
 
 
+def routed_three_times(built) -> Tensor:
+    """The tokens that each expert has had after three batches: no two experts as many."""
+    counts = 1000 + torch.arange(EXPERTS)
+    logits = torch.nn.functional.one_hot(torch.arange(EXPERTS).repeat_interleave(counts)).float()
+    for _ in range(3):
+        built.routing(logits.requires_grad_())
+    return 3 * counts
+
+
 @pytest.mark.parametrize("choose", [None, fused.router_topk], ids=["megatrons", "ours"])
 def test_a_bf16_model_counts_every_token(choose):
     """bf16 has eight bits: it would lose a lead of a few tokens, which the bias follows."""
@@ -170,11 +179,8 @@ def test_a_bf16_model_counts_every_token(choose):
     built.expert_bias.zero_()
     built = built.bfloat16()
     built._maintain_float32_expert_bias()  # as its forward pass begins
-    counts = 1000 + torch.arange(EXPERTS)
-    logits = torch.nn.functional.one_hot(torch.arange(EXPERTS).repeat_interleave(counts)).float()
-    for _ in range(3):
-        built.routing(logits.requires_grad_())
-    assert torch.equal(built.local_tokens_per_expert.long(), 3 * counts)
+    counts = routed_three_times(built)
+    assert torch.equal(built.local_tokens_per_expert, counts)
     model, before = [torch.nn.ModuleList([built])], built.expert_bias.clone()
     _update_router_expert_bias(model, settings, torch.distributed.group.WORLD)
     step = settings.moe_router_bias_update_rate
@@ -191,11 +197,8 @@ def test_a_bf16_model_counts_every_token_of_a_global_batch():
         moe_router_topk=1,
     )  # fmt: skip
     built = router(DispatchedTopKRouter, settings, product=None, choose=None).bfloat16()
-    counts = 1000 + torch.arange(EXPERTS)
-    logits = torch.nn.functional.one_hot(torch.arange(EXPERTS).repeat_interleave(counts)).float()
-    for _ in range(3):
-        built.routing(logits.requires_grad_())
-    assert torch.equal(built.global_tokens_per_expert, 3 * counts) and built.ga_steps == 3
+    counts = routed_three_times(built)
+    assert torch.equal(built.global_tokens_per_expert, counts) and built.ga_steps == 3
     built.reset_global_aux_loss_tracker()
     assert not built.global_tokens_per_expert.any() and not built.ga_steps
 
@@ -236,8 +239,9 @@ def test_our_router_counts_an_experts_tokens_as_megatrons_does():
             router._apply_expert_bias(chosen, padding)
             with torch.no_grad():
                 router._apply_expert_bias(chosen)
-        found.append(router.local_tokens_per_expert.long())
-    assert torch.equal(*found)
+        found.append(router.local_tokens_per_expert)
+    assert [counts.dtype for counts in found] == [torch.float32, torch.int64]
+    assert torch.equal(found[0], found[1].float())
     assert found[0].sum() == chosen.sum() + (chosen & ~padding).sum()
     without = DispatchedTopKRouter(
         config=config(), pg_collection=groups, product=router_gating, choose=None

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacpp_mcore.kernels.backward_pass import frees_the_graph
 from megacpp_mcore.kernels.linear_cross_entropy.chunk_loop import ChunkLoop
 from megacpp_mcore.kernels.linear_cross_entropy.head import head_of
 from megacpp_mcore.kernels.linear_cross_entropy.inputs import (
@@ -228,7 +229,7 @@ def _times(gradient: Tensor, factor: Tensor) -> Tensor:
     """The saved gradient times factor: in place where this backward pass frees the graph, and so is
     the last that can ask for it, else in new memory."""
     # Never under a tracing compiler: its tensors have other types, and its graph may run again.
-    if type(gradient) is Tensor and not torch._C._autograd._get_current_graph_task_keep_graph():
+    if type(gradient) is Tensor and frees_the_graph():
         _scale_(gradient, factor)
         return gradient
     return _scaled(gradient, factor)

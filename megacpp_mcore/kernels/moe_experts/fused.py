@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megacpp_mcore.kernels import main_grad
+from megacpp_mcore.kernels.backward_pass import frees_the_graph
 from megacpp_mcore.kernels.main_grad import handed_on, takes_gradients
 from megacpp_mcore.kernels.moe_experts import torch_products
 from megacpp_mcore.kernels.moe_experts.activation import SWIGLU, activate, activate_backward
@@ -152,8 +153,7 @@ def _down_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """dH, fc2's weight gradient and the gradient of the rows' probabilities."""
     experts = ctx.weights
-    # h is this function's own: only another pass over a graph that is kept reads it again
-    in_place = not torch._C._autograd._get_current_graph_task_keep_graph()
+    in_place = frees_the_graph()  # h is this function's own
     dh, a, row_grads = activate_backward(
         experts.products.input_gradient(dy, w2, rows.ends), h, rows.row_probs, rows.ends,
         experts.activation, in_place,
