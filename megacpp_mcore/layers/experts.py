@@ -36,7 +36,7 @@ from megacpp_mcore.kernels.moe_experts.fused import (
     experts_routed,
     experts_sorted,
 )
-from megacpp_mcore.kernels.moe_experts.readers import Readers, readers
+from megacpp_mcore.kernels.moe_experts.readers import Readers, readers, readers_of_norm
 from megacpp_mcore.kernels.moe_experts.routing import allocated
 from megacpp_mcore.layers.param_gather import wait_for_param_gather
 from megacpp_mcore.surfaces.moe_experts import FUSED, GROUPED_MM
@@ -179,9 +179,18 @@ class FusedExperts(GroupedMMExperts):
 
     def readers(self, hidden_states: Tensor, gate: Tensor | None = None) -> Readers:
         """The readers of a MoE layer's tokens [s, b, h]. gate: as of `readers.readers`."""
+        return readers(hidden_states, self._rows(hidden_states), gate)
+
+    def readers_of_norm(
+        self, norm: torch.nn.Module, hidden_states: Tensor, gate: Tensor
+    ) -> tuple[Readers, Tensor]:
+        """The readers of norm's output, and its input [s, b, h] as the residual."""
+        weight, size = wait_for_param_gather(norm).weight, self._rows(hidden_states)
+        return readers_of_norm(hidden_states, weight, norm.eps, size, gate, self.products)
+
+    def _rows(self, hidden_states: Tensor) -> int:
         tokens = hidden_states.shape[:-1].numel()
-        size = allocated(tokens, self._topk, self.num_local_experts, self.products.ALIGN)
-        return readers(hidden_states, size, gate)
+        return allocated(tokens, self._topk, self.num_local_experts, self.products.ALIGN)
 
     def routed(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor,

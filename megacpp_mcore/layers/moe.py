@@ -8,6 +8,7 @@ while the experts' sums return.
 import contextlib
 from collections.abc import Iterator
 
+import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
@@ -77,24 +78,47 @@ class MegacppMoELayer(MoELayer):
         """Whether `forward` can add one: the sum is made here, and no second time."""
         return self.routed_inside and not self.moe_layer_recompute
 
+    def normed(
+        self, norm: torch.nn.Module, hidden_states: Tensor
+    ) -> tuple[Tensor, Tensor, Readers | None]:
+        """The output [s, b, h] of the norm in front of this layer, the residual, and what `forward`
+        takes as readers.
+
+        Where the norm is ours and the router's gradient comes apart, one kernel can have the
+        backward pass of the norm and the sum of the gradients that come to it.
+        """
+        gate = self._gate(hidden_states) if getattr(norm, "has_residual", False) else None
+        if gate is not None and self.takes_residual and not norm._forward_hooks:
+            readers, residual = self.experts.readers_of_norm(norm, hidden_states, gate)
+            return readers.router, residual, readers
+        found = norm(hidden_states)
+        return *(found if isinstance(found, tuple) else (found, hidden_states)), None
+
+    def _gate(self, hidden_states: Tensor) -> Tensor | None:
+        """As of DispatchedTopKRouter.gate_apart."""
+        ours = isinstance(self.router, DispatchedTopKRouter)
+        return self.router.gate_apart(hidden_states) if ours else None
+
     def forward(
         self,
         hidden_states: Tensor,
         intermediate_tensors: tuple | None = None,
         padding_mask: Tensor | None = None,
         residual: Tensor | None = None,
+        readers: Readers | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As Megatron's. residual [s, b, h], where `takes_residual`: added in the experts' sum.
+        readers: of hidden_states, as `normed` returns them.
 
         Raises MoELayerError for a residual that would not be.
         """
         if residual is not None and not (self.takes_residual and intermediate_tensors is None):
             raise MoELayerError("this pass of the MoE layer adds no residual; add it to its output")
-        self._residual = residual
+        self._residual, self._readers = residual, readers
         try:
             return super().forward(hidden_states, intermediate_tensors, padding_mask)
         finally:
-            self._residual = None
+            self._residual = self._readers = None
 
     def shared_experts_compute(self, hidden_states: Tensor) -> Tensor | None:
         """The first of the steps of a forward pass; where `combine` computes it, None."""
@@ -104,9 +128,8 @@ class MegacppMoELayer(MoELayer):
                 self.token_dispatcher.begin(hidden_states)
             return None
         if self.routed_inside:
-            ours = isinstance(self.router, DispatchedTopKRouter)
-            gate = self.router.gate_apart(hidden_states) if ours else None
-            self._readers = self.experts.readers(hidden_states, gate)
+            if self._readers is None:
+                self._readers = self.experts.readers(hidden_states, self._gate(hidden_states))
             hidden_states = self._readers.shared
         return super().shared_experts_compute(hidden_states)
 

@@ -30,9 +30,8 @@ class MoEBlock(MoETransformerLayer):
             return super()._forward_mlp(
                 hidden_states, inference_context, padding_mask, packed_seq_params
             )
-        normed = self.pre_mlp_layernorm(hidden_states)
-        normed, residual = normed if isinstance(normed, tuple) else (normed, hidden_states)
-        output, _ = self.mlp(normed, padding_mask=padding_mask, residual=residual)
+        normed, residual, readers = self.mlp.normed(self.pre_mlp_layernorm, hidden_states)
+        output, _ = self.mlp(normed, padding_mask=padding_mask, residual=residual, readers=readers)
         return make_viewless_tensor(output, output.requires_grad, keep_graph=True)
 
     def _sums_inside(self, hidden_states: Tensor, inference_context, packed_seq_params) -> bool:

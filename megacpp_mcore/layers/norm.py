@@ -60,6 +60,7 @@ class _FusedRMSNorm(torch.nn.RMSNorm):
         from megacpp_mcore.kernels.norm.triton import rms_norm, rms_norm_with_residual
 
         super().__init__(hidden_size, eps=eps)
+        self.has_residual = has_residual
         self.norm = rms_norm_with_residual if has_residual else rms_norm
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:

@@ -128,6 +128,58 @@ def test_rows_are_copied_beside_a_product(problem):
     assert torch.equal(vars(copied)["rows"][:used], to_rows(tokens, routing)[:used])
 
 
+# tokens, hidden size, experts, top-k, whether tokens have fewer experts, a shared expert
+TOKENS = {
+    "full-size": (4099, 3584, 16, 4, False, True),
+    "one-token": (1, 64, 5, 2, False, True),
+    "fewer-experts": (777, 328, 7, 3, True, True),
+    "widest": (1000, 3840, 16, 8, True, True),
+    "not-shared": (500, 8, 3, 1, True, False),
+    "by-two-kernels": (130, 4096, 16, 4, True, True),
+    "odd-width": (70, 36, 6, 2, True, True),
+}
+
+
+@pytest.mark.parametrize("case", TOKENS)
+def test_the_tokens_gradient_before_their_norm(case):
+    """In one pass where the shapes are taken, of rows that hold NaN where nobody may read."""
+    if why := hopper_products.reason(torch.bfloat16, 16):
+        pytest.skip(why)
+    tokens, h, experts, topk, fewer, shared = TOKENS[case]
+    chosen = torch.zeros(tokens, experts, dtype=torch.bool, device="cuda")
+    chosen.scatter_(1, torch.rand(tokens, experts, device="cuda").topk(topk, 1).indices, True)
+    if fewer:
+        chosen &= torch.rand(tokens, experts, device="cuda") < 0.6
+    routing = route(chosen, chosen.float(), topk, hopper_products.ALIGN)
+    rows, there = routing.rows.long(), routing.rows >= 0
+
+    def normal(*shape):
+        return torch.randn(shape, device="cuda").bfloat16()
+
+    d_rows = torch.full((routing.size, h), float("nan"), device="cuda").bfloat16()
+    d_rows[rows[there]] = normal(int(there.sum()), h)
+    d_shared = normal(tokens, h) if shared else None
+    x, d_residual, gate, weight = (normal(*s) for s in ((tokens, h),) * 2 + ((experts, h), (h,)))
+    d_logits, rstd = torch.randn(tokens, experts, device="cuda"), torch.rand(tokens, device="cuda")
+    given = [d_rows, routing, d_shared, d_logits, gate, x, d_residual, weight, rstd]
+    dx, d_weight = hopper_products.tokens_gradient(*given)
+
+    dy = (d_rows[rows.clamp(min=0)].double().nan_to_num() * there[..., None]).sum(1)
+    dy += d_logits.double() @ gate.double() + (d_shared.double() if shared else 0)
+    normed, scaled = x.double() * rstd.double()[:, None], dy * weight.double()
+    mean = (scaled * normed).mean(1, keepdim=True)
+    wide = rstd.double()[:, None] * (scaled - normed * mean) + d_residual.double()
+    # Two kernels round dy, too: of errors that know nothing of each other the norm is below twice.
+    near(dx, wide)
+    near(d_weight, (dy * normed).sum(0))
+    again = hopper_products.tokens_gradient(*given)
+    assert torch.equal(dx, again[0]) and torch.equal(d_weight, again[1])
+    for place in (3, 5, 6, 7):  # the test notices what is wrong with each
+        other = [*given[:place], given[place].flip(-1), *given[place + 1 :]]
+        with pytest.raises(AssertionError):
+            near(hopper_products.tokens_gradient(*other)[0], wide)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_activations_kernels(problem, activation):
     routing, spans, rows, normal, _, f = problem

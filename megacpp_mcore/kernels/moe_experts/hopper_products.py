@@ -19,7 +19,8 @@ from torch import Tensor
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels import nvcc
 from megacpp_mcore.kernels.moe_experts import torch_products
-from megacpp_mcore.kernels.moe_experts.routing import Gathered, rows_of
+from megacpp_mcore.kernels.moe_experts.readers import MOST_GATES
+from megacpp_mcore.kernels.moe_experts.routing import Gathered, Routing, rows_of
 
 NAME = "hopper"
 ALIGN = 128
@@ -35,6 +36,9 @@ _TILES = (256, 224)  # columns
 # NCCL sums over the ranks of a host with so many blocks, each of which needs a multiprocessor: with
 # all of them taken, the exchange waits for the product's end. On two H200s 16 were too few.
 _EXCHANGE_BLOCKS = 24
+# As in tokens.cu: columns of all its threads, and shared memory for two tokens at least.
+_MOST_COLUMNS = 480 * 8
+_TWO_TOKENS_BYTES = 226 * 1024
 
 
 class HopperProductError(MegacppError):
@@ -111,6 +115,38 @@ def add_weight_gradient(
     _launch_of_weights(kind, rows_of(dy), rows_of(x), total, ends, during_exchange)
 
 
+def tokens_gradient(
+    d_rows: Tensor, routing: Routing, d_shared: Tensor | None, d_logits: Tensor, gate: Tensor,
+    x: Tensor, d_residual: Tensor, weight: Tensor, rstd: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As of torch_products, in one pass where tokens.cu takes the shapes: the tokens' gradient
+    is not rounded in between."""
+    (tokens, width), topk = x.shape, routing.topk
+    d_shared = None if d_shared is None else d_shared.contiguous()
+    d_logits, gate, x, d_residual = (y.contiguous() for y in (d_logits, gate, x, d_residual))
+    read = [y for y in (d_rows, d_shared, gate, x, d_residual, weight) if y is not None]
+    if (
+        not tokens
+        or width % 8
+        or width > _MOST_COLUMNS
+        or 2 * (topk + 3) * 2 * width > _TWO_TOKENS_BYTES
+        or gate.shape[0] > MOST_GATES
+        or any(y.dtype != torch.bfloat16 or y.data_ptr() % 16 for y in read)
+    ):
+        return torch_products.tokens_gradient(
+            d_rows, routing, d_shared, d_logits, gate, x, d_residual, weight, rstd
+        )
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    blocks = min(tokens, processors)
+    dx, d_weight = torch.empty_like(x), torch.empty_like(weight)
+    partial = x.new_empty(blocks, width, dtype=torch.float32)
+    _call(
+        "tokens_gradient", d_rows, routing.rows, d_shared, d_logits, gate, x, d_residual, weight,
+        rstd, dx, partial, d_weight, tokens, width, gate.shape[0], topk, blocks,
+    )  # fmt: skip
+    return dx, d_weight
+
+
 def _launch_of_weights(
     kind: int, dy: Tensor, x: Tensor, out: Tensor, ends: Tensor, during_exchange: bool
 ) -> None:
@@ -168,4 +204,5 @@ def _kernels() -> ctypes.CDLL:
     found.grouped_product_and_copy.argtypes = (
         number, *(pointer,) * 4, rows, *(number,) * 3, *(pointer,) * 3, number, pointer,
     )  # fmt: skip
+    found.tokens_gradient.argtypes = (*(pointer,) * 12, *(number,) * 5, pointer)
     return found

@@ -3,15 +3,18 @@
 Router, shared expert and routed experts read the same tokens. Autograd would add their gradients in
 two kernels, after the experts' rows have been summed in another. Here the experts' part arrives as
 rows (R, h), and all are summed where the rows are. The router's part may arrive as the gradient of
-its logits (tokens, E), which is multiplied by the router's weight on the way into the sum.
+its logits (tokens, E), which is multiplied by the router's weight on the way into the sum. Where
+the tokens are a norm's output, its backward pass follows at once.
 """
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from megacpp_mcore.kernels.moe_experts.routing import Routing, sum_gradients, to_tokens
+from megacpp_mcore.kernels.norm import triton as norm
 
 # Experts of a router whose weight the sum multiplies. On an H200 the sum of 16,384 tokens'
 # gradients with 16 experts took four fifths of a sum and a product of its own; with 128, tried by
@@ -50,12 +53,36 @@ def readers(x: Tensor, size: int, gate: Tensor | None = None) -> Readers:
     rows, left = x.new_empty(()).expand(size, x.shape[-1]), Sorted()
     if not (torch.is_grad_enabled() and x.requires_grad):
         return Readers(x, x, rows, left)
-    logits = None
-    if gate is not None:
-        tokens, gate = x.shape[:-1].numel(), gate.detach()
-        logits = gate.new_empty((), dtype=torch.float32).expand(tokens, gate.shape[0])
+    logits = None if gate is None else _logits(x, gate)
+    gate = None if gate is None else gate.detach()
     router, shared, rows, logits = _Readers.apply(x, rows, logits, gate, left)
     return Readers(router if gate is None else x.detach(), shared, rows, left, logits)
+
+
+def readers_of_norm(
+    x: Tensor, weight: Tensor, eps: float, size: int, gate: Tensor, products: ModuleType
+) -> tuple[Readers, Tensor]:
+    """The readers of rms_norm(x, weight, eps), and x (..., h) as the layer's residual: all their
+    gradients are one function's.
+
+    size, gate: as of `readers`. products: `tokens_gradient` is taken of it. Raises
+    RMSNormInputError as rms_norm does.
+    """
+    norm.check(x, weight)
+    rows, left = x.new_empty(()).expand(size, x.shape[-1]), Sorted()
+    if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+        normed, _ = norm.rms_norm_forward(x, weight, eps)
+        return Readers(normed, normed, rows, left), x
+    shared, residual, rows, logits = _ReadersOfNorm.apply(
+        x, weight, rows, _logits(x, gate), gate.detach(), eps, left, products
+    )
+    return Readers(shared.detach(), shared, rows, left, logits), residual
+
+
+def _logits(x: Tensor, gate: Tensor) -> Tensor:
+    """What stands for the logits of the router's weight gate in autograd."""
+    tokens, experts = x.shape[:-1].numel(), gate.shape[0]
+    return gate.new_empty((), dtype=torch.float32).expand(tokens, experts)
 
 
 class _Readers(torch.autograd.Function):
@@ -69,12 +96,49 @@ class _Readers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_router, d_shared, d_rows, d_logits):
-        (gate,), routing = ctx.saved_tensors, ctx.left.routing
-        others = [x.reshape(-1, x.shape[-1]) for x in (d_router, d_shared) if x is not None]
-        if d_logits is not None:
-            total = sum_gradients(d_rows, routing, *(others or [None]), d_logits, gate)
-        elif d_rows is None:
-            total = sum(others[1:], others[0])
-        else:
-            total = to_tokens(d_rows, routing, *others)
+        (gate,) = ctx.saved_tensors
+        total = _sum(ctx.left.routing, d_rows, d_logits, gate, d_router, d_shared)
         return total.view(ctx.shape), None, None, None, None
+
+
+class _ReadersOfNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, rows, logits, gate, eps, left, products):
+        normed, rstd = norm.rms_norm_forward(x, weight, eps)
+        ctx.left, ctx.products = left, products
+        ctx.save_for_backward(x, weight, rstd, gate)
+        ctx.set_materialize_grads(False)
+        return normed, x.view_as(x), rows.view_as(rows), logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx, d_shared, d_residual, d_rows, d_logits):
+        x, weight, rstd, gate = ctx.saved_tensors
+        routing, tokens = ctx.left.routing, x.reshape(-1, x.shape[-1])
+        if d_shared is None and d_rows is None:
+            dx, d_weight = d_residual, None
+        elif d_residual is None or d_rows is None or d_logits is None:
+            dy = _sum(routing, d_rows, d_logits, gate, d_shared)
+            dx, d_weight = norm.rms_norm_backward(x, dy, d_residual, weight, rstd)
+        else:
+            d_shared, d_residual = map(_flat, (d_shared, d_residual))
+            dx, d_weight = ctx.products.tokens_gradient(
+                d_rows, routing, d_shared, d_logits, gate, tokens, d_residual, weight, rstd
+            )
+        return dx.view(x.shape), d_weight, None, None, None, None, None, None
+
+
+def _sum(
+    routing: Routing | None, d_rows: Tensor | None, d_logits: Tensor | None, gate: Tensor | None,
+    *others: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """(tokens, h), of those that there are. others: (..., h), at most one with d_logits."""
+    others = [_flat(x) for x in others if x is not None]
+    if d_logits is not None:
+        return sum_gradients(d_rows, routing, *(others or [None]), d_logits, gate)
+    if d_rows is None:
+        return sum(others[1:], others[0])
+    return to_tokens(d_rows, routing, *others)
+
+
+def _flat(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.reshape(-1, x.shape[-1])

@@ -7,7 +7,8 @@ rows of expert e end at ends[e].
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from megacpp_mcore.kernels.moe_experts.routing import Gathered, rows_of
+from megacpp_mcore.kernels.moe_experts.routing import Gathered, Routing, rows_of, sum_gradients
+from megacpp_mcore.kernels.norm.triton import rms_norm_backward
 
 NAME = "torch"
 ALIGN = 1  # of an expert's first row
@@ -47,3 +48,17 @@ def store(total: Tensor, gradient: Tensor, overwrite: bool) -> None:
         total.copy_(gradient)
     else:
         total.add_(gradient)
+
+
+def tokens_gradient(
+    d_rows: Tensor, routing: Routing, d_shared: Tensor | None, d_logits: Tensor, gate: Tensor,
+    x: Tensor, d_residual: Tensor, weight: Tensor, rstd: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of x (t, h) and weight (h,), where the experts' tokens are rms_norm(x, weight)
+    and x is also the residual.
+
+    The tokens' gradient is what `sum_gradients` adds up. d_residual (t, h): the residual's. rstd
+    (t,): 1 / root mean square of x's rows.
+    """
+    dy = sum_gradients(d_rows, routing, d_shared, d_logits, gate)
+    return rms_norm_backward(x, dy, d_residual, weight, rstd)

@@ -31,8 +31,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Raises RMSNormInputError for dtypes other than DTYPES, different ones of x and weight, or a
     hidden size beyond MAX_HIDDEN_SIZE.
     """
-    _check(x, weight)
-    return _forward(x, weight, eps)[0]
+    check(x, weight)
+    return rms_norm_forward(x, weight, eps)[0]
 
 
 def rms_norm_with_residual(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -40,11 +40,12 @@ def rms_norm_with_residual(x: Tensor, weight: Tensor, eps: float) -> tuple[Tenso
 
     Raises RMSNormInputError as rms_norm does.
     """
-    _check(x, weight)
+    check(x, weight)
     return _WithResidual.apply(x, weight, eps)
 
 
-def _check(x: Tensor, weight: Tensor) -> None:
+def check(x: Tensor, weight: Tensor) -> None:
+    """Raise RMSNormInputError for what rms_norm does not take."""
     if x.dtype != weight.dtype or x.dtype not in _TORCH_DTYPES:
         raise RMSNormInputError(
             f"x is {x.dtype} and the weight {weight.dtype}; both must be one of {', '.join(DTYPES)}"
@@ -64,7 +65,7 @@ class _WithResidual(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        y, rstd = _forward(x, weight, eps)
+        y, rstd = rms_norm_forward(x, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
         ctx.set_materialize_grads(False)
         return y, x.view_as(x)
@@ -74,11 +75,11 @@ class _WithResidual(torch.autograd.Function):
         if dy is None:
             return d_residual, None, None
         x, weight, rstd = ctx.saved_tensors
-        return *_backward(x, dy, d_residual, weight, rstd), None
+        return *rms_norm_backward(x, dy, d_residual, weight, rstd), None
 
 
 @torch.library.custom_op("megacpp::rms_norm", mutates_args=())
-def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """y as x, and 1 / root mean square of every row, (rows,) in float32."""
     x, y, rstd = x.contiguous(), *_outputs(x)
     hidden = weight.numel()
@@ -95,16 +96,16 @@ def _outputs(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float32)
 
 
-@_forward.register_fake
+@rms_norm_forward.register_fake
 def _(x, weight, eps):
     return _outputs(x)
 
 
 @torch.library.custom_op("megacpp::rms_norm_backward", mutates_args=())
-def _backward(
+def rms_norm_backward(
     x: Tensor, dy: Tensor, d_residual: Tensor | None, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x, d_residual included, and of the weight."""
+    """The gradients of x, d_residual included, and of the weight; x, dy and d_residual (..., h)."""
     x, dy = x.contiguous(), dy.contiguous()
     d_residual = None if d_residual is None else d_residual.contiguous()
     dx, hidden = torch.empty_like(x), weight.numel()
@@ -122,7 +123,7 @@ def _backward(
     return dx, partial.sum(0).to(weight.dtype)
 
 
-@_backward.register_fake
+@rms_norm_backward.register_fake
 def _(x, dy, d_residual, weight, rstd):
     return x.new_empty(x.shape), torch.empty_like(weight)
 
@@ -135,10 +136,10 @@ def _save(ctx, inputs, output) -> None:
 
 def _gradients(ctx, dy, _):
     x, weight, rstd = ctx.saved_tensors
-    return *_backward(x, dy, None, weight, rstd), None
+    return *rms_norm_backward(x, dy, None, weight, rstd), None
 
 
-_forward.register_autograd(_gradients, setup_context=_save)
+rms_norm_forward.register_autograd(_gradients, setup_context=_save)
 
 
 def _programs(device: torch.device) -> int:

@@ -58,6 +58,16 @@ __device__ __forceinline__ void warpgroup_sync(int id) {
   asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
 }
 
+// `bytes`, a multiple of 16, from where both addresses are multiples of 16.
+__device__ __forceinline__ void load_bytes(uint32_t to, const void* from, int bytes,
+                                           uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 __device__ __forceinline__ void load_2d(uint32_t to, const CUtensorMap* map, uint32_t barrier,
                                         int inner, int outer) {
   asm volatile(
