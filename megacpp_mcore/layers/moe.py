@@ -85,10 +85,12 @@ class MegacppMoELayer(MoELayer):
         takes as readers.
 
         Where the norm is ours and the router's gradient comes apart, one kernel can have the
-        backward pass of the norm and the sum of the gradients that come to it.
+        backward pass of the norm and the sum of the gradients that come to it. The norm is not
+        called then, but its forward pre-hooks are; one with other hooks is called.
         """
         gate = self._gate(hidden_states) if getattr(norm, "has_residual", False) else None
-        if gate is not None and self.takes_residual and not norm._forward_hooks:
+        hooked = norm._forward_hooks or norm._backward_hooks or norm._backward_pre_hooks
+        if gate is not None and self.takes_residual and not hooked:
             readers, residual = self.experts.readers_of_norm(norm, hidden_states, gate)
             return readers.router, residual, readers
         found = norm(hidden_states)

@@ -562,6 +562,13 @@ def test_one_backward_pass_leaves_nothing_and_heeds_hooks(machine):
         layer.pre_mlp_layernorm.register_forward_pre_hook(lambda *args: gathered.append(args))
         run(layer, layer._forward_mlp, (5, 2, 40))
         assert len(gathered) == len(calls) == 1
-        layer.pre_mlp_layernorm.register_forward_hook(lambda *args: seen.append(args))
-        run(layer, layer._forward_mlp, (5, 2, 40))
-        assert len(seen) == len(calls) == 1
+        norm, note = layer.pre_mlp_layernorm, lambda *args: seen.append(args)
+        for register in (
+            norm.register_forward_hook,
+            norm.register_full_backward_hook,
+            norm.register_full_backward_pre_hook,
+        ):
+            hook = register(note)
+            run(layer, layer._forward_mlp, (5, 2, 40))
+            hook.remove()
+            assert len(calls) == 1 and seen.pop() and not seen
