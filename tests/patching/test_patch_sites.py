@@ -152,6 +152,16 @@ def test_bytecode_that_cannot_go_is_seen_before_anything_is_written(lane, site, 
     refused(apply, "__pycache__ is read-only for this user", lane, site)
 
 
+def test_a_site_that_alone_is_read_only_is_refused(lane, site, monkeypatch):
+    """Its packages and the store are not: without the site's lock a second run could go beside."""
+    apply(lane, site)
+    revert(lane, site)
+    before = (site / ONE_PATH).read_bytes()
+    monkeypatch.setattr("os.access", lambda path, mode: path != site)
+    refused(apply, f"{site} is read-only for this user", lane, site)
+    assert (site / ONE_PATH).read_bytes() == before
+
+
 def test_the_patched_file_is_newer_by_a_whole_second(lane, site):
     """A .pyc names its source's second: a source from the future must not hide the change."""
     os.utime(site / ONE_PATH, (4e9, 4e9))
