@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import os
 import queue
-import signal
 import tempfile
 import time
 import zlib
@@ -26,8 +25,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAs
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.files import sync
-from megacpp_mcore.host.processes import end_with_parent
-from megacpp_mcore.training.checkpoints import checksums, staging
+from megacpp_mcore.training.checkpoints import checksums, staging, worker
 
 _SIDECAR = ".sum-"
 _UNDISTURBED = "megacpp_mcore.training.checkpoints.undisturbed"
@@ -95,7 +93,7 @@ def install() -> None:
     torch.serialization.set_crc32_options(False)
     filesystem_async.open = _SummedFile
     serialization.save_config = _gather_and_save_config
-    PersistentAsyncCaller.async_loop = staticmethod(_async_loop_of_a_worker)
+    PersistentAsyncCaller.async_loop = staticmethod(worker.loop)
     PersistentAsyncCaller.schedule_async_call = _schedule_from_the_host
     PersistentAsyncCaller.is_current_async_call_done = _is_done_by_a_living_worker
 
@@ -109,17 +107,10 @@ def keep_no_process(asynchronous: bool) -> None:
         filesystem_async._results_queue = queue.Queue()
     elif filesystem_async._results_queue is None:
         manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
-        manager.start(initializer=_of_the_rank, initargs=(os.getpid(),))
+        manager.start(initializer=worker.end_with_rank, initargs=(os.getpid(),))
         filesystem_async._results_queue = manager.Queue()
         # of the fork server, whose end Megatron would take for the worker's
         multiprocessing.set_forkserver_preload(["__main__", _UNDISTURBED])
-
-
-def _of_the_rank(parent: int) -> None:
-    """Let this process end with its parent, and at no SIGTERM: Slurm sends that to every process of
-    a task, whose rank then saves."""
-    end_with_parent(parent)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _schedule_from_the_host(self: PersistentAsyncCaller, request: Any) -> None:
@@ -169,11 +160,8 @@ def _check_worker(process: multiprocessing.Process) -> None:
         )
 
 
-def _async_loop_of_a_worker(*arguments: Any) -> None:
-    # The parent is the rank, or its fork server, which ends with it.
-    _of_the_rank(os.getppid())
-    if not multiprocessing.parent_process().is_alive():
-        return
+def run_worker(*arguments: Any) -> None:
+    """Megatron's loop over the requests of saves, in the process that is to write them."""
     install()
     # Megatron's loop chooses a GPU, and would make a CUDA context there. It needs none.
     torch.cuda.device_count, torch.cuda.set_device = lambda: 1, lambda device: None
