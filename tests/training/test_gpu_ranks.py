@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from left_behind import Marked, wait_until
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from megacpp_mcore.training.gpu.torchrun import RanksOutcome, run_ranks
 
@@ -25,6 +26,9 @@ if __name__ == "__main__":  # not in the processes that are spawned, which would
 
     def children():
         # what a rank starts: the process of asynchronous saves' results, and workers of its data
+        from megacpp_mcore.stack import bridges
+
+        bridges.before_megatron()
         from megacpp_mcore.training.checkpoints import writer
 
         writer.keep_no_process(asynchronous=True)
@@ -69,6 +73,8 @@ def module(tmp_path: Path, monkeypatch) -> str:
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+    # For its log torch finds the sources of every frame, of which a test has many: a second a run.
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda: "of a test")
     return "a_rank_in_miniature"
 
 
