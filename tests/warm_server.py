@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import traceback
+import weakref
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -106,6 +107,8 @@ def _preload(module: str) -> None:
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
         raise SystemExit(f"{module} started threads ({len(threads)}): their locks cannot be forked")
+    for finalizer in list(weakref.finalize._registry):
+        finalizer.atexit = False  # else each program ends by taking torch's operators apart, 27 ms
     gc.freeze()  # no program's collector visits, and so copies, what all of them share
 
 
