@@ -45,8 +45,8 @@ x = torch.randn(5)
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Callable[[bool, str], list[str]]]:
-    """Runs START and a script in a process that has imported torch alone."""
-    server = warm.Server("torch")
+    """Runs START and a script in a process that has imported torch, but not its Inductor."""
+    server = warm.Server("dynamo_preload")
 
     def run(gpu: bool, script: str) -> list[str]:
         done = subprocess.run(
