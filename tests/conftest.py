@@ -216,8 +216,9 @@ def _file(item: pytest.Item) -> str:
 def pytest_runtest_setup(item):
     import torch
 
-    # What a test draws without a seed is the same whichever tests its worker had before.
-    torch.manual_seed(0)
+    # What a test draws without a seed is the same whichever tests its worker had before. Without a
+    # device torch notes the stack of every caller who seeds one.
+    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
     if "megatron.training.argument_utils" in sys.modules:  # or a test that needs none would import
         import megatron_parser
 
