@@ -131,6 +131,8 @@ def test_a_failed_rank_leaves_without_waiting_for_its_data_workers(module, tmp_p
     """Megatron's only note SIGTERM; and the error holds the loader, as it does in Megatron's."""
     (tmp_path / "a_rank_with_data.py").write_text(
         "import sys, torch\n"
+        "from megacpp_mcore.stack import bridges\n"
+        "bridges.before_megatron()\n"
         "from megatron.training.dist_signal_handler import DistributedSignalHandler\n"
         "from megacpp_mcore.host.processes import END_S, end_within\n"
         "def note(_): DistributedSignalHandler().__enter__()\n"
