@@ -271,6 +271,7 @@ def launched() -> set[str]:
 
 def main(*overrides: str) -> None:
     knobs.cache.dir = tempfile.mkdtemp()
+    bridges.before_megatron()
     bridges.install()
     compile_instead_of_launching()
     recurrence_of_zeros()
