@@ -92,4 +92,40 @@ int grouped_product_and_copy(int tile, const void* a, const void* b, void* c, co
   return 0;
 }
 
+/* partial, of which a GPU's blocks need a row each, is only written. */
+int tokens_gradient(const uint16_t* y, const int* rows, const uint16_t* shared,
+                    const float* d_logits, const uint16_t* gate, const uint16_t* x,
+                    const uint16_t* d_residual, const uint16_t* weight, const float* rstd,
+                    uint16_t* dx, float* partial, uint16_t* d_weight, int count, int width,
+                    int experts, int topk, int blocks, void* stream) {
+  float g[4096], total[4096] = {0};
+  if (stream || width % 8 || width > 3840 || experts > 16 || blocks < 1 || blocks > count) return 1;
+  for (int t = 0; t < count; ++t) {
+    const int64_t at = (int64_t)t * width;
+    float mean = 0;
+    for (int i = 0; i < width; ++i) {
+      g[i] = shared ? wide(shared[at + i]) : 0;
+      for (int k = 0; k < topk; ++k) {
+        const int row = rows[t * topk + k];
+        if (row >= 0) g[i] += wide(y[(int64_t)row * width + i]);
+      }
+      for (int e = 0; e < experts; ++e)
+        g[i] += d_logits[t * experts + e] * wide(gate[e * width + i]);
+      const float normed = wide(x[at + i]) * rstd[t];
+      total[i] += g[i] * normed;
+      mean += g[i] * wide(weight[i]) * normed / width;
+    }
+    for (int i = 0; i < width; ++i) {
+      const float normed = wide(x[at + i]) * rstd[t];
+      const float through = rstd[t] * (g[i] * wide(weight[i]) - normed * mean);
+      dx[at + i] = narrow(through + wide(d_residual[at + i]));
+    }
+  }
+  for (int i = 0; i < width; ++i) {
+    d_weight[i] = narrow(total[i]);
+    for (int b = 0; b < blocks; ++b) partial[(int64_t)b * width + i] = total[i];
+  }
+  return 0;
+}
+
 const char* grouped_error(int error) { return error ? "refused" : "none"; }

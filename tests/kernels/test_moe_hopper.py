@@ -157,6 +157,61 @@ def test_products_gather_and_copies_are_left_by_others(activation):
     assert torch.equal(vars(copied)["rows"][:used], tokens.rows[:used])
 
 
+# What of the call differs -> whether one kernel computes it.
+TOKENS = {
+    "plain": ({}, True),
+    "not-shared": ({"shared": False}, True),
+    "one-token": ({"tokens": 1}, True),
+    "top-8-of-16": ({"experts": 16, "topk": 8}, True),
+    "widest": ({"width": 3840, "tokens": 3}, True),
+    "wider": ({"width": 3848, "tokens": 3}, False),
+    "odd-width": ({"width": 20}, False),
+    "more-experts": ({"experts": 17}, False),
+    "two-tokens-are-too-many": ({"width": 3840, "tokens": 3, "experts": 16, "topk": 16}, False),
+    "float32": ({"dtype": torch.float32}, False),
+    "not-aligned": ({"shift": 1}, False),
+    "no-token": ({"tokens": 0}, False),
+}
+
+
+@pytest.mark.parametrize("case", TOKENS)
+def test_the_tokens_gradient_is_one_kernel_or_two(case, monkeypatch):
+    """The same gradients, but for the roundings of what is not rounded in between."""
+    sizes, in_one = TOKENS[case]
+    usual = {"tokens": 21, "width": 40, "experts": 5, "topk": 2, "shift": 0, "shared": True}
+    tokens, width, experts, topk, shift, shared, dtype = (
+        usual | {"dtype": torch.bfloat16} | sizes
+    ).values()
+    multiprocessors = SimpleNamespace(multi_processor_count=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: multiprocessors)
+    calls, call = [], hopper_products._call
+    monkeypatch.setattr(hopper_products, "_call", lambda *args: calls.append(args) or call(*args))
+
+    def draw(*shape):
+        return torch.randn(shape).to(dtype)
+
+    chosen = torch.zeros(tokens, experts, dtype=torch.bool)
+    chosen.scatter_(1, torch.rand(tokens, experts).topk(topk, 1).indices, True)
+    chosen &= torch.rand(tokens, experts) < 0.8
+    routing = route(chosen, chosen.float(), topk, hopper_products.ALIGN)
+    x = draw(tokens * width + shift)[shift:].view(tokens, width)
+    given = (
+        draw(routing.size, width), routing, draw(tokens, width) if shared else None,
+        torch.randn(tokens, experts), draw(experts, width), x, draw(tokens, width), draw(width),
+        torch.rand(tokens),
+    )  # fmt: skip
+    with routed.poisoned_memory("cpu"):
+        found = hopper_products.tokens_gradient(*given)
+    assert [name for name, *_ in calls] == ["tokens_gradient"] * in_one
+    expected = torch_products.tokens_gradient(*given)
+    # Of the largest value: dy rounded, which is as much a term of dx, and both results.
+    bound = 3 * torch.finfo(torch.bfloat16).eps
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        scale = theirs.float().abs().amax() if theirs.numel() else 0
+        assert ((ours.float() - theirs.float()).abs() <= bound * scale).all()
+
+
 def test_what_cuda_refuses_is_passed_on():
     x, w = torch.zeros(128, 8).bfloat16(), torch.zeros(2, 8, 8).bfloat16()
     unaligned = torch.tensor([100, 128], dtype=torch.int32)
