@@ -207,6 +207,12 @@ class _Experts(Block):
         experts = layer.experts
         # Autograd sums the gradients of the tokens' readers, as nothing of ours does it there.
         experts.readers = lambda tokens, gate: Readers(tokens, tokens, tokens, Sorted())
+
+        def readers_of_norm(norm, tokens, gate):
+            normed, residual = norm(tokens)
+            return experts.readers(normed, gate), residual
+
+        experts.readers_of_norm = readers_of_norm
         experts.routed = _RoutedByLiger(function, experts._weights, layer.config.moe_router_topk)
 
 

@@ -22,7 +22,8 @@ from megacpp_mcore.bench.layer import layer_overrides
 from megacpp_mcore.bench.variants import Variant
 from megacpp_mcore.kernels.m2rnn import m2rnn
 from megacpp_mcore.kernels.mamba3 import mamba3_scan
-from megacpp_mcore.layers import moe
+from megacpp_mcore.kernels.router_gating import fp32_output
+from megacpp_mcore.layers import dispatched, moe
 from megacpp_mcore.stack import bridges
 from megacpp_mcore.surfaces import support
 from megacpp_mcore.training.cpu.megatron_setup import single_process
@@ -312,6 +313,32 @@ def test_ligers_experts_in_the_layers_place(liger, tmp_path, monkeypatch):
     entry = of_upstream(receipt)
     assert entry["implementation"] == "liger_kernel.ops.fused_moe:LigerFusedMoEFunction"
     assert "its fused experts between our router" in entry["reason"]
+
+
+def test_ligers_experts_where_norm_and_readers_have_one_backward_pass(liger, tmp_path, monkeypatch):
+    """Ours take the norm along, with our router's product, which a CPU's recipe does not have."""
+
+    class Router(dispatched.DispatchedTopKRouter):
+        def __init__(self, *args, product, **more):
+            super().__init__(*args, product=fp32_output.router_gating, **more)
+
+    joined, normed = [], moe.MegacppMoELayer.normed
+
+    def watched(*args):
+        found = normed(*args)
+        joined.append(found[2] is not None)
+        return found
+
+    monkeypatch.setattr(moe.MegacppMoELayer, "normed", watched)
+    monkeypatch.setattr(dispatched, "DispatchedTopKRouter", Router)
+    monkeypatch.setattr(fp32_output, "_check", lambda *args: None)  # float32 is exact, too:
+    monkeypatch.setattr(fp32_output, "_bf16_parts", lambda x: torch.cat([x, 0 * x, 0 * x], 1))
+    monkeypatch.setenv("MEGACPP_BACKENDS", "moe_experts=fused_moe,norm=triton")
+    status, receipt = bench(tmp_path / "r.json", "E", *EXPERTS, "--against", "upstream")
+    assert status == 0, receipt
+    assert joined and all(joined)
+    errors = {row["backend"]: (row["error"], row["tolerance"]) for row in receipt["rows"]}
+    assert 0 < errors["recipe"][0] <= errors["recipe"][1] < 1e-4
 
 
 def swapped_halves(x, w1, w2, index, weights, right):
