@@ -145,6 +145,7 @@ SLOW_FILES = (
     "tests/layers/test_m2rnn_layer.py",
     "tests/layers/test_mamba3_layer.py",
     "tests/layers/test_moe.py",
+    "tests/layers/test_moe_norm.py",
     "tests/layers/test_moe_residual.py",
     "tests/layers/test_moe_routers.py",
     "tests/layers/test_moe_whole.py",

@@ -18,6 +18,7 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.moe_experts.readers import Readers
 from megacpp_mcore.layers.moe_dispatchers import UnmovedTokenDispatcher
+from megacpp_mcore.layers.norm import is_fused_with_residual
 from megacpp_mcore.layers.router import DispatchedTopKRouter
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.surfaces import moe_dispatch
@@ -88,9 +89,9 @@ class MegacppMoELayer(MoELayer):
         backward pass of the norm and the sum of the gradients that come to it. The norm is not
         called then, but its forward pre-hooks are; one with other hooks is called.
         """
-        gate = self._gate(hidden_states) if getattr(norm, "has_residual", False) else None
-        hooked = norm._forward_hooks or norm._backward_hooks or norm._backward_pre_hooks
-        if gate is not None and self.takes_residual and not hooked:
+        joined = self.takes_residual and is_fused_with_residual(norm)
+        gate = self._gate(hidden_states) if joined else None
+        if gate is not None:
             readers, residual = self.experts.readers_of_norm(norm, hidden_states, gate)
             return readers.router, residual, readers
         found = norm(hidden_states)

@@ -153,8 +153,9 @@ SURFACE = Surface(
             "Hopper, torch's elsewhere; with precision.fp8 only where named, in the model's dtype",
             fallback=GROUPED_MM,
             tests=(*_TESTS, "tests/kernels/test_moe_routed.py", "tests/kernels/test_moe_hopper.py",
-                   "tests/layers/test_moe.py", "tests/layers/test_moe_residual.py",
-                   "tests/layers/test_moe_whole.py", "tests/gpu/test_moe_experts_gpu.py"),
+                   "tests/layers/test_moe.py", "tests/layers/test_moe_norm.py",
+                   "tests/layers/test_moe_residual.py", "tests/layers/test_moe_whole.py",
+                   "tests/gpu/test_moe_experts_gpu.py"),
             receipt=_LAYER,
             figures=(
                 Figure(_LAYER, "recipe", "an E layer"),

@@ -20,10 +20,8 @@ from megatron.core.transformer.transformer_layer import (
     MoETransformerLayer,
     TransformerLayerSubmodules,
 )
-from test_moe import with_our_router
 from torch.nn import functional
 
-from megacpp_mcore.kernels.moe_experts import torch_products
 from megacpp_mcore.layers import moe
 from megacpp_mcore.layers.moe import MoELayerError
 from megacpp_mcore.layers.moe_block import MoEBlock
@@ -472,103 +470,3 @@ def test_megatrons_layer_has_no_step_that_ours_leaves_out():
     names = ["self", "hidden_states", "inference_context", "padding_mask", "packed_seq_params"]
     for cls in (MoEBlock, MoETransformerLayer, transformer_layer.TransformerLayer):
         assert list(inspect.signature(cls._forward_mlp).parameters) == names
-
-
-@contextlib.contextmanager
-def with_one_backward(machine, *overrides, **more):
-    """The layer with our router, whose norm and readers have one backward pass; and its calls."""
-    with model(machine, *ONE_LAYER, *overrides, **more) as built:
-        (layer,) = built.decoder.layers
-        with_our_router(machine, layer.mlp)
-        calls = []
-
-        def tokens_gradient(*args):
-            calls.append(args)
-            return torch_products.tokens_gradient(*args)
-
-        watched = {**vars(torch_products), "tokens_gradient": tokens_gradient}
-        layer.mlp.experts.products = SimpleNamespace(**watched)
-        yield layer, calls
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_one_backward_pass_of_norm_and_readers(machine, case):
-    """As the definition, and to the bit as two."""
-    rows, sizes = CASES[case]
-    with with_one_backward(machine, *sizes) as (layer, calls):
-        shape = (*rows, layer.config.hidden_size)
-        found = run(layer, layer._forward_mlp, shape)
-        assert len(calls) == 1
-        terms = 2 * (layer.config.hidden_size + 28 + rows[0] * rows[1])
-        assert_near(found, definition(layer, shape), torch.float32, terms)
-        assert_same(found, run(layer, lambda x: as_megatrons(layer, x), shape))
-        assert len(calls) == 1
-
-
-def _changed(place: int, change):
-    """A gradient that takes another value of one argument."""
-    return lambda *args: torch_products.tokens_gradient(
-        *args[:place], change(args[place]), *args[place + 1 :]
-    )
-
-
-WRONG_GRADIENTS = {
-    "sign of the experts' part": _changed(0, lambda rows: -rows),
-    "no shared expert": _changed(2, lambda shared: None),
-    "sign of the router's part": _changed(3, lambda logits: -logits),
-    "another expert's weight": _changed(4, lambda gate: gate.roll(1, 0)),
-    "another token's input": _changed(5, lambda x: x.roll(1, 0)),
-    "no residual": _changed(6, torch.zeros_like),
-    "halves of the norm's weight swapped": _changed(7, lambda w: w.roll(len(w) // 2)),
-    "another token's scale": _changed(8, lambda rstd: rstd.roll(1)),
-    "no gradient of the norm's weight": lambda *args: (
-        torch_products.tokens_gradient(*args)[0], torch.zeros_like(args[7])
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WRONG_GRADIENTS)
-def test_a_wrong_backward_pass_is_refused(machine, name):
-    with with_one_backward(machine) as (layer, _):
-        layer.mlp.experts.products.tokens_gradient = WRONG_GRADIENTS[name]
-        found = run(layer, layer._forward_mlp, (7, 3, 40))
-        with pytest.raises(AssertionError):
-            assert_near(found, definition(layer, (7, 3, 40)), torch.float32, 2 * (40 + 28 + 21))
-
-
-@pytest.mark.parametrize("frozen", ["pre_mlp_layernorm", "mlp.router", "mlp.experts", "x"])
-def test_one_backward_pass_where_something_is_frozen(machine, frozen):
-    with with_one_backward(machine) as (layer, _):
-        for name, parameter in layer.named_parameters():
-            parameter.requires_grad_(not name.startswith(frozen))
-
-        def call(forward):
-            return run(layer, lambda x: forward(x.detach() if frozen == "x" else x), (7, 2, 40))
-
-        found, expected = call(layer._forward_mlp), call(lambda x: as_megatrons(layer, x))
-        assert (found.pop("x") is None) == (expected.pop("x") is None) == (frozen == "x")
-        assert_same(found, expected)
-
-
-def test_one_backward_pass_leaves_nothing_and_heeds_hooks(machine):
-    with with_one_backward(machine) as (layer, calls):
-        x = torch.randn(5, 2, 40)
-        with torch.no_grad():
-            expected = as_megatrons(layer, x.clone())
-            y = layer._forward_mlp(x.clone())
-        assert torch.equal(y, expected) and not y.requires_grad
-        assert layer.mlp._residual is None and layer.mlp._readers is None
-        gathered, seen = [], []
-        layer.pre_mlp_layernorm.register_forward_pre_hook(lambda *args: gathered.append(args))
-        run(layer, layer._forward_mlp, (5, 2, 40))
-        assert len(gathered) == len(calls) == 1
-        norm, note = layer.pre_mlp_layernorm, lambda *args: seen.append(args)
-        for register in (
-            norm.register_forward_hook,
-            norm.register_full_backward_hook,
-            norm.register_full_backward_pre_hook,
-        ):
-            hook = register(note)
-            run(layer, layer._forward_mlp, (5, 2, 40))
-            hook.remove()
-            assert len(calls) == 1 and seen.pop() and not seen

@@ -114,7 +114,7 @@ class _ReadersOfNorm(torch.autograd.Function):
     def backward(ctx, d_shared, d_residual, d_rows, d_logits):
         x, weight, rstd, gate = ctx.saved_tensors
         routing, tokens = ctx.left.routing, x.reshape(-1, x.shape[-1])
-        if d_shared is None and d_rows is None:
+        if all(x is None for x in (d_shared, d_rows, d_logits)):
             dx, d_weight = d_residual, None
         elif d_residual is None or d_rows is None or d_logits is None:
             dy = _sum(routing, d_rows, d_logits, gate, d_shared)

@@ -1,4 +1,5 @@
-"""The experts' products by torch's grouped matrix product, which runs everywhere.
+"""The experts' products by torch's grouped matrix product, which runs everywhere, and the gradient
+of their tokens through the norm in front of the layer.
 
 x (R, k) and dy (R, n) are rows sorted by expert, or tokens that a routing gathers; w (E, n, k); the
 rows of expert e end at ends[e].
