@@ -85,9 +85,9 @@ class MegacppMoELayer(MoELayer):
         """The output [s, b, h] of the norm in front of this layer, the residual, and what `forward`
         takes as readers.
 
-        Where the norm is ours and the router's gradient comes apart, one kernel can have the
-        backward pass of the norm and the sum of the gradients that come to it. The norm is not
-        called then, but its forward pre-hooks are; one with other hooks is called.
+        Where the norm is ours and the router's product is plain, one kernel can have the norm and
+        that product, and one the norm's backward pass and the sum of the gradients that come to it.
+        The norm is not called then, but data parallelism's hooks are; one with others is called.
         """
         joined = self.takes_residual and is_fused_with_residual(norm)
         gate = self._gate(hidden_states) if joined else None
@@ -98,9 +98,9 @@ class MegacppMoELayer(MoELayer):
         return *(found if isinstance(found, tuple) else (found, hidden_states)), None
 
     def _gate(self, hidden_states: Tensor) -> Tensor | None:
-        """As of DispatchedTopKRouter.gate_apart."""
+        """As of DispatchedTopKRouter.gate."""
         ours = isinstance(self.router, DispatchedTopKRouter)
-        return self.router.gate_apart(hidden_states) if ours else None
+        return self.router.gate(hidden_states) if ours else None
 
     def forward(
         self,
@@ -142,7 +142,7 @@ class MegacppMoELayer(MoELayer):
         if self.routed_inside:
             hidden_states = self._readers.router
             if self._readers.logits is not None:
-                self.router.apart = self._readers.logits
+                self.router.computed = self._readers.logits
         return super().route(hidden_states, padding_mask)
 
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megacpp_mcore.layers.param_gather import only_gathers
+
 
 class _RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
@@ -69,9 +71,10 @@ class _FusedRMSNorm(torch.nn.RMSNorm):
 
 def is_fused_with_residual(norm: torch.nn.Module) -> bool:
     """Whether norm is FusedRMSNorm's module, whose input is the layer's residual, and nobody would
-    miss its call: hooks but forward pre-hooks see one."""
+    miss its call: hooks see one, but those that wait for its weight."""
     hooked = norm._forward_hooks or norm._backward_hooks or norm._backward_pre_hooks
-    return type(norm) is _FusedRMSNorm and norm.has_residual and not hooked
+    ours = type(norm) is _FusedRMSNorm and norm.has_residual
+    return ours and only_gathers(norm) and not hooked
 
 
 def build(

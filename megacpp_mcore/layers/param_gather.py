@@ -14,3 +14,13 @@ def wait_for_param_gather(module: torch.nn.Module) -> torch.nn.Module:
     for number, hook in list(module._forward_pre_hooks.items()):
         hook(module, (), {}) if number in takes_kwargs else hook(module, ())
     return module
+
+
+_OF_PARAMETERS = ("megatron.core.distributed.", "megacpp_mcore.")
+
+
+def only_gathers(module: torch.nn.Module) -> bool:
+    """Whether nobody but data parallelism has a forward pre-hook on `module`. Somebody else's may
+    replace the input, so that what is computed of it before the call would be wrong."""
+    hooks = module._forward_pre_hooks.values()
+    return all((getattr(h, "__module__", None) or "").startswith(_OF_PARAMETERS) for h in hooks)

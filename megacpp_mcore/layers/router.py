@@ -10,6 +10,7 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.kernels.moe_experts.readers import MOST_GATES
 from megacpp_mcore.kernels.router_gating import fp32_output
 from megacpp_mcore.kernels.router_topk import Choice
+from megacpp_mcore.layers.param_gather import only_gathers, wait_for_param_gather
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.surfaces import router_topk
 from megacpp_mcore.surfaces.backend import REFERENCE
@@ -20,7 +21,7 @@ class DispatchedTopKRouter(TopKRouter):
 
     product: computes its logits, as `kernels.router_gating` does, or None for Megatron's. choose:
     the experts of each token and the balance of the load, as `kernels.router_topk` does, or None.
-    apart: set before a call, it gets the gradient of that call's logits; see `gate_apart`.
+    computed: set before a call, that call's logits [t, experts]; see `gate`.
     """
 
     def __init__(
@@ -34,29 +35,30 @@ class DispatchedTopKRouter(TopKRouter):
                 # more; Megatron keeps only the bias, which follows the counts, in float32.
                 setattr(self, counts, getattr(self, counts).long())
         self.product, self.choose = product, choose
-        self.apart: Tensor | None = None
+        self.computed: Tensor | None = None
 
-    def gate_apart(self, tokens: Tensor) -> Tensor | None:
-        """The weight [experts, h], if the gradient of the logits can go to a tensor `apart`
-        [t, experts] instead of the tokens: the product is a plain one of the tokens themselves,
-        and so small that the sum of their gradients makes it faster on the way."""
+    def gate(self, tokens: Tensor) -> Tensor | None:
+        """The weight [experts, h], if somebody else can compute the logits, and multiply their
+        gradient by it: they are a plain product of the tokens, and so small a one that it is faster
+        on the way, where the tokens are written and their gradients are summed."""
         config = self.config
         if (
             config.num_moe_experts > MOST_GATES
             or self.product is not fp32_output.router_gating
             or config.moe_input_jitter_eps is not None
+            or not only_gathers(self)
         ):
             return None
-        return self._weight_at(tokens)
+        return wait_for_param_gather(self)._weight_at(tokens)
 
     def gating(self, input: Tensor) -> Tensor:
         """Tokens [s, b, h] -> logits [s, b, experts] in float32."""
         if self.product is None:
             return super().gating(input)
         weight = self._weight_at(input)
-        apart, self.apart = self.apart, None  # of this call alone
-        if apart is not None:
-            return fp32_output.router_gating_apart(input, weight, apart)
+        computed, self.computed = self.computed, None  # of this call alone
+        if computed is not None:
+            return fp32_output.router_gating_computed(input, weight, computed)
         return self.product(input, weight)
 
     def _weight_at(self, tokens: Tensor) -> Tensor:

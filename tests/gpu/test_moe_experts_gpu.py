@@ -180,6 +180,48 @@ def test_the_tokens_gradient_before_their_norm(case):
             near(hopper_products.tokens_gradient(*other)[0], wide)
 
 
+# tokens, hidden size, experts
+NORMS = {
+    "full-size": (4099, 3584, 16),
+    "one-token": (1, 64, 5),
+    "fewer-experts": (777, 328, 7),
+    "widest": (1000, 3840, 16),
+    "one-chunk": (9, 8, 3),
+    "by-two-kernels": (130, 4096, 16),
+    "odd-width": (70, 36, 6),
+}
+
+
+@pytest.mark.parametrize("case", NORMS)
+def test_the_norm_and_the_logits_of_its_output(case):
+    """In one pass where the shapes are taken; a token of NaN is its own alone."""
+    if why := hopper_products.reason(torch.bfloat16, 16):
+        pytest.skip(why)
+    tokens, h, experts = NORMS[case]
+    x, weight, gate = (torch.randn(s, device="cuda") for s in ((tokens, h), (h,), (experts, h)))
+    x, weight, gate = x.bfloat16() * 3, weight.bfloat16(), gate.bfloat16()
+    x[tokens // 2] *= 1e-3  # eps counts there
+    y, rstd, logits = hopper_products.norm_and_logits(x, weight, 1e-5, gate)
+
+    wide = (x.double().square().mean(1) + 1e-5).rsqrt()
+    normed = x.double() * wide[:, None] * weight.double()
+    near(y, normed)
+    # Sums of h terms in float32, of the rounded values: an error of a term is one of theirs.
+    terms = y.abs().double() @ gate.abs().double().t()
+    expected, bound = y.double() @ gate.double().t(), torch.finfo(torch.float32).eps * h**0.5
+    assert (((logits - expected) / terms).abs() <= bound).all()
+    assert ((rstd / wide - 1).abs() <= bound).all()
+    again = hopper_products.norm_and_logits(x, weight, 1e-5, gate)
+    assert all(torch.equal(a, b) for a, b in zip((y, rstd, logits), again, strict=True))
+    x[0, -1] = float("nan")
+    with_nan = hopper_products.norm_and_logits(x, weight, 1e-5, gate)
+    for found, before in zip(with_nan, (y, rstd, logits), strict=True):
+        assert found[0].isnan().all() and torch.equal(found[1:], before[1:])
+    for wrong in (gate.flip(0), gate.flip(1), torch.cat([gate[:, h // 2 :], gate[:, : h // 2]], 1)):
+        found = hopper_products.norm_and_logits(x[1:], weight, 1e-5, wrong)[2]
+        assert not (((found - expected[1:]) / terms[1:]).abs() <= bound).all() or tokens == 1
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_activations_kernels(problem, activation):
     routing, spans, rows, normal, _, f = problem

@@ -2,6 +2,7 @@
 
    Rows of A and C beyond an expert's, and C where nothing is to be written, are left alone. */
 
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -89,6 +90,26 @@ int grouped_product_and_copy(int tile, const void* a, const void* b, void* c, co
                       stream))
     return 1;
   copy_rows(tokens, source, rows, ends[experts - 1], width);
+  return 0;
+}
+
+int norm_and_logits(const uint16_t* x, const uint16_t* weight, const uint16_t* gate,
+                    uint16_t* normed, float* rstd, float* logits, float eps, int count, int width,
+                    int experts, int blocks, void* stream) {
+  if (stream || width % 8 || width > 3840 || experts > 16 || blocks < 1) return 1;
+  if (blocks > (count + 7) / 8) return 1;
+  for (int t = 0; t < count; ++t) {
+    const int64_t at = (int64_t)t * width;
+    float mean = 0;
+    for (int i = 0; i < width; ++i) mean += wide(x[at + i]) * wide(x[at + i]) / width;
+    rstd[t] = 1 / sqrtf(mean + eps);
+    for (int i = 0; i < width; ++i) normed[at + i] = narrow(wide(x[at + i]) * rstd[t] * wide(weight[i]));
+    for (int e = 0; e < experts; ++e) {
+      float sum = 0;
+      for (int i = 0; i < width; ++i) sum += wide(normed[at + i]) * wide(gate[e * width + i]);
+      logits[t * experts + e] = sum;
+    }
+  }
   return 0;
 }
 

@@ -30,7 +30,7 @@ def compiled(tmp_path_factory):
     if compiler is None:
         pytest.skip("no C compiler")
     path = tmp_path_factory.mktemp("grouped") / "grouped.so"
-    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", path, _SOURCE], check=True)
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", path, _SOURCE, "-lm"], check=True)
     return path
 
 
@@ -211,6 +211,49 @@ def test_the_tokens_gradient_is_one_kernel_or_two(case, monkeypatch):
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
         scale = theirs.float().abs().amax() if theirs.numel() else 0
         assert ((ours.float() - theirs.float()).abs() <= bound * scale).all()
+
+
+# What of the call differs -> whether one kernel computes it.
+NORMS = {
+    "plain": ({}, True),
+    "one-token": ({"tokens": (1,)}, True),
+    "sixteen-experts": ({"experts": 16}, True),
+    "widest": ({"width": 3840}, True),
+    "wider": ({"width": 3848}, False),
+    "odd-width": ({"width": 20}, False),
+    "more-experts": ({"experts": 17}, False),
+    "float32": ({"dtype": torch.float32}, False),
+    "not-aligned": ({"shift": 1}, False),
+    "not-contiguous": ({"apart": True}, True),
+    "no-token": ({"tokens": (0, 2)}, False),
+}
+
+
+@pytest.mark.parametrize("case", NORMS)
+def test_norm_and_logits_are_one_kernel_or_two(case, monkeypatch):
+    sizes, in_one = NORMS[case]
+    usual = {"tokens": (7, 3), "width": 40, "experts": 5, "shift": 0, "apart": False}
+    tokens, width, experts, shift, apart, dtype = (
+        usual | {"dtype": torch.bfloat16} | sizes
+    ).values()
+    multiprocessors = SimpleNamespace(multi_processor_count=2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: multiprocessors)
+    calls, call = [], hopper_products._call
+    monkeypatch.setattr(hopper_products, "_call", lambda *args: calls.append(args) or call(*args))
+    weight, gate = torch.randn(width).to(dtype), torch.randn(experts, width).to(dtype)
+    shape = *tokens, width
+    x = torch.randn(torch.Size(shape).numel() + shift).to(dtype)[shift:].view(shape)
+    x = x.transpose(0, 1) if apart else x
+    with routed.poisoned_memory("cpu"):
+        found = hopper_products.norm_and_logits(x, weight, 1e-5, gate)
+    assert [name for name, *_ in calls] == ["norm_and_logits"] * in_one
+    expected = torch_products.norm_and_logits(x, weight, 1e-5, gate)
+    # Rounded once: a last bit of each value, and of a logit what those of its terms come to.
+    eps = torch.finfo(dtype).eps
+    terms = expected[0].reshape(-1, width).abs().double() @ gate.abs().double().t()
+    for ours, theirs, scale in zip(found, expected, (expected[0], expected[1], terms), strict=True):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape and ours.is_contiguous()
+        assert ((ours.double() - theirs.double()).abs() <= eps * scale.double().abs()).all()
 
 
 def test_what_cuda_refuses_is_passed_on():

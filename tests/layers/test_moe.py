@@ -142,9 +142,9 @@ def with_our_router(monkeypatch, built: MoELayer) -> None:
     """Its product takes bf16 alone; what it does is exact for float32, too, on a CPU."""
     router = built.router
     router.__class__ = DispatchedTopKRouter
-    router.product, router.choose, router.apart = router_gating, router_topk, None
+    router.product, router.choose, router.computed = router_gating, router_topk, None
     monkeypatch.setattr(fp32_output, "_check", lambda *args: None)
-    assert router.gate_apart(router.weight) is router.weight
+    assert router.gate(router.weight) is router.weight
 
 
 @pytest.mark.parametrize("ours", [False, True])

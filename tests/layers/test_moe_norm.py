@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from test_moe import with_our_router
 from test_moe_residual import (
     CASES,
@@ -25,6 +26,7 @@ from torch import Tensor
 from megacpp_mcore.kernels.moe_experts import torch_products
 from megacpp_mcore.kernels.moe_experts.readers import readers_of_norm
 from megacpp_mcore.kernels.norm.triton import rms_norm
+from megacpp_mcore.kernels.router_gating import fp32_output
 
 
 @contextlib.contextmanager
@@ -103,6 +105,57 @@ def test_one_backward_pass_where_something_is_frozen(machine, frozen):  # noqa: 
         assert_same(found, expected)
 
 
+WRONG_VALUES = {
+    "sign of the logits": lambda y, rstd, logits: (y, rstd, -logits),
+    "another token's logits": lambda y, rstd, logits: (y, rstd, logits.roll(1, 0)),
+    "another expert's logits": lambda y, rstd, logits: (y, rstd, logits.roll(1, 1)),
+    "another token's scale": lambda y, rstd, logits: (y, rstd.roll(1), logits),
+    "halves of a token swapped": lambda y, rstd, logits: (y.roll(20, -1), rstd, logits),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_VALUES)
+def test_a_wrong_norm_or_logit_is_refused(machine, name):  # noqa: F811
+    with with_one_backward(machine) as (layer, _):
+        layer.mlp.experts.products.norm_and_logits = lambda *args: WRONG_VALUES[name](
+            *torch_products.norm_and_logits(*args)
+        )
+        found = run(layer, layer._forward_mlp, (7, 3, 40))
+        with pytest.raises(AssertionError):
+            assert_near(found, definition(layer, (7, 3, 40)), torch.float32, 2 * (40 + 28 + 21))
+
+
+def _of_data_parallelism(hook):
+    hook.__module__ = DistributedDataParallel.__module__
+    return hook
+
+
+def test_weights_that_are_still_gathered_are_waited_for(machine):  # noqa: F811
+    """Of the norm and of the router, both of which are read before their modules are called."""
+    with with_one_backward(machine) as (layer, calls):
+        modules = layer.pre_mlp_layernorm, layer.mlp.router
+        expected = run(layer, layer._forward_mlp, (5, 2, 40))
+        for module in modules:
+            weight = module.weight.detach().clone()
+            module.weight.data.fill_(float("nan"))
+            gather = _of_data_parallelism(lambda m, _, w=weight: setattr(m.weight, "data", w))
+            module.register_forward_pre_hook(gather)
+        assert_same(run(layer, layer._forward_mlp, (5, 2, 40)), expected)
+        assert len(calls) == 2
+
+
+@pytest.mark.parametrize("of", ["pre_mlp_layernorm", "mlp.router"])
+def test_what_a_hook_replaces_is_read(machine, of):  # noqa: F811
+    """The input of norm or router, which the layer would otherwise read itself."""
+    exact = lambda dlogits, x, weight, for_x: (dlogits @ weight, dlogits.t() @ x)  # noqa: E731
+    machine.setattr(fp32_output, "_backward", exact)
+    with with_one_backward(machine) as (layer, calls):
+        layer.get_submodule(of).register_forward_pre_hook(lambda _, args: (args[0] * 2 + 1,))
+        found = run(layer, layer._forward_mlp, (5, 2, 40))
+        assert_same(found, run(layer, lambda x: as_megatrons(layer, x), (5, 2, 40)))
+        assert not calls
+
+
 def test_one_backward_pass_leaves_nothing_and_heeds_hooks(machine):  # noqa: F811
     with with_one_backward(machine) as (layer, calls):
         x = torch.randn(5, 2, 40)
@@ -112,7 +165,8 @@ def test_one_backward_pass_leaves_nothing_and_heeds_hooks(machine):  # noqa: F81
         assert torch.equal(y, expected) and not y.requires_grad
         assert layer.mlp._residual is None and layer.mlp._readers is None
         gathered, seen = [], []
-        layer.pre_mlp_layernorm.register_forward_pre_hook(lambda *args: gathered.append(args))
+        hook = _of_data_parallelism(lambda *args: gathered.append(args))
+        layer.pre_mlp_layernorm.register_forward_pre_hook(hook)
         run(layer, layer._forward_mlp, (5, 2, 40))
         assert len(gathered) == len(calls) == 1
         norm, note = layer.pre_mlp_layernorm, lambda *args: seen.append(args)

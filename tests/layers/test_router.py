@@ -126,10 +126,10 @@ def layer_gradients(apart: bool, shared: bool) -> dict[str, Tensor]:
     settings = config(params_dtype=torch.bfloat16, bf16=True, **CHOICES["balanced"])
     built = router(DispatchedTopKRouter, settings, product=router_gating, choose=fused.router_topk)
     leaf = x.requires_grad_()
-    gate = built.gate_apart(leaf) if apart else None
+    gate = built.gate(leaf) if apart else None
     found = readers(leaf.view(tokens, 1, HIDDEN), allocated(tokens, TOPK, EXPERTS, 1), gate)
     assert (found.logits is not None) == apart
-    built.apart = found.logits
+    built.computed = found.logits
     probs, routing_map = built(found.router)
     addend = found.shared.view(tokens, HIDDEN) * 2 if shared else None
     y = experts_routed(
@@ -152,14 +152,14 @@ def test_who_gates_apart():
     settings = config(params_dtype=torch.bfloat16)
     tokens = torch.zeros(2, 1, HIDDEN, dtype=torch.bfloat16)
     ours = router(DispatchedTopKRouter, settings, product=router_gating, choose=None)
-    assert ours.gate_apart(tokens) is ours.weight
+    assert ours.gate(tokens) is ours.weight
     for other, product in (
         (settings, None),
         (dataclasses.replace(settings, moe_input_jitter_eps=0.1), router_gating),
         (dataclasses.replace(settings, num_moe_experts=MOST_GATES + 1), router_gating),
     ):
         built = router(DispatchedTopKRouter, other, product=product, choose=None)
-        assert built.gate_apart(tokens) is None
+        assert built.gate(tokens) is None
 
 
 def routed_three_times(built) -> Tensor:

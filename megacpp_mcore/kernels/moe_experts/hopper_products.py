@@ -36,9 +36,10 @@ _TILES = (256, 224)  # columns
 # NCCL sums over the ranks of a host with so many blocks, each of which needs a multiprocessor: with
 # all of them taken, the exchange waits for the product's end. On two H200s 16 were too few.
 _EXCHANGE_BLOCKS = 24
-# As in tokens.cu: columns of all its threads, and shared memory for two tokens at least.
+# As in norm.cu and tokens.cu; in the latter, with shared memory for two tokens at least.
 _MOST_COLUMNS = 480 * 8
 _TWO_TOKENS_BYTES = 226 * 1024
+_TOKENS = 8  # of a tile of norm.cu
 
 
 class HopperProductError(MegacppError):
@@ -115,6 +116,35 @@ def add_weight_gradient(
     _launch_of_weights(kind, rows_of(dy), rows_of(x), total, ends, during_exchange)
 
 
+def norm_and_logits(
+    x: Tensor, weight: Tensor, eps: float, gate: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As of torch_products, in one pass where norm.cu takes the shapes."""
+    x, weight, gate = (y.contiguous() for y in (x, weight, gate))
+    tokens, width = x.shape[:-1].numel(), x.shape[-1]
+    if not tokens or not _in_one_pass(width, gate, x, weight):
+        return torch_products.norm_and_logits(x, weight, eps, gate)
+    new, experts = functools.partial(x.new_empty, dtype=torch.float32), gate.shape[0]
+    normed, rstd, logits = torch.empty_like(x), new(tokens), new(tokens, experts)
+    blocks = min(-(-tokens // _TOKENS), _multiprocessors(x))
+    _call(
+        "norm_and_logits", x, weight, gate, normed, rstd, logits, eps, tokens, width, experts,
+        blocks,
+    )  # fmt: skip
+    return normed, rstd, logits
+
+
+def _in_one_pass(width: int, gate: Tensor, *tensors: Tensor | None) -> bool:
+    """Whether norm.cu and tokens.cu take the columns, the experts and the tensors, if any."""
+    read = [y for y in (gate, *tensors) if y is not None]
+    aligned = all(y.dtype == torch.bfloat16 and y.data_ptr() % 16 == 0 for y in read)
+    return width % 8 == 0 and width <= _MOST_COLUMNS and gate.shape[0] <= MOST_GATES and aligned
+
+
+def _multiprocessors(x: Tensor) -> int:
+    return torch.cuda.get_device_properties(x.device).multi_processor_count
+
+
 def tokens_gradient(
     d_rows: Tensor, routing: Routing, d_shared: Tensor | None, d_logits: Tensor, gate: Tensor,
     x: Tensor, d_residual: Tensor, weight: Tensor, rstd: Tensor,
@@ -124,20 +154,12 @@ def tokens_gradient(
     (tokens, width), topk = x.shape, routing.topk
     d_shared = None if d_shared is None else d_shared.contiguous()
     d_logits, gate, x, d_residual = (y.contiguous() for y in (d_logits, gate, x, d_residual))
-    read = [y for y in (d_rows, d_shared, gate, x, d_residual, weight) if y is not None]
-    if (
-        not tokens
-        or width % 8
-        or width > _MOST_COLUMNS
-        or 2 * (topk + 3) * 2 * width > _TWO_TOKENS_BYTES
-        or gate.shape[0] > MOST_GATES
-        or any(y.dtype != torch.bfloat16 or y.data_ptr() % 16 for y in read)
-    ):
+    fits = tokens and 2 * (topk + 3) * 2 * width <= _TWO_TOKENS_BYTES
+    if not fits or not _in_one_pass(width, gate, d_rows, d_shared, x, d_residual, weight):
         return torch_products.tokens_gradient(
             d_rows, routing, d_shared, d_logits, gate, x, d_residual, weight, rstd
         )
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    blocks = min(tokens, processors)
+    blocks = min(tokens, _multiprocessors(x))
     dx, d_weight = torch.empty_like(x), torch.empty_like(weight)
     partial = x.new_empty(blocks, width, dtype=torch.float32)
     _call(
@@ -181,7 +203,7 @@ def _launch(
     )  # fmt: skip
 
 
-def _call(name: str, *arguments: int | Tensor | None) -> None:
+def _call(name: str, *arguments: float | Tensor | None) -> None:
     """A function of grouped.cu: numbers, and tensors, all on one device, by their addresses."""
     kernels = _kernels()
     tensors = [x for x in arguments if isinstance(x, Tensor)]
@@ -203,6 +225,9 @@ def _kernels() -> ctypes.CDLL:
     )  # fmt: skip
     found.grouped_product_and_copy.argtypes = (
         number, *(pointer,) * 4, rows, *(number,) * 3, *(pointer,) * 3, number, pointer,
+    )  # fmt: skip
+    found.norm_and_logits.argtypes = (
+        *(pointer,) * 6, ctypes.c_float, *(number,) * 4, pointer,
     )  # fmt: skip
     found.tokens_gradient.argtypes = (*(pointer,) * 12, *(number,) * 5, pointer)
     return found

@@ -3,8 +3,8 @@
 Router, shared expert and routed experts read the same tokens. Autograd would add their gradients in
 two kernels, after the experts' rows have been summed in another. Here the experts' part arrives as
 rows (R, h), and all are summed where the rows are. The router's part may arrive as the gradient of
-its logits (tokens, E), which is multiplied by the router's weight on the way into the sum. Where
-the tokens are a norm's output, its backward pass follows at once.
+its logits (tokens, E), which is multiplied by the router's weight on the way into the sum; the
+logits are computed here then. Where the tokens are a norm's output, the norm is part of both.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from megacpp_mcore.kernels.main_grad import fp32_product
 from megacpp_mcore.kernels.moe_experts.routing import Routing, sum_gradients, to_tokens
 from megacpp_mcore.kernels.norm import triton as norm
 
@@ -35,7 +36,7 @@ class Readers:
     """The tokens (..., h) as each reader takes them.
 
     rows: stands for the experts' rows (R, h) in autograd and has no memory of its own. logits: the
-    same for the router's logits (tokens, E); where it is not None, `router` takes no gradient.
+    router's (tokens, E), or None; where they are here, `router` takes no gradient.
     """
 
     router: Tensor
@@ -53,9 +54,8 @@ def readers(x: Tensor, size: int, gate: Tensor | None = None) -> Readers:
     rows, left = x.new_empty(()).expand(size, x.shape[-1]), Sorted()
     if not (torch.is_grad_enabled() and x.requires_grad):
         return Readers(x, x, rows, left)
-    logits = None if gate is None else _logits(x, gate)
     gate = None if gate is None else gate.detach()
-    router, shared, rows, logits = _Readers.apply(x, rows, logits, gate, left)
+    router, shared, rows, logits = _Readers.apply(x, rows, gate, left)
     return Readers(router if gate is None else x.detach(), shared, rows, left, logits)
 
 
@@ -65,50 +65,41 @@ def readers_of_norm(
     """The readers of rms_norm(x, weight, eps), and x (..., h) as the layer's residual: all their
     gradients are one function's.
 
-    size, gate: as of `readers`. products: `tokens_gradient` is taken of it. Raises
+    size, gate: as of `readers`. products: torch_products, or a module with its functions. Raises
     RMSNormInputError as rms_norm does.
     """
     norm.check(x, weight)
     rows, left = x.new_empty(()).expand(size, x.shape[-1]), Sorted()
-    if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
-        normed, _ = norm.rms_norm_forward(x, weight, eps)
-        return Readers(normed, normed, rows, left), x
     shared, residual, rows, logits = _ReadersOfNorm.apply(
-        x, weight, rows, _logits(x, gate), gate.detach(), eps, left, products
+        x, weight, rows, gate.detach(), eps, left, products
     )
     return Readers(shared.detach(), shared, rows, left, logits), residual
 
 
-def _logits(x: Tensor, gate: Tensor) -> Tensor:
-    """What stands for the logits of the router's weight gate in autograd."""
-    tokens, experts = x.shape[:-1].numel(), gate.shape[0]
-    return gate.new_empty((), dtype=torch.float32).expand(tokens, experts)
-
-
 class _Readers(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, rows, logits, gate, left):
+    def forward(ctx, x, rows, gate, left):
         ctx.left, ctx.shape = left, x.shape
         ctx.save_for_backward(gate)
         ctx.set_materialize_grads(False)  # a reader that is not there has no gradient
-        logits = None if logits is None else logits.view_as(logits)
+        logits = None if gate is None else fp32_product(_flat(x), gate.t())
         return x.view_as(x), x.view_as(x), rows.view_as(rows), logits
 
     @staticmethod
     def backward(ctx, d_router, d_shared, d_rows, d_logits):
         (gate,) = ctx.saved_tensors
         total = _sum(ctx.left.routing, d_rows, d_logits, gate, d_router, d_shared)
-        return total.view(ctx.shape), None, None, None, None
+        return total.view(ctx.shape), None, None, None
 
 
 class _ReadersOfNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, rows, logits, gate, eps, left, products):
-        normed, rstd = norm.rms_norm_forward(x, weight, eps)
+    def forward(ctx, x, weight, rows, gate, eps, left, products):
+        normed, rstd, logits = products.norm_and_logits(x, weight, eps, gate)
         ctx.left, ctx.products = left, products
         ctx.save_for_backward(x, weight, rstd, gate)
         ctx.set_materialize_grads(False)
-        return normed, x.view_as(x), rows.view_as(rows), logits.view_as(logits)
+        return normed, x.view_as(x), rows.view_as(rows), logits
 
     @staticmethod
     def backward(ctx, d_shared, d_residual, d_rows, d_logits):
@@ -124,7 +115,7 @@ class _ReadersOfNorm(torch.autograd.Function):
             dx, d_weight = ctx.products.tokens_gradient(
                 d_rows, routing, d_shared, d_logits, gate, tokens, d_residual, weight, rstd
             )
-        return dx.view(x.shape), d_weight, None, None, None, None, None, None
+        return dx.view(x.shape), d_weight, None, None, None, None, None
 
 
 def _sum(

@@ -1,5 +1,5 @@
-"""The experts' products by torch's grouped matrix product, which runs everywhere, and the gradient
-of their tokens through the norm in front of the layer.
+"""The experts' products by torch's grouped matrix product, which runs everywhere, and the norm in
+front of the layer with what reads it: the router's logits forward, the tokens' gradient backward.
 
 x (R, k) and dy (R, n) are rows sorted by expert, or tokens that a routing gathers; w (E, n, k); the
 rows of expert e end at ends[e].
@@ -8,8 +8,9 @@ rows of expert e end at ends[e].
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from megacpp_mcore.kernels.main_grad import fp32_product
 from megacpp_mcore.kernels.moe_experts.routing import Gathered, Routing, rows_of, sum_gradients
-from megacpp_mcore.kernels.norm.triton import rms_norm_backward
+from megacpp_mcore.kernels.norm.triton import rms_norm_backward, rms_norm_forward
 
 NAME = "torch"
 ALIGN = 1  # of an expert's first row
@@ -49,6 +50,16 @@ def store(total: Tensor, gradient: Tensor, overwrite: bool) -> None:
         total.copy_(gradient)
     else:
         total.add_(gradient)
+
+
+def norm_and_logits(
+    x: Tensor, weight: Tensor, eps: float, gate: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y = rms_norm(x, weight, eps) (..., h), 1 / root mean square of x's rows (t,), and the
+    router's logits y gate^T (t, E), the last two in float32. gate (E, h): the router's weight.
+    """
+    y, rstd = rms_norm_forward(x, weight, eps)
+    return y, rstd, fp32_product(y.reshape(-1, y.shape[-1]), gate.t())
 
 
 def tokens_gradient(

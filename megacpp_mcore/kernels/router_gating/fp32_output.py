@@ -31,9 +31,9 @@ def router_gating(x: Tensor, weight: Tensor) -> Tensor:
     return _RouterGating.apply(x, weight, None)
 
 
-def router_gating_apart(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
-    """The same, but x gets no gradient: `logits` (t, E) gets that of the logits, for somebody who
-    multiplies it by the weight on the way into a sum.
+def router_gating_computed(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    """The same, where `logits` (t, E) are the product already: x gets no gradient of it, they get
+    theirs, for somebody who multiplies it by the weight on the way into a sum.
 
     Raises RouterGatingError for another dtype.
     """
@@ -49,12 +49,13 @@ def _check(x: Tensor, weight: Tensor) -> None:
 
 
 class _RouterGating(torch.autograd.Function):
-    """logits: None, or what gets the gradient of the logits as it is."""
+    """logits: None, or the product, which then gets its gradient as it is."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, logits: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return fp32_product(_rows(x), weight.t()).view(*x.shape[:-1], weight.shape[0])
+        logits = fp32_product(_rows(x), weight.t()) if logits is None else logits
+        return logits.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx, dlogits: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -7,6 +7,7 @@
 // warps may copy rows for a later product meanwhile.
 
 #pragma once
+#include "bf16.cuh"
 #include "hopper.cuh"
 #include "wgmma.cuh"
 
@@ -235,12 +236,6 @@ __device__ void load_gathered(Shared& shared, const Problem& p, const CUtensorMa
   }
 }
 
-__device__ __forceinline__ uint32_t packed(float low, float high) {
-  uint32_t both;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
-}
-
 // A warpgroup's 64 rows to memory, as many columns at a time as its part of `staged` holds.
 template <int kKind, int kTileN>
 __device__ __forceinline__ void store(const float (&sums)[kTileN / 2], uint32_t staged, int group,
@@ -275,10 +270,11 @@ __device__ __forceinline__ void store(const float (&sums)[kTileN / 2], uint32_t 
           const int r = 16 * warp + (lane / 8 % 2) * 8 + lane % 8;
           const int chunk = j - kChunks * box + lane / 16;
           const int swizzled = kRowBytes == 128 ? chunk ^ (r & 7) : chunk ^ (r / 2 & 3);
-          store_matrices(at + r * kRowBytes + (swizzled << 4), packed(sums[4 * j], sums[4 * j + 1]),
-                         packed(sums[4 * j + 2], sums[4 * j + 3]),
-                         packed(sums[4 * j + 4], sums[4 * j + 5]),
-                         packed(sums[4 * j + 6], sums[4 * j + 7]));
+          store_matrices(at + r * kRowBytes + (swizzled << 4),
+                         bf16::pack(sums[4 * j], sums[4 * j + 1]),
+                         bf16::pack(sums[4 * j + 2], sums[4 * j + 3]),
+                         bf16::pack(sums[4 * j + 4], sums[4 * j + 5]),
+                         bf16::pack(sums[4 * j + 6], sums[4 * j + 7]));
         }
       }
     }

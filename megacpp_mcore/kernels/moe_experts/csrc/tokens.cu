@@ -3,17 +3,18 @@
 //
 // A token's rows come into shared memory by the copy engine, a few tokens ahead. A thread has eight
 // columns of every token of its block, and their part of the router's weight in registers.
-#include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
+#include "bf16.cuh"
 #include "hopper.cuh"
 
 namespace tokens {
 namespace {
 
+using namespace bf16;
 using namespace hopper;
 
-constexpr int kColumns = 8;  // of a thread: 16 bytes
+constexpr int kColumns = kChunk;  // of a thread
 // Threads that compute. With one warp more, and the one that loads, each has 96 registers, not 128.
 constexpr int kMostThreads = 480;
 constexpr int kMostExperts = 16;
@@ -37,20 +38,6 @@ struct Problem {
   float* partial;
   int tokens, width, experts, topk, stages;
 };
-
-__device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
-
-__device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
-
-__device__ __forceinline__ uint32_t pack(float a, float b) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-__device__ __forceinline__ void unpack(float (&to)[kColumns], const uint4& from) {
-  to[0] = low(from.x), to[1] = high(from.x), to[2] = low(from.y), to[3] = high(from.y);
-  to[4] = low(from.z), to[5] = high(from.z), to[6] = low(from.w), to[7] = high(from.w);
-}
 
 // to += factor from.
 __device__ __forceinline__ void add(float (&to)[kColumns], const uint4& from, float factor = 1) {
@@ -165,9 +152,7 @@ __device__ void compute(Shared& shared, const uint8_t* stages, const Problem& p,
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) rest[i] += rstd * (g[i] - normed[i] * mean);
     if (inside) {
-      p.dx[static_cast<int64_t>(token) * chunks + thread] = {
-          pack(rest[0], rest[1]), pack(rest[2], rest[3]), pack(rest[4], rest[5]),
-          pack(rest[6], rest[7])};
+      p.dx[static_cast<int64_t>(token) * chunks + thread] = pack(rest);
     }
     if (++stage == p.stages) stage = 0, phase ^= 1;
   }
