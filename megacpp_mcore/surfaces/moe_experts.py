@@ -145,8 +145,8 @@ SURFACE = Surface(
             removes="where every expert is local: the permuted copies that are kept for the "
             "backward pass, the sums of the routed and the shared "
             "expert's outputs, of the residual and of the tokens' gradients, and on Hopper the "
-            "passes that add weight gradients to main_grad and, with the norm triton, that of the "
-            "norm's gradient over the tokens",
+            "passes that add weight gradients to main_grad and, with the norm triton, those of the "
+            "router's product and of the norm's gradient over the tokens",
             layout="tokens [t, h] and the router's map where every expert is local; else as "
             "grouped_mm's",
             dtypes="bf16, fp16, fp32; SwiGLU or squared ReLU in fp32; our own products bf16 on "
