@@ -184,9 +184,10 @@ class FusedExperts(GroupedMMExperts):
     def readers_of_norm(
         self, norm: torch.nn.Module, hidden_states: Tensor, gate: Tensor
     ) -> tuple[Readers, Tensor]:
-        """The readers of norm's output, and its input [s, b, h] as the residual."""
-        weight, size = wait_for_param_gather(norm).weight, self._rows(hidden_states)
-        return readers_of_norm(hidden_states, weight, norm.eps, size, gate, self.products)
+        """The readers of norm's output, and its input [s, b, h] as the residual. norm and gate:
+        gathered, where data parallelism gathers parameters."""
+        size = self._rows(hidden_states)
+        return readers_of_norm(hidden_states, norm.weight, norm.eps, size, gate, self.products)
 
     def _rows(self, hidden_states: Tensor) -> int:
         tokens = hidden_states.shape[:-1].numel()

@@ -19,6 +19,7 @@ from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.moe_experts.readers import Readers
 from megacpp_mcore.layers.moe_dispatchers import UnmovedTokenDispatcher
 from megacpp_mcore.layers.norm import is_fused_with_residual
+from megacpp_mcore.layers.param_gather import wait_for_param_gather
 from megacpp_mcore.layers.router import DispatchedTopKRouter
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.surfaces import moe_dispatch
@@ -90,6 +91,10 @@ class MegacppMoELayer(MoELayer):
         The norm is not called then, but data parallelism's hooks are; one with others is called.
         """
         joined = self.takes_residual and is_fused_with_residual(norm)
+        if joined:
+            # Before the router's parameters, which may be in the next bucket: Megatron gathers and
+            # expects them in their order.
+            wait_for_param_gather(norm)
         gate = self._gate(hidden_states) if joined else None
         if gate is not None:
             readers, residual = self.experts.readers_of_norm(norm, hidden_states, gate)

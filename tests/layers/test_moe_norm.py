@@ -133,15 +133,20 @@ def _of_data_parallelism(hook):
 def test_weights_that_are_still_gathered_are_waited_for(machine):  # noqa: F811
     """Of the norm and of the router, both of which are read before their modules are called."""
     with with_one_backward(machine) as (layer, calls):
-        modules = layer.pre_mlp_layernorm, layer.mlp.router
+        modules, order = (layer.pre_mlp_layernorm, layer.mlp.router), []
         expected = run(layer, layer._forward_mlp, (5, 2, 40))
         for module in modules:
             weight = module.weight.detach().clone()
             module.weight.data.fill_(float("nan"))
-            gather = _of_data_parallelism(lambda m, _, w=weight: setattr(m.weight, "data", w))
-            module.register_forward_pre_hook(gather)
+
+            def gather(module, _, weight=weight):
+                module.weight.data = weight
+                order.append(module)
+
+            module.register_forward_pre_hook(_of_data_parallelism(gather))
         assert_same(run(layer, layer._forward_mlp, (5, 2, 40)), expected)
         assert len(calls) == 2
+        assert tuple(order[:2]) == modules  # as Megatron gathers them
 
 
 @pytest.mark.parametrize("of", ["pre_mlp_layernorm", "mlp.router"])
