@@ -17,12 +17,13 @@ pytestmark = pytest.mark.slow
 
 # A training loop in miniature: gloo's all-reduce, and a rank that ends in its midst.
 RANK = """
-import os, signal, subprocess, sys, time
+import json, os, signal, subprocess, sys, time
 
 if __name__ == "__main__":  # not in the processes that are spawned, which would import it in vain
     import torch
     import torch.distributed as dist
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    from megacpp_mcore.training.gpu.torchrun import record_failure
 
     def children():
         # what a rank starts: the process of asynchronous saves' results, and workers of its data
@@ -45,7 +46,7 @@ if __name__ == "__main__":  # not in the processes that are spawned, which would
         try:
             dist.all_reduce(torch.ones(1))
         except RuntimeError as error:  # the peer is gone
-            get_error_handler().record_exception(error)
+            record_failure(error)
             raise
         if step == 3 and dist.get_rank() == 1:
             if how == "killed":
@@ -54,11 +55,14 @@ if __name__ == "__main__":  # not in the processes that are spawned, which would
             if how == "hangs":
                 open(sys.argv[2], "w").write(str(os.getpid()))
                 time.sleep(300)
+            if how == "killed-as-it-records":
+                json.dump = os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+                record_failure(RuntimeError("out of memory"))
             if how == "raises":
                 try:
                     raise RuntimeError("loss is NaN")
                 except RuntimeError as error:
-                    get_error_handler().record_exception(error)
+                    record_failure(error)
                     raise
         if how == "ends" and step == 3:
             break
@@ -94,6 +98,12 @@ def test_a_killed_rank_ends_the_others_within_a_minute_and_leaves_nothing(module
     assert ended.status == 128 + signal.SIGKILL
     assert ended.reason.startswith("rank 1 of 2 was killed by SIGKILL")
     assert marked.left() == []
+
+
+def test_a_rank_that_is_killed_as_it_records_its_error_leaves_no_part_of_it(module):
+    ended = run_ranks(module, ["killed-as-it-records"], 2)
+    assert ended.status == 128 + signal.SIGKILL
+    assert ended.reason.startswith("rank 1 of 2 was killed by SIGKILL")
 
 
 def test_a_rank_that_raises_is_named_with_its_error(module):

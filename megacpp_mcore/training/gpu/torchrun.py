@@ -6,9 +6,12 @@ GRACE_S later, even if they wait in a collective.
 """
 
 import contextlib
+import json
 import os
 import signal
 import sys
+import time
+import traceback
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from megacpp_mcore.files import write_atomically
 from megacpp_mcore.host.reaper import GRACE_S
 from megacpp_mcore.training import heartbeat
 
@@ -62,6 +66,21 @@ def run_ranks(module: str, argv: Sequence[str], count: int) -> RanksOutcome:
             reason = f"{error.sigval.name} ended the launcher and its ranks"
             return RanksOutcome(128 + error.sigval, reason)
     return RanksOutcome(128 + signal.SIGTERM if term.came else 0)
+
+
+def record_failure(error: BaseException) -> None:
+    """In a rank that fails: let the launcher name the error. Raises nothing.
+
+    As torchrun's own handler, which a rank that is killed meanwhile leaves with a part of the file:
+    its agent then fails to read that, instead of saying who was killed.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    with contextlib.suppress(Exception):  # such as a full disk: the error itself counts
+        more = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+        said = {"message": f"{type(error).__name__}: {error}", "extraInfo": more}
+        write_atomically(path, json.dumps({"message": said}))
 
 
 class _TermHandedOn:

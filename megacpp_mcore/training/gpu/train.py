@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
@@ -22,6 +21,7 @@ from megacpp_mcore.stack import bridges, unpickling
 from megacpp_mcore.training import sizes
 from megacpp_mcore.training.gpu import memory, precompile, resume
 from megacpp_mcore.training.gpu.rank_setup import Launch, LaunchError, check_agreement
+from megacpp_mcore.training.gpu.torchrun import record_failure
 from megacpp_mcore.training.heartbeat import Heartbeat
 from megacpp_mcore.training.kernels import compile_all
 from megacpp_mcore.training.packages import check_backends, check_logging, check_packages
@@ -47,7 +47,7 @@ def train(launch: Launch) -> None:
     try:
         _train(launch)
     except Exception as error:
-        get_error_handler().record_exception(error)
+        record_failure(error)
         end_within(END_S)
         raise
 
@@ -192,7 +192,9 @@ def _pretrain(launch: Launch, args: Any, goodput: Goodput) -> None:
     writer.keep_no_process(args.async_save)
     step = yardstick.forward_step if launch.yardstick else batch.forward_step
     rank, timeout = int(os.environ["RANK"]), launch.recipe.launch.heartbeat_timeout_s
-    heartbeat = Heartbeat(launch.out / "heartbeat", rank, timeout, _record_for_torchrun)
+    heartbeat = Heartbeat(
+        launch.out / "heartbeat", rank, timeout, lambda why: record_failure(HungError(why))
+    )
     watch = Watch(launch, goodput, heartbeat)
     with captured_steps_released(), heartbeat:
         try:
@@ -234,12 +236,6 @@ def _record_capture(recipe: Recipe) -> None:
             implementation="megatron.core.full_cuda_graph:FullCudaGraphWrapper",
         )
     )  # fmt: skip
-
-
-def _record_for_torchrun(reason: str) -> None:
-    """Let the launcher name the reason of a rank that ends itself."""
-    with contextlib.suppress(Exception):
-        get_error_handler().record_exception(HungError(reason))
 
 
 class HungError(MegacppError):
