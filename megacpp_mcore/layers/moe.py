@@ -90,15 +90,14 @@ class MegacppMoELayer(MoELayer):
         that product, and one the norm's backward pass and the sum of the gradients that come to it.
         The norm is not called then, but data parallelism's hooks are; one with others is called.
         """
-        joined = self.takes_residual and is_fused_with_residual(norm)
-        if joined:
+        if self.takes_residual and is_fused_with_residual(norm):
             # Before the router's parameters, which may be in the next bucket: Megatron gathers and
             # expects them in their order.
             wait_for_param_gather(norm)
-        gate = self._gate(hidden_states) if joined else None
-        if gate is not None:
-            readers, residual = self.experts.readers_of_norm(norm, hidden_states, gate)
-            return readers.router, residual, readers
+            gate = self._gate(hidden_states)
+            if gate is not None:
+                readers, residual = self.experts.readers_of_norm(norm, hidden_states, gate)
+                return readers.router, residual, readers
         found = norm(hidden_states)
         return *(found if isinstance(found, tuple) else (found, hidden_states)), None
 

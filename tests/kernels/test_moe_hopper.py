@@ -157,6 +157,15 @@ def test_products_gather_and_copies_are_left_by_others(activation):
     assert torch.equal(vars(copied)["rows"][:used], tokens.rows[:used])
 
 
+def watch_calls(monkeypatch, multiprocessors: int) -> list[tuple]:
+    """The calls of grouped.cu's functions, on a GPU of so many multiprocessors."""
+    properties = SimpleNamespace(multi_processor_count=multiprocessors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    calls, call = [], hopper_products._call
+    monkeypatch.setattr(hopper_products, "_call", lambda *args: calls.append(args) or call(*args))
+    return calls
+
+
 # What of the call differs -> whether one kernel computes it.
 TOKENS = {
     "plain": ({}, True),
@@ -183,10 +192,7 @@ def test_the_tokens_gradient_is_one_kernel_or_two(case, monkeypatch):
     tokens, width, experts, topk, shift, shared, dtype = (
         usual | {"dtype": torch.bfloat16} | sizes
     ).values()
-    multiprocessors = SimpleNamespace(multi_processor_count=4)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: multiprocessors)
-    calls, call = [], hopper_products._call
-    monkeypatch.setattr(hopper_products, "_call", lambda *args: calls.append(args) or call(*args))
+    calls = watch_calls(monkeypatch, multiprocessors=4)
 
     def draw(*shape):
         return torch.randn(shape).to(dtype)
@@ -236,10 +242,7 @@ def test_norm_and_logits_are_one_kernel_or_two(case, monkeypatch):
     tokens, width, experts, shift, apart, dtype = (
         usual | {"dtype": torch.bfloat16} | sizes
     ).values()
-    multiprocessors = SimpleNamespace(multi_processor_count=2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: multiprocessors)
-    calls, call = [], hopper_products._call
-    monkeypatch.setattr(hopper_products, "_call", lambda *args: calls.append(args) or call(*args))
+    calls = watch_calls(monkeypatch, multiprocessors=2)
     weight, gate = torch.randn(width).to(dtype), torch.randn(experts, width).to(dtype)
     shape = *tokens, width
     x = torch.randn(torch.Size(shape).numel() + shift).to(dtype)[shift:].view(shape)
