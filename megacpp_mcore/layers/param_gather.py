@@ -2,6 +2,12 @@
 
 import torch
 
+from megacpp_mcore.errors import MegacppError
+
+
+class HookError(MegacppError):
+    """A hook that replaces the input of a module that is not called."""
+
 
 def wait_for_param_gather(module: torch.nn.Module) -> torch.nn.Module:
     """Run the forward pre-hooks of `module`, so that its parameters can be read, and return it.
@@ -9,10 +15,22 @@ def wait_for_param_gather(module: torch.nn.Module) -> torch.nn.Module:
     With overlap_param_gather, Megatron's data parallelism gathers the updated parameters in the
     background and waits for them in a forward pre-hook of the module that owns them. Code that
     reads a weight without calling its module must wait here, or it may read stale values.
+
+    Raises HookError where a hook returns an input, which nobody would read.
     """
     takes_kwargs = module._forward_pre_hooks_with_kwargs
     for number, hook in list(module._forward_pre_hooks.items()):
-        hook(module, (), {}) if number in takes_kwargs else hook(module, ())
+        if number in takes_kwargs:
+            found = hook(module, (), {})
+        else:
+            found = hook(module, ())
+            found = None if found is None else (found if isinstance(found, tuple) else (found,), {})
+        if found is not None and any(len(part) for part in found):
+            raise HookError(
+                f"a forward pre-hook of a {type(module).__name__} returns an input, but a fused "
+                "operation reads its weight and does not call it: remove the hook, or name a "
+                'backend that calls the module, such as "reference"'
+            )
     return module
 
 

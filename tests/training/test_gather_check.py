@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megacpp_mcore.layers.param_gather import wait_for_param_gather
+from megacpp_mcore.layers.param_gather import HookError, wait_for_param_gather
 from megacpp_mcore.training.gpu.gather_check import GatherCheck, GatherError
 
 
@@ -46,6 +46,31 @@ def test_a_weight_that_nobody_waits_for_is_refused_whoever_is_in_its_bucket(buck
 
 def test_a_weight_taken_through_gathered_is_fine():
     step(Model(waits=True))
+
+
+@pytest.mark.parametrize(
+    ("hook", "with_kwargs"),
+    [
+        (lambda module, args: torch.zeros(3, 2), False),
+        (lambda module, args: (torch.zeros(3, 2),), False),
+        (lambda module, args, kwargs: ((torch.zeros(3, 2),), kwargs), True),
+        (lambda module, args, kwargs: (args, {"input": torch.zeros(3, 2)}), True),
+    ],
+)
+def test_an_input_that_a_hook_replaces_is_not_dropped_silently(hook, with_kwargs):
+    """Of a module that is not called nobody would read it."""
+    model = Model(waits=True)
+    model.second.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
+    with pytest.raises(HookError, match="forward pre-hook of a Linear returns an input"):
+        step(model)
+
+
+def test_a_hook_that_returns_what_it_was_given_replaces_nothing():
+    """As one of Megatron's FSDP."""
+    model = Model(waits=True)
+    model.second.register_forward_pre_hook(lambda module, args: args)
+    model.second.register_forward_pre_hook(lambda *given: given[1:], with_kwargs=True)
+    step(model)
 
 
 def test_gathered_runs_the_hooks_of_a_call_and_nothing_stays():

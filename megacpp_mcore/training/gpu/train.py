@@ -34,6 +34,11 @@ _UNSERVED = (
     "check_for_spiky_loss", "skip_train", "dataloader_fast_cache_load",
     "dataloader_defer_npy_index_mmap", "object_storage_cache_path", "inprocess_restart",
 )  # fmt: skip
+# Those that save what Megatron's hooks on modules see: of our layers, not all modules are called.
+_HOOKED = (
+    "save_activations_interval", "save_tokens_per_expert_interval", "save_dgrads_interval",
+    "logits_save_dir",
+)  # fmt: skip
 
 
 def train(launch: Launch) -> None:
@@ -122,15 +127,36 @@ def megatron_args(launch: Launch) -> Any:
     # A run may be resumed with more steps: the schedule is the recipe's, its position the
     # checkpoint's. Megatron would refuse a schedule that is not the checkpoint's.
     args.override_opt_param_scheduler = not args.use_checkpoint_opt_param_scheduler
-    asked = [name for name in _UNSERVED if getattr(args, name, None)]
-    if asked:
-        flags = ", ".join("--" + name.replace("_", "-") for name in asked)
+    _check_served(args)
+    check_logging(args)
+    return args
+
+
+def _check_served(args: Any) -> None:
+    """Refuse the arguments that a run would ignore, or serve in part."""
+    if flags := _flags(args, _UNSERVED):
         raise LaunchError(
             f"megacpp_mcore.pretrain does not support {flags}; use Megatron-LM's "
             "pretrain_hybrid.py with our --spec"
         )
-    check_logging(args)
-    return args
+    if flags := _flags(args, _HOOKED):
+        raise LaunchError(
+            f"{flags} saves what hooks on modules see, but fused layers read weights without "
+            "calling all of their modules, so that some would be missing; remove it, or use "
+            "Megatron's own model"
+        )
+    captured = args.cuda_graph_impl == "full_iteration"
+    if captured and (flags := _flags(args, ("moe_routing_trace_path",))):
+        raise LaunchError(
+            f"{flags} records what hooks on modules see, and none runs in a captured step; set "
+            'launch.cuda_graph_impl = "none"'
+        )
+
+
+def _flags(args: Any, names: tuple[str, ...]) -> str:
+    """Those of the names that are set, as on the command line."""
+    asked = [name for name in names if getattr(args, name, None)]
+    return ", ".join("--" + name.replace("_", "-") for name in asked)
 
 
 def _takes_transformers(argv: Sequence[str]) -> bool:

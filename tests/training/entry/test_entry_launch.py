@@ -190,6 +190,46 @@ def test_what_the_entry_does_not_do_is_refused(gpu_recipe):
         pass
 
 
+@pytest.mark.parametrize(
+    ("words", "sets"),
+    [
+        (["--save-activations-interval", "1"], []),
+        (["--save-tokens-per-expert-interval", "1"], []),
+        (["--save-dgrads-interval", "1"], []),
+        (
+            ["--logits-save-dir", "logits", "--logits-save-top-k", "4"],
+            [
+                "checkpoint.save=saved", "checkpoint.save_interval=5", "checkpoint.async_save=true",
+                "checkpoint.use_persistent_ckpt_worker=true",
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_what_hooks_on_modules_would_miss_is_refused(small_recipe, overrides, words, sets):
+    """Megatron saves what they see; our layers do not call all of their modules."""
+    recipe = load_recipe(str(small_recipe), [*overrides, *sets])
+    why = f"{words[0]} saves what hooks on modules see"
+    with pytest.raises(LaunchError, match=why), megatron(launch([*arguments(recipe), *words])):
+        pass
+
+
+@pytest.mark.parametrize("impl", ["none", "full_iteration"])
+def test_a_trace_of_the_router_is_refused_in_a_captured_step(
+    small_recipe, overrides, tmp_path, impl
+):
+    """Its hooks run where a step runs in Python."""
+    sets = [f"launch.cuda_graph_impl={impl}", "schedule.check_for_nan_in_loss_and_grad=false"]
+    recipe = load_recipe(str(small_recipe), [*overrides, *sets])
+    argv = [*arguments(recipe), "--moe-routing-trace-path", str(tmp_path)]
+    if impl == "none":
+        with megatron(launch(argv)) as args:
+            assert args.moe_routing_trace_path == str(tmp_path)
+        return
+    why = "--moe-routing-trace-path records what hooks on modules see.*captured"
+    with pytest.raises(LaunchError, match=why), megatron(launch(argv)):
+        pass
+
+
 def test_a_log_that_nothing_can_write_is_refused(gpu_recipe, tmp_path, monkeypatch):
     """Megatron arguments without a recipe key may follow the recipe's, and count."""
     argv = [*arguments(gpu_recipe), "--tensorboard-dir", str(tmp_path)]
