@@ -90,9 +90,8 @@ class CudaClock(Clock):
         return torch.cuda.memory_allocated()
 
     def peak_memory_bytes(self, call: Callable[[], object]) -> int | None:
-        self.wait()
+        before = self.allocated_bytes()  # without garbage, which the call may collect
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
         call()
         self.wait()
         return torch.cuda.max_memory_allocated() - before

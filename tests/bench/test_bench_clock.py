@@ -1,5 +1,6 @@
 """The bench's clocks: calls that take turns, times on the host and on a device, floors."""
 
+import gc
 import itertools
 import time
 
@@ -98,6 +99,41 @@ class TestTurns:
             kinds = [entry if isinstance(entry, str) else "pause" for entry in order]
             assert kinds == ["wait", "pause", "event", "call", "event", "wait"]
             assert order[1] >= at_least_ms * 2e6
+
+    def test_the_peak_of_a_call_does_not_depend_on_garbage_from_before(self, monkeypatch):
+        """Which is part of what was in use, unless it is collected first."""
+        memory = {"now": 0, "most": 0}
+
+        class Block:
+            def __init__(self, size):
+                self.itself, self.size = self, size  # only the garbage collector frees it
+                memory["now"] += size
+                memory["most"] = max(memory["most"], memory["now"])
+
+            def __del__(self):
+                memory["now"] -= self.size
+
+        for name, function in {
+            "synchronize": lambda: None,
+            "empty_cache": lambda: None,
+            "memory_allocated": lambda: memory["now"],
+            "max_memory_allocated": lambda: memory["most"],
+            "reset_peak_memory_stats": lambda: memory.update(most=memory["now"]),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+
+        def call():
+            gc.collect()
+            Block(5)
+
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            Block(100)
+            assert clocks.clock_for("cuda").peak_memory_bytes(call) == 5
+        finally:
+            if was_on:
+                gc.enable()
 
     def test_the_floor_is_the_longer_of_operations_and_bytes(self):
         rates = clocks.Rates(flops_per_s=1e12, bytes_per_s=1e9)

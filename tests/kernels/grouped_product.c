@@ -34,14 +34,6 @@ static void rows_times_weights(int transposed, const uint16_t* a, const int* sou
   }
 }
 
-static void copy_rows(const uint16_t* tokens, const int* source, uint16_t* copies, int rows,
-                      int width) {
-  for (int r = 0; r < rows; ++r) {
-    for (int i = 0; i < width; ++i)
-      copies[(int64_t)r * width + i] = source[r] < 0 ? 0 : tokens[(int64_t)source[r] * width + i];
-  }
-}
-
 static int refused(const int* ends, int64_t rows, int experts) {
   if (experts > 256) return 1;
   for (int e = 0; e < experts; ++e) {
@@ -50,17 +42,16 @@ static int refused(const int* ends, int64_t rows, int experts) {
   return 0;
 }
 
-int grouped_product(int kind, int tile, const void* a, const int* source, const void* b, void* c,
-                    void* kept, const int* ends, int64_t rows, int first, int experts, int idle,
-                    int m, int n, int k, void* stream) {
+int grouped_product(int kind, int tile, int transposed, const void* a, const int* source,
+                    const void* b, void* c, const int* ends, int64_t rows, int first, int experts,
+                    int idle, int m, int n, int k, void* stream) {
   const uint16_t *left = a, *right = b;
-  if ((tile != 224 && tile != 256) || stream || (source && kind > INPUT_GRADIENT)) return 1;
-  if (refused(ends, rows, experts) || !kept != !(source && kind == INPUT_GRADIENT)) return 1;
-  if (first < 0 || first >= experts || idle < 0) return 1;
-  if (kept) copy_rows(a, source, kept, ends[experts - 1], k);
+  const int of_weights = kind > INPUT_GRADIENT;
+  if ((tile != 224 && tile != 256) || stream || (of_weights ? !source : transposed)) return 1;
+  if (refused(ends, rows, experts) || first < 0 || first >= experts || idle < 0) return 1;
   for (int e = first; e < experts; ++e) {
     const int begin = e ? ends[e - 1] : 0;
-    if (kind == FORWARD || kind == INPUT_GRADIENT) {
+    if (!of_weights) {
       rows_times_weights(kind == FORWARD, left, source, right + (int64_t)e * n * k, c, begin, ends[e],
                          n, k);
       continue;
@@ -68,9 +59,11 @@ int grouped_product(int kind, int tile, const void* a, const int* source, const 
     for (int i = 0; i < m; ++i) {
       for (int j = 0; j < n; ++j) {
         float sum = 0;
-        for (int r = begin; r < ends[e]; ++r)
-          sum += wide(left[(int64_t)r * m + i]) * wide(right[(int64_t)r * n + j]);
-        const int64_t at = ((int64_t)e * m + i) * n + j;
+        for (int r = begin; r < ends[e]; ++r) {
+          const float value = source[r] < 0 ? 0 : wide(left[(int64_t)source[r] * m + i]);
+          sum += value * wide(right[(int64_t)r * n + j]);
+        }
+        const int64_t at = (int64_t)e * m * n + (transposed ? (int64_t)j * m + i : (int64_t)i * n + j);
         if (kind == ADDED_WEIGHT_GRADIENT)
           ((float*)c)[at] += sum;
         else if (kind == WIDE_WEIGHT_GRADIENT)
@@ -80,16 +73,6 @@ int grouped_product(int kind, int tile, const void* a, const int* source, const 
       }
     }
   }
-  return 0;
-}
-
-int grouped_product_and_copy(int tile, const void* a, const void* b, void* c, const int* ends,
-                             int64_t size, int experts, int n, int k, const void* tokens,
-                             const int* source, void* rows, int width, void* stream) {
-  if (grouped_product(INPUT_GRADIENT, tile, a, 0, b, c, 0, ends, size, 0, experts, 0, 0, n, k,
-                      stream))
-    return 1;
-  copy_rows(tokens, source, rows, ends[experts - 1], width);
   return 0;
 }
 

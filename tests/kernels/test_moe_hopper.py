@@ -13,11 +13,7 @@ import torch
 
 from megacpp_mcore.kernels import main_grad, nvcc
 from megacpp_mcore.kernels.moe_experts import hopper_products, torch_products
-from megacpp_mcore.kernels.moe_experts.activation import (
-    ACTIVATIONS,
-    activate,
-    activate_backward,
-)
+from megacpp_mcore.kernels.moe_experts.activation import ACTIVATIONS
 from megacpp_mcore.kernels.moe_experts.fused import Experts, experts_routed
 from megacpp_mcore.kernels.moe_experts.routing import Gathered, route
 
@@ -131,30 +127,35 @@ def test_an_exchange_during_fc1s_weight_gradient_has_multiprocessors(
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_products_gather_and_copies_are_left_by_others(activation):
-    """The first copies nothing; what the others leave are the rows that a copy would have."""
-    leaves, chosen, _ = routed.draw(37, 5, 2, dtype=torch.bfloat16, activation=activation)
+def test_no_product_copies_the_tokens(activation, monkeypatch):
+    leaves, chosen, direction = routed.draw(37, 5, 2, dtype=torch.bfloat16, activation=activation)
+    monkeypatch.setattr(Gathered, "rows", property(lambda tokens: pytest.fail("copied")))
+    routed.run(leaves, chosen, direction, 2, hopper_products, activation)
+
+
+@pytest.mark.parametrize("into", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gathered", ["dy", "x"])
+def test_a_weight_gradient_gathers_either_operand(gathered, into):
+    """As of sorted copies, added to what is there or alone."""
+    leaves, chosen, _ = routed.draw(37, 5, 2, dtype=torch.bfloat16)
     routing = route(chosen, leaves["probs"].detach(), 2, hopper_products.ALIGN)
-    ends, probs, used = routing.ends, routing.row_probs, int(routing.ends[-1])
-    x, w1, w2 = (leaves[name].detach() for name in ("x", "w1", "w2"))
-    tokens, dy, copied = (Gathered(x, routing) for _ in range(3))
-    h = hopper_products.forward(tokens, w1, ends)
-    a = activate(h, probs, ends, activation)
-    assert "rows" not in vars(tokens)
-    expected = torch_products.forward(tokens.rows[:used], w1, ends)
-    expected = expected, activate(expected, probs[:used], ends, activation)
-    torch.testing.assert_close((h[:used], a[:used]), expected)
-    da = hopper_products.input_gradient(dy, w2, ends)
-    assert torch.equal(vars(dy)["rows"][:used], tokens.rows[:used])
-    expected = activate_backward(
-        torch_products.input_gradient(tokens.rows[:used], w2, ends), h[:used], probs[:used], ends,
-        activation,
-    )  # fmt: skip
-    dh, a, row_grads = activate_backward(da, h, probs, ends, activation)
-    torch.testing.assert_close((dh[:used], a[:used]), expected[:2], rtol=2**-6, atol=2**-6)
-    torch.testing.assert_close(row_grads[:used], expected[2], rtol=2**-6, atol=2**-6)
-    hopper_products.input_gradient(dh, w1, ends, copied)
-    assert torch.equal(vars(copied)["rows"][:used], tokens.rows[:used])
+    ends, used = routing.ends, int(routing.ends[-1])
+    tokens = Gathered(leaves["x"].detach(), routing)
+    rows = torch.randn(routing.size, 24).bfloat16()
+    pair = (tokens, rows) if gathered == "dy" else (rows, tokens)
+    copies = [(tokens.rows if y is tokens else y)[:used] for y in pair]
+    expected = torch_products.weight_gradient(*copies, ends)
+    # A result is rounded to bf16 once, and so is the sum with what is there.
+    eps, wide = torch.finfo(torch.bfloat16).eps, expected.double()
+    if into is None:
+        found = hopper_products.weight_gradient(*pair, ends)
+        assert ((found.double() - wide).abs() <= eps * wide.abs()).all()
+        return
+    total = torch.randn(expected.shape).to(into)
+    for overwrite in (True, False):
+        sums = wide if overwrite else total.double() + wide
+        hopper_products.add_weight_gradient(total, *pair, ends, overwrite)
+        assert ((total.double() - sums).abs() <= eps * (wide.abs() + sums.abs())).all()
 
 
 def watch_calls(monkeypatch, multiprocessors: int) -> list[tuple]:

@@ -102,17 +102,15 @@ class _Routed(torch.autograd.Function):
         x, h, w1, w2, *sorting = ctx.saved_tensors
         products = ctx.weights.products
         routing = Routing(*sorting, align=products.ALIGN)
-        tokens = Gathered(x, routing)
         dh, dw2, row_grads = _down_backward(ctx, Gathered(d_out, routing), h, w2, routing)
         d_probs = probs_gradient(routing, row_grads, ctx.dtype)
-        needed_later = tokens if ctx.needs_input_grad[3] else None
-        d_rows = products.input_gradient(dh, w1, routing.ends, needed_later)
+        d_rows = products.input_gradient(dh, w1, routing.ends)
         dx = to_tokens(d_rows, routing) if ctx.needs_input_grad[0] else None
+        d_rows = d_rows if ctx.needs_input_grad[1] else None
         exchanged = dx is not None and ctx.on_gradient is not None
         if exchanged:
             ctx.on_gradient(dx)
-        dw1 = _weight_gradient(ctx, 3, dh, tokens, routing.ends, exchanged)
-        del tokens, needed_later
+        dw1 = _weight_gradient(ctx, 3, dh, Gathered(x, routing), routing.ends, exchanged)
         found = dx, d_rows, d_probs, dw1, dw2, d_out, d_out, None, None, None, None, None
         wanted = zip(found, ctx.needs_input_grad, strict=True)
         return tuple(gradient if needed else None for gradient, needed in wanted)

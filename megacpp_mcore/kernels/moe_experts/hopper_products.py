@@ -4,9 +4,9 @@ bf16, sums in float32, in a fixed order. Every expert's rows start at a multiple
 that pad an expert's are zero. A weight gradient is written or added to a float32 tensor as it is
 stored.
 
-fc1 and fc2's input gradient gather tokens as they load them. Weight gradients take copies of the
-rows, as gathering took a quarter longer on an H200: fc2's input gradient leaves one of what it has
-loaded, and fc1's input gradient copies while its product runs.
+Tokens are gathered as they are loaded, also for weight gradients: no product makes or needs a
+sorted copy of them. A product gathers its first operand only, so that fc1's weight gradient is that
+of its transpose, transposed as it is stored.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels import nvcc
 from megacpp_mcore.kernels.moe_experts import torch_products
 from megacpp_mcore.kernels.moe_experts.readers import MOST_GATES
-from megacpp_mcore.kernels.moe_experts.routing import Gathered, Routing, rows_of
+from megacpp_mcore.kernels.moe_experts.routing import Gathered, Routing
 
 NAME = "hopper"
 ALIGN = 128
@@ -67,39 +67,22 @@ def forward(x: Tensor | Gathered, w: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def input_gradient(
-    dy: Tensor | Gathered, w: Tensor, ends: Tensor, needed_later: Gathered | None = None
-) -> Tensor:
-    """As of torch_products. Rows that it gathers are left in dy; needed_later's are copied."""
-    size, (_, k, n) = len(dy), w.shape
+def input_gradient(dy: Tensor | Gathered, w: Tensor, ends: Tensor) -> Tensor:
+    """As of torch_products."""
+    source, size, (_, k, n) = None, len(dy), w.shape
     if isinstance(dy, Gathered):
-        tokens = dy.tokens.contiguous()
-        out, dy.rows = tokens.new_empty(size, n), tokens.new_empty(size, k)
-        _launch(
-            _INPUT_GRADIENT, tokens, w, out, ends, rows=size, n=n, k=k, source=dy.routing.token,
-            kept=dy.rows,
-        )  # fmt: skip
-        return out
+        dy, source = dy.tokens.contiguous(), dy.routing.token
     out = dy.new_empty(size, n)
-    if needed_later is None:
-        _launch(_INPUT_GRADIENT, dy, w, out, ends, rows=size, n=n, k=k)
-        return out
-    tokens = needed_later.tokens.contiguous()
-    width = tokens.shape[1]
-    needed_later.rows = tokens.new_empty(size, width)
-    _call(
-        "grouped_product_and_copy", _tile(n), dy, w, out, ends, size, ends.shape[0], n, k,
-        tokens, needed_later.routing.token, needed_later.rows, width,
-    )  # fmt: skip
+    _launch(_INPUT_GRADIENT, dy, w, out, ends, rows=size, n=n, k=k, source=source)
     return out
 
 
 def weight_gradient(
     dy: Tensor | Gathered, x: Tensor | Gathered, ends: Tensor, during_exchange: bool = False
 ) -> Tensor:
-    """As of torch_products."""
-    dy, x = rows_of(dy), rows_of(x)
-    out = x.new_empty(ends.shape[0], dy.shape[1], x.shape[1])
+    """As of torch_products. One of dy and x is Gathered."""
+    rows, columns = (y.tokens if isinstance(y, Gathered) else y for y in (dy, x))
+    out = rows.new_empty(ends.shape[0], rows.shape[1], columns.shape[1])
     _launch_of_weights(_WEIGHT_GRADIENT, dy, x, out, ends, during_exchange)
     return out
 
@@ -113,7 +96,7 @@ def add_weight_gradient(
         torch_products.store(total, weight_gradient(dy, x, ends, during_exchange), overwrite)
         return
     kind = _WIDE_WEIGHT_GRADIENT if overwrite else _ADDED_WEIGHT_GRADIENT
-    _launch_of_weights(kind, rows_of(dy), rows_of(x), total, ends, during_exchange)
+    _launch_of_weights(kind, dy, x, total, ends, during_exchange)
 
 
 def norm_and_logits(
@@ -170,16 +153,19 @@ def tokens_gradient(
 
 
 def _launch_of_weights(
-    kind: int, dy: Tensor, x: Tensor, out: Tensor, ends: Tensor, during_exchange: bool
-) -> None:
-    experts = ends.shape[0]
+    kind: int, dy: Tensor | Gathered, x: Tensor | Gathered, out: Tensor, ends: Tensor,
+    during_exchange: bool,
+) -> None:  # fmt: skip
+    gathered, rows = (x, dy) if isinstance(x, Gathered) else (dy, x)
+    tokens, experts = gathered.tokens.contiguous(), ends.shape[0]
     parts = [(0, experts, 0)]
     if during_exchange:
         half = -(-experts // 2)
         parts = [(0, half, _EXCHANGE_BLOCKS), *([(half, experts, 0)] if half < experts else [])]
     for first, end, idle in parts:
         _launch(
-            kind, dy, x, out, ends, rows=len(x), m=dy.shape[1], n=x.shape[1], first=first, end=end,
+            kind, tokens, rows, out, ends, rows=len(rows), m=tokens.shape[1], n=rows.shape[1],
+            source=gathered.routing.token, transposed=gathered is x, first=first, end=end,
             idle=idle,
         )  # fmt: skip
 
@@ -191,15 +177,16 @@ def _tile(columns: int) -> int:
 
 def _launch(
     kind: int, a: Tensor, b: Tensor, c: Tensor, ends: Tensor, *, rows: int,
-    n: int, k: int = 0, m: int = 0, source: Tensor | None = None, kept: Tensor | None = None,
+    n: int, k: int = 0, m: int = 0, source: Tensor | None = None, transposed: bool = False,
     first: int = 0, end: int | None = None, idle: int = 0,
 ) -> None:  # fmt: skip
-    """C of the kind's product of A and B. rows: of A, which `source` gathers and leaves in kept.
-    first, end: the experts whose products they are. idle: multiprocessors that are not used."""
+    """C of the kind's product of A and B. rows: of A, which `source` gathers. transposed: C holds
+    the product's transpose. first, end: the experts whose products they are. idle: multiprocessors
+    that are not used."""
     end = ends.shape[0] if end is None else end
     _call(
-        "grouped_product", kind, _tile(n), a, source, b, c, kept, ends, rows, first, end, idle,
-        m, n, k,
+        "grouped_product", kind, _tile(n), transposed, a, source, b, c, ends, rows, first, end,
+        idle, m, n, k,
     )  # fmt: skip
 
 
@@ -221,10 +208,7 @@ def _kernels() -> ctypes.CDLL:
     found.grouped_error.restype = ctypes.c_char_p
     number, pointer, rows = ctypes.c_int, ctypes.c_void_p, ctypes.c_int64
     found.grouped_product.argtypes = (
-        *(number,) * 2, *(pointer,) * 6, rows, *(number,) * 6, pointer,
-    )  # fmt: skip
-    found.grouped_product_and_copy.argtypes = (
-        number, *(pointer,) * 4, rows, *(number,) * 3, *(pointer,) * 3, number, pointer,
+        *(number,) * 3, *(pointer,) * 5, rows, *(number,) * 6, pointer,
     )  # fmt: skip
     found.norm_and_logits.argtypes = (
         *(pointer,) * 6, ctypes.c_float, *(number,) * 4, pointer,

@@ -94,8 +94,7 @@ def probs_gradient(routing: Routing, row_grads: Tensor, dtype: torch.dtype) -> T
 class Gathered:
     """Tokens (tokens, h) in the order of a routing's rows: what a product takes for its rows.
 
-    A product reads the tokens from where they are, or takes `rows`, a copy that is made once, by
-    itself or by an earlier product as it went along.
+    A product reads the tokens from where they are, or takes `rows`, a copy that is made once.
     """
 
     tokens: Tensor

@@ -21,10 +21,8 @@ def forward(x: Tensor | Gathered, w: Tensor, ends: Tensor) -> Tensor:
     return grouped_mm(rows_of(x), w.transpose(-1, -2), offs=ends)
 
 
-def input_gradient(
-    dy: Tensor | Gathered, w: Tensor, ends: Tensor, needed_later: Gathered | None = None
-) -> Tensor:
-    """dy w: (R, k). needed_later: what may be copied to its rows meanwhile."""
+def input_gradient(dy: Tensor | Gathered, w: Tensor, ends: Tensor) -> Tensor:
+    """dy w: (R, k)."""
     return grouped_mm(rows_of(dy), w, offs=ends)
 
 

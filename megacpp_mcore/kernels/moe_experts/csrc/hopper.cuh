@@ -195,6 +195,18 @@ __device__ __forceinline__ void store_matrices(uint32_t at, uint32_t a, uint32_t
                : "memory");
 }
 
+// Its transpose: the lane's address is that of column lane % 8.
+__device__ __forceinline__ void store_matrices_transposed(uint32_t at, uint32_t a, uint32_t b,
+                                                          uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_one(uint32_t at, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory");
+}
+
 __device__ __forceinline__ void store_pair(uint32_t at, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory");
 }

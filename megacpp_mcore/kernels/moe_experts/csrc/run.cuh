@@ -1,21 +1,20 @@
-// The products, from the host. Each width of a tile, and rows and weights apart, is a unit of its
-// own, so that nvcc compiles them at once.
+// The products, from the host. Each width of a tile, and rows and weights by their form, is a unit of
+// its own, so that nvcc compiles them at once.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include "grouped.cuh"
+#include "problem.cuh"
 
 namespace grouped {
 
-// kForward and kInputGradient. kept: where A's gathered rows (rows, k) are left, or null.
+// kForward and kInputGradient.
 template <int kTileN>
-cudaError_t run_rows(int kind, const void* a, const void* b, void* c, void* kept, const Problem& p,
+cudaError_t run_rows(int kind, const void* a, const void* b, void* c, const Problem& p,
                      cudaStream_t stream);
 
-// The weight gradients.
-template <int kTileN>
-cudaError_t run_weights(int kind, const void* a, const void* b, void* c, const Problem& p,
-                        cudaStream_t stream);
+// The weight gradients, of gathered tokens: A.
+template <int kTileN, int kForm>
+cudaError_t run_weights(int kind, const void* b, void* c, const Problem& p, cudaStream_t stream);
 
 }  // namespace grouped

@@ -1,6 +1,7 @@
 // One product: its tensors described to the copy engine, and its kernel launched.
 #pragma once
 
+#include "grouped.cuh"
 #include "run.cuh"
 
 namespace grouped {
@@ -33,45 +34,39 @@ inline bool describe(CUtensorMap* map, const void* data, bool wide, int rank, co
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// kept: of kGatherKeep, where A's rows (rows, k) are left.
-template <int kKind, int kTileN, int kMore = kNothing>
-cudaError_t run(const void* a, const void* b, void* c, void* kept, const Problem& p,
-                cudaStream_t stream) {
-  const auto kernel = product<kKind, kTileN, kMore>;
+template <int kKind, int kTileN, int kForm>
+cudaError_t run(const void* a, const void* b, void* c, const Problem& p, cudaStream_t stream) {
+  using B = Boxes<kKind, kTileN, kForm>;
+  const auto kernel = product<kKind, kTileN, kForm>;
   constexpr size_t kBytes = sizeof(Shared) + 1024;
   // First of all: it gives a thread that has not used the device, as autograd's may not have, the
   // context that encode() needs.
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
-  constexpr uint32_t kColumns = kWide<kKind> || kTileN % 64 ? 32 : 64;
   const uint64_t r = p.rows, e = p.experts, m = p.m, n = p.n, k = p.k;
-  CUtensorMap of_a{}, of_b, of_c, of_rows{};
+  CUtensorMap of_a{}, of_b, of_c;
   bool ok = encode() != nullptr;
+  if constexpr (kForm == kSorted) {
+    ok = ok && describe(&of_a, a, false, 2, {k, r, 1}, {64, kTileM, 1});
+  }
   if constexpr (kOfWeights<kKind>) {
-    ok = ok && describe(&of_a, a, false, 2, {m, r, 1}, {64, 64, 1}) &&
-         describe(&of_b, b, false, 2, {n, r, 1}, {64, 64, 1}) &&
-         describe(&of_c, c, kWide<kKind>, 3, {n, m, e}, {kColumns, 64, 1});
+    constexpr bool kTurned = kForm == kTransposed;
+    ok = ok && describe(&of_b, b, false, 2, {n, r, 1}, {64, 64, 1}) &&
+         describe(&of_c, c, kWide<kKind>, 3, {kTurned ? m : n, kTurned ? n : m, e},
+                  {B::kColumns, B::kRows, 1});
   } else {
-    if constexpr (!kGathered<kMore>) {
-      ok = ok && describe(&of_a, a, false, 2, {k, r, 1}, {64, kTileM, 1});
-    }
-    if constexpr (kMore == kGatherKeep) {
-      ok = ok && describe(&of_rows, kept, false, 2, {k, r, 1}, {64, 64, 1});
-    }
-    ok = ok && describe(&of_c, c, false, 2, {n, r, 1}, {kColumns, 64, 1});
-    if constexpr (kKind == kForward) {
-      ok = ok && describe(&of_b, b, false, 3, {k, n, e}, {64, kTileN / 2, 1});
-    } else {
-      ok = ok && describe(&of_b, b, false, 3, {n, k, e}, {64, 64, 1});
-    }
+    constexpr uint32_t kRowsB = kKind == kForward ? kTileN / 2 : 64;
+    const bool forward = kKind == kForward;
+    ok = ok && describe(&of_c, c, false, 2, {n, r, 1}, {B::kColumns, B::kRows, 1}) &&
+         describe(&of_b, b, false, 3, {forward ? k : n, forward ? n : k, e}, {64, kRowsB, 1});
   }
   if (!ok) return cudaErrorInvalidValue;
   int device, processors;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   const int blocks = processors - p.idle < kBlocks ? processors : processors - p.idle;
-  kernel<<<blocks / kBlocks * kBlocks, kThreads, kBytes, stream>>>(of_a, of_b, of_c, of_rows, p);
+  kernel<<<blocks / kBlocks * kBlocks, kThreads, kBytes, stream>>>(of_a, of_b, of_c, p);
   return cudaGetLastError();
 }
 

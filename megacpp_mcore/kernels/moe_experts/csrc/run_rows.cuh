@@ -6,16 +6,16 @@
 namespace grouped {
 
 template <int kTileN>
-cudaError_t run_rows(int kind, const void* a, const void* b, void* c, void* kept, const Problem& p,
+cudaError_t run_rows(int kind, const void* a, const void* b, void* c, const Problem& p,
                      cudaStream_t stream) {
+  const bool gathered = p.source != nullptr;
   switch (kind) {
     case kForward:
-      return p.source ? run<kForward, kTileN, kGather>(a, b, c, nullptr, p, stream)
-                      : run<kForward, kTileN>(a, b, c, nullptr, p, stream);
+      return gathered ? run<kForward, kTileN, kGathered>(a, b, c, p, stream)
+                      : run<kForward, kTileN, kSorted>(a, b, c, p, stream);
     case kInputGradient:
-      return p.source      ? run<kInputGradient, kTileN, kGatherKeep>(a, b, c, kept, p, stream)
-             : p.copy.rows ? run<kInputGradient, kTileN, kCopy>(a, b, c, nullptr, p, stream)
-                           : run<kInputGradient, kTileN>(a, b, c, nullptr, p, stream);
+      return gathered ? run<kInputGradient, kTileN, kGathered>(a, b, c, p, stream)
+                      : run<kInputGradient, kTileN, kSorted>(a, b, c, p, stream);
   }
   return cudaErrorInvalidValue;
 }

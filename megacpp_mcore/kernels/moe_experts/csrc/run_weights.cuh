@@ -5,16 +5,15 @@
 
 namespace grouped {
 
-template <int kTileN>
-cudaError_t run_weights(int kind, const void* a, const void* b, void* c, const Problem& p,
-                        cudaStream_t stream) {
+template <int kTileN, int kForm>
+cudaError_t run_weights(int kind, const void* b, void* c, const Problem& p, cudaStream_t stream) {
   switch (kind) {
     case kWeightGradient:
-      return run<kWeightGradient, kTileN>(a, b, c, nullptr, p, stream);
+      return run<kWeightGradient, kTileN, kForm>(nullptr, b, c, p, stream);
     case kWideWeightGradient:
-      return run<kWideWeightGradient, kTileN>(a, b, c, nullptr, p, stream);
+      return run<kWideWeightGradient, kTileN, kForm>(nullptr, b, c, p, stream);
     case kAddedWeightGradient:
-      return run<kAddedWeightGradient, kTileN>(a, b, c, nullptr, p, stream);
+      return run<kAddedWeightGradient, kTileN, kForm>(nullptr, b, c, p, stream);
   }
   return cudaErrorInvalidValue;
 }

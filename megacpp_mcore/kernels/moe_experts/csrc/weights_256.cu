@@ -1,4 +1,4 @@
 #include "run_weights.cuh"
 
-template cudaError_t grouped::run_weights<256>(int, const void*, const void*, void*,
-                                               const grouped::Problem&, cudaStream_t);
+template cudaError_t grouped::run_weights<256, grouped::kGathered>(
+    int, const void*, void*, const grouped::Problem&, cudaStream_t);
