@@ -85,7 +85,7 @@ if [ "$gpus" = 1 ]; then
   train 100 run-nam56r-1x$card-profile "$here/nam56r-1gpu.toml" 12 --profile 10
   bench 45 layer-mla layer A --against core_attention=sdpa_cudnn mla_rope=megatron
   bench 40 layer-mla-up layer A --against mla_up=reference
-  bench 50 layer-moe layer E --against moe_experts=grouped_mm
+  bench 60 layer-moe layer E --against moe_experts=grouped_mm moe_experts=te
   bench 50 layer-router layer E --against router_topk=reference
   bench 190 layer-mamba3 layer M "${mamba3[@]}"
   bench 220 layer-mamba3-wide layer M "${mamba3[@]}" --set mamba3.mamba_num_heads=112 \

@@ -285,6 +285,38 @@ def test_weight_gradients_stored_and_added(problem, gathered):
         assert torch.equal(in_parts, hopper_products.weight_gradient(dy, x, routing.ends))
 
 
+def test_each_pass_has_one_matrix_of_rows():
+    """Forward H, A and the rows of the output; backward dH, in H's place, and those of dx. Neither
+    the rows of x nor those of dy."""
+    tokens, experts, topk, h, f = 4096, 8, 4, 1024, 256
+    if why := hopper_products.reason(torch.bfloat16, experts):
+        pytest.skip(why)
+    scores = torch.rand(tokens, experts, device="cuda")
+    chosen = torch.zeros_like(scores, dtype=torch.bool)
+    chosen.scatter_(1, scores.topk(topk, dim=1).indices, True)
+    x, w1, w2 = (
+        torch.randn(shape, device="cuda").bfloat16().requires_grad_()
+        for shape in ((tokens, h), (experts, 2 * f, h), (experts, h, f))
+    )
+    for weight in (w1, w2):
+        weight.main_grad = torch.zeros(weight.shape, device="cuda")
+    weights, direction = Experts(w1, w2, True, hopper_products), torch.randn_like(x)
+    rows = route(chosen, scores, topk, hopper_products.ALIGN).size
+    of_row, small = 2 * rows, 64 * rows  # bytes of a column of the rows; the routing
+
+    def beyond(call, *arguments):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        return call(*arguments), torch.cuda.max_memory_allocated() - before
+
+    for _ in range(2):  # with the first, torch and Triton allocate what is theirs
+        y, forward = beyond(experts_routed, x, chosen, scores, weights, topk)
+        _, backward = beyond(y.backward, direction)
+        x.grad = None
+    assert forward <= of_row * (2 * f + f + h) + small
+    assert backward <= of_row * h + 2 * x.numel() + small
+
+
 @pytest.mark.parametrize("gated", [True, False])
 def test_transformer_engines_experts_load_ours_and_ours_theirs(gated):
     """The same outputs from the same checkpoint, up to bf16's roundings, in both directions."""

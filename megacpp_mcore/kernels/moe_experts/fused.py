@@ -86,8 +86,10 @@ class _Routed(torch.autograd.Function):
         products = weights.products
         routing = route(routing_map, probs, topk, products.ALIGN)
         h = products.forward(Gathered(x, routing), w1, routing.ends)
-        a = activate(h, routing.row_probs, routing.ends, weights.activation)
-        out = to_tokens(products.forward(a, w2, routing.ends), routing, addend, residual)
+        y = products.forward(
+            activate(h, routing.row_probs, routing.ends, weights.activation), w2, routing.ends
+        )  # A is freed here, where most memory is in use
+        out = to_tokens(y, routing, addend, residual)
         ctx.save_for_backward(
             x, h, w1, w2, routing.routing_map, routing.rows, routing.token, routing.row_probs,
             routing.ends,
