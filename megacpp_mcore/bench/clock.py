@@ -49,6 +49,10 @@ class Clock:
         """Most memory that a call had allocated, beyond what was before it; None if unknown."""
         return None
 
+    def kept_memory_bytes(self, call: Callable[[], object]) -> int | None:
+        """What a call's result keeps in memory, itself included; None if unknown."""
+        return None
+
 
 class CudaClock(Clock):
     """CUDA events around a call that the host has queued after a pause of the device.
@@ -90,11 +94,21 @@ class CudaClock(Clock):
         return torch.cuda.memory_allocated()
 
     def peak_memory_bytes(self, call: Callable[[], object]) -> int | None:
+        call()  # the first may leave something behind, such as a workspace
         before = self.allocated_bytes()  # without garbage, which the call may collect
         torch.cuda.reset_peak_memory_stats()
         call()
         self.wait()
         return torch.cuda.max_memory_allocated() - before
+
+    def kept_memory_bytes(self, call: Callable[[], object]) -> int | None:
+        call()
+        before = self.allocated_bytes()
+        kept = call()
+        self.wait()
+        after = torch.cuda.memory_allocated()
+        del kept
+        return after - before
 
 
 def clock_for(device: str) -> Clock:

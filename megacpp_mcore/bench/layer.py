@@ -8,6 +8,7 @@ import importlib.util
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from megacpp_mcore.bench import BenchError, BenchFailure, upstream
 from megacpp_mcore.bench.clock import Clock
 from megacpp_mcore.bench.likeness import Likeness
+from megacpp_mcore.bench.runner import Contender
 from megacpp_mcore.bench.upstream import Upstream
 from megacpp_mcore.bench.variants import (
     Built,
@@ -99,6 +101,10 @@ class LayerTarget(VariantTarget):
                 likeness.draw(self.first.values(seed))
             for layer in self.compared:
                 self.judge(layer, *likeness.worst(layer.values()))
+
+    def kept_memory_bytes(self, contender: Contender, phase: str, clock: Clock) -> int | None:
+        call = contender.calls[phase]
+        return clock.kept_memory_bytes(partial(call, 0)) if phase == "forward" else None
 
     def cost(self, phase: str) -> tuple[int, None]:
         """Operations of the products with the weights and of whole rows' causal attention."""

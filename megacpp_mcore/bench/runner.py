@@ -78,6 +78,10 @@ class Target(ABC):
         """Most memory of one warm call; by default beyond what was in use before it."""
         return clock.peak_memory_bytes(partial(contender.calls[phase], 0))
 
+    def kept_memory_bytes(self, contender: Contender, phase: str, clock: Clock) -> int | None:
+        """What a forward pass leaves in memory for its backward pass; None where not measured."""
+        return None
+
     @abstractmethod
     def cost(self, phase: str) -> tuple[int, int | None]:
         """Operations and bytes that one call needs at least."""
@@ -145,6 +149,7 @@ def _timed(
     contenders = target.ready(phase)
     say(f"{phase}: {', '.join(c.name for c in contenders)}, alternating")
     peaks = [target.peak_memory_bytes(contender, phase, clock) for contender in contenders]
+    kept = [target.kept_memory_bytes(contender, phase, clock) for contender in contenders]
     calls = {contender.name: contender.calls[phase] for contender in contenders}
     samples = interleave(clock, calls, target.seconds)
     medians = {name: statistics.median(taken.ms) for name, taken in samples.items()}
@@ -154,10 +159,11 @@ def _timed(
         receipts.bench_row(
             contender.name, phase, samples[contender.name].ms,
             rounds=samples[contender.name].rounds, cold_ms=contender.cold_ms.get(phase),
-            peak_memory_bytes=peak, error=contender.error, tolerance=contender.tolerance,
-            flops=flops, bytes_floor=bytes_floor, **loaded.get(contender.name, {}),
+            peak_memory_bytes=peak, kept_memory_bytes=left, error=contender.error,
+            tolerance=contender.tolerance, flops=flops, bytes_floor=bytes_floor,
+            **loaded.get(contender.name, {}),
         )
-        for contender, peak in zip(contenders, peaks, strict=True)
+        for contender, peak, left in zip(contenders, peaks, kept, strict=True)
     ]  # fmt: skip
 
 

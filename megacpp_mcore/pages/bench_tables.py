@@ -46,12 +46,13 @@ def _bench(folder: Path, name: str, label: str, ours: str, others: str) -> list[
         ratio = judge_rows(their_row, row, MARGIN, in_turns=True).time
         without_pause, energy = _sustained(their_row)
         loaded = f" ({without_pause} sustained, {energy} J)" if without_pause else ""
-        measured = f"{_ms(their_row)} ms{loaded}, {_memory(their_row)} GiB: {what}"
+        memory = _memory(their_row, timed.get((theirs, "forward")))
+        measured = f"{_ms(their_row)} ms{loaded}, {memory} GiB: {what}"
         compared.append(measured + _beyond_tolerance(their_row))
         ratios.append(interval(ratio, 3))
     return [
         link(label, name), _ms(row),
-        *_sustained(row), _memory(row) + _beyond_tolerance(row),
+        *_sustained(row), _memory(row, timed.get((backend, "forward"))) + _beyond_tolerance(row),
         "; ".join(compared) or "timed alone", "; ".join(ratios),
     ]  # fmt: skip
 
@@ -89,5 +90,8 @@ def _sustained(row: Any) -> tuple[str, str]:
     return tuple("" if value is None else digits(value) for value in (ms, joules))
 
 
-def _memory(row: Any) -> str:
-    return f"{row['peak_memory_bytes'] / GIB:.2f}"
+def _memory(row: Any, forward: Any) -> str:
+    """At the peak; and after the forward pass, where its row says so."""
+    kept = (forward or {}).get("kept_memory_bytes")
+    peak = f"{row['peak_memory_bytes'] / GIB:.2f}"
+    return peak if kept is None else f"{peak} ({kept / GIB:.2f} kept)"

@@ -242,8 +242,10 @@ def _bench_table(bench: Receipt, phase: str) -> list[str]:
     baseline = bench["baseline"]
     rows = [row for row in bench["rows"] if row["phase"] == phase]
     base = next((row for row in rows if row["backend"] == baseline), None)
-    cells = [[phase, "median ms", "q1 .. q3", "n", "sustained", "J", "cold ms", "peak GiB",
-              "TFLOP/s", "GB/s", "error", f"/ {baseline}", "99 % interval", "verdict"]]  # fmt: skip
+    cells = [[
+        phase, "median ms", "q1 .. q3", "n", "sustained", "J", "cold ms", "peak GiB", "kept GiB",
+        "TFLOP/s", "GB/s", "error", f"/ {baseline}", "99 % interval", "verdict",
+    ]]  # fmt: skip
     for row in rows:
         judged = ["", "", ""]
         if base is not None and row is not base:
@@ -253,7 +255,8 @@ def _bench_table(bench: Receipt, phase: str) -> list[str]:
             row["backend"], number(row["median_ms"]),
             f"{number(row['q1_ms'])} .. {number(row['q3_ms'])}", str(row["n"]),
             number(row.get("sustained_ms")), number(row.get("joules")), number(row["cold_ms"]),
-            gib(row["peak_memory_bytes"]), rate(row["flops"], row["median_ms"], 1e12),
+            gib(row["peak_memory_bytes"]), gib(row.get("kept_memory_bytes")),
+            rate(row["flops"], row["median_ms"], 1e12),
             rate(row["bytes_floor"], row["median_ms"], 1e9), number(row["error"]), *judged,
         ])  # fmt: skip
-    return table(cells, align="l" + "r" * 12 + "l")
+    return table(cells, align="l" + "r" * 13 + "l")

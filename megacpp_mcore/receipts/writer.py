@@ -85,6 +85,7 @@ def bench_row(
     rounds: Sequence[int] | None = None,
     cold_ms: float | None = None,
     peak_memory_bytes: int | None = None,
+    kept_memory_bytes: int | None = None,
     error: float | None = None,
     tolerance: float | None = None,
     flops: float | None = None,
@@ -96,7 +97,8 @@ def bench_row(
 
     phase: forward, forward_backward or step. samples_ms: warm calls in the order taken. rounds: of
     each of them, where the backends of a phase took turns, once a round at most. cold_ms: the first
-    call. error: the worst error against the reference, in the unit that `tolerance`
+    call. kept_memory_bytes: what a forward pass leaves in memory for its backward pass, with its
+    result. error: the worst error against the reference, in the unit that `tolerance`
     bounds; null for the reference itself. flops, bytes_floor: what one call needs at least.
     sustained_ms, joules: of one of many calls without a pause between them, on a GPU.
     """
@@ -108,6 +110,8 @@ def bench_row(
         "peak_memory_bytes": peak_memory_bytes, "error": error, "tolerance": tolerance,
         "flops": flops, "bytes_floor": bytes_floor, "samples_ms": samples,
     }  # fmt: skip
+    if kept_memory_bytes is not None:
+        row["kept_memory_bytes"] = kept_memory_bytes
     if sustained_ms is not None:
         row |= {"sustained_ms": sustained_ms, "joules": joules}
     return row if rounds is None else row | {"rounds": list(rounds)}

@@ -100,8 +100,8 @@ class TestTurns:
             assert kinds == ["wait", "pause", "event", "call", "event", "wait"]
             assert order[1] >= at_least_ms * 2e6
 
-    def test_the_peak_of_a_call_does_not_depend_on_garbage_from_before(self, monkeypatch):
-        """Which is part of what was in use, unless it is collected first."""
+    def test_memory_of_a_call_does_not_depend_on_what_was_before(self, monkeypatch):
+        """Neither on garbage, nor on what a first call leaves behind."""
         memory = {"now": 0, "most": 0}
 
         class Block:
@@ -122,15 +122,20 @@ class TestTurns:
         }.items():
             monkeypatch.setattr(torch.cuda, name, function)
 
+        workspace = []
+
         def call():
             gc.collect()
-            Block(5)
+            workspace.append(None if workspace else Block(50))  # that the first call allocates
+            return Block(5)
 
         was_on = gc.isenabled()
         gc.disable()
         try:
             Block(100)
             assert clocks.clock_for("cuda").peak_memory_bytes(call) == 5
+            Block(100), workspace.clear()
+            assert clocks.clock_for("cuda").kept_memory_bytes(call) == 5
         finally:
             if was_on:
                 gc.enable()
