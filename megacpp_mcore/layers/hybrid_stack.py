@@ -23,7 +23,7 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.hybrid import letters as table
 from megacpp_mcore.hybrid.letters.letter import STACK_FIELDS, Slot
-from megacpp_mcore.layers import loss
+from megacpp_mcore.layers import hooked_arguments, loss
 from megacpp_mcore.layers.blocks import StackParts, mlp_layer
 from megacpp_mcore.layers.precision import cast_weights_in_every_micro_batch
 from megacpp_mcore.layers.settings import environment_recipe, plugin_settings
@@ -54,6 +54,7 @@ class MegacppStack(HybridStack):
         # Fail here, with the reason, rather than in one of the layers.
         requests = plugin_settings(config).backends
         loss.check_requested_heads(config)
+        hooked_arguments.refuse_of_this_process()
         dispatch.decide("linear", linear.workload(current_device(), config), requests)
         cast_weights_in_every_micro_batch(config)
         upstream_builds_it = post_layer_norm and final_norm is None

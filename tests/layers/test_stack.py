@@ -5,6 +5,7 @@ import runpy
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import warm
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megacpp_mcore import dispatch
+from megacpp_mcore.layers import hooked_arguments
+from megacpp_mcore.layers.hooked_arguments import HookedArgumentError
 from megacpp_mcore.layers.hybrid_stack import MegacppStack
 from megacpp_mcore.layers.settings import SettingsError, plugin_settings
 from megacpp_mcore.recipe import Recipe, RecipeError, load_recipe
@@ -180,6 +183,21 @@ def test_stock_megatron_reads_the_recipe_that_the_environment_names(environment)
     for mixer in (model.decoder.layers[0].mixer, inner.mixer):
         assert plugin_settings(mixer.config).mamba3.rope_fraction == 1.0
     assert {d.requested for d in dispatch.decisions() if d.surface == "norm"} >= {"reference"}
+
+
+@pytest.mark.parametrize("argument", hooked_arguments.HOOKED)
+def test_stock_megatron_is_refused_what_hooks_on_modules_would_miss(environment, argument):
+    """Its script hands the spec a config, and its arguments to everybody."""
+    from megatron.training import global_vars
+
+    recipe = small("model.pattern=AM", "model.depth=2")
+    environment.setenv("MEGACPP_RECIPE", recipe.request)
+    environment.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace(**{argument: None}))
+    stock_model(recipe)
+    environment.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace(**{argument: 5}))
+    flag = "--" + argument.replace("_", "-")
+    with pytest.raises(HookedArgumentError, match=f"^{flag} saves what hooks on modules see"):
+        stock_model(recipe)
 
 
 def test_the_spec_needs_settings(environment):

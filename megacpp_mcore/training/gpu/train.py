@@ -13,6 +13,8 @@ import torch
 from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.host.processes import END_S, end_within
+from megacpp_mcore.layers import hooked_arguments
+from megacpp_mcore.layers.hooked_arguments import flags
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.recipe import Recipe, patch_needs
 from megacpp_mcore.recipe.check import megatrons_refusals
@@ -34,11 +36,8 @@ _UNSERVED = (
     "check_for_spiky_loss", "skip_train", "dataloader_fast_cache_load",
     "dataloader_defer_npy_index_mmap", "object_storage_cache_path", "inprocess_restart",
 )  # fmt: skip
-# Those that save what Megatron's hooks on modules see: of our layers, not all modules are called.
-_HOOKED = (
-    "save_activations_interval", "save_tokens_per_expert_interval", "save_dgrads_interval",
-    "logits_save_dir",
-)  # fmt: skip
+# Served by hooks; here on a head that is not called, unlike Megatron's.
+_HOOKED = (*hooked_arguments.HOOKED, "logits_save_dir")
 
 
 def train(launch: Launch) -> None:
@@ -134,29 +133,18 @@ def megatron_args(launch: Launch) -> Any:
 
 def _check_served(args: Any) -> None:
     """Refuse the arguments that a run would ignore, or serve in part."""
-    if flags := _flags(args, _UNSERVED):
+    if unserved := flags(args, _UNSERVED):
         raise LaunchError(
-            f"megacpp_mcore.pretrain does not support {flags}; use Megatron-LM's "
+            f"megacpp_mcore.pretrain does not support {unserved}; use Megatron-LM's "
             "pretrain_hybrid.py with our --spec"
         )
-    if flags := _flags(args, _HOOKED):
-        raise LaunchError(
-            f"{flags} saves what hooks on modules see, but fused layers read weights without "
-            "calling all of their modules, so that some would be missing; remove it, or use "
-            "Megatron's own model"
-        )
+    hooked_arguments.refuse(args, _HOOKED)
     captured = args.cuda_graph_impl == "full_iteration"
-    if captured and (flags := _flags(args, ("moe_routing_trace_path",))):
+    if captured and (trace := flags(args, ("moe_routing_trace_path",))):
         raise LaunchError(
-            f"{flags} records what hooks on modules see, and none runs in a captured step; set "
+            f"{trace} records what hooks on modules see, and none runs in a captured step; set "
             'launch.cuda_graph_impl = "none"'
         )
-
-
-def _flags(args: Any, names: tuple[str, ...]) -> str:
-    """Those of the names that are set, as on the command line."""
-    asked = [name for name in names if getattr(args, name, None)]
-    return ", ".join("--" + name.replace("_", "-") for name in asked)
 
 
 def _takes_transformers(argv: Sequence[str]) -> bool:

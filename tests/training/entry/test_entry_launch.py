@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megacpp_mcore import receipts
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.files import cache_folder
+from megacpp_mcore.layers.hooked_arguments import HookedArgumentError
 from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.recipe.check import MegatronRefusal
 from megacpp_mcore.recipe.lowering import lower
@@ -209,7 +210,8 @@ def test_what_hooks_on_modules_would_miss_is_refused(small_recipe, overrides, wo
     """Megatron saves what they see; our layers do not call all of their modules."""
     recipe = load_recipe(str(small_recipe), [*overrides, *sets])
     why = f"{words[0]} saves what hooks on modules see"
-    with pytest.raises(LaunchError, match=why), megatron(launch([*arguments(recipe), *words])):
+    argv = [*arguments(recipe), *words]
+    with pytest.raises(HookedArgumentError, match=why), megatron(launch(argv)):
         pass
 
 
