@@ -6,18 +6,30 @@ from megacpp_mcore.errors import MegacppError
 
 
 class HookError(MegacppError):
-    """A hook that replaces the input of a module that is not called."""
+    """A hook that a module which is not called would not run, or whose result nobody would read."""
 
 
-def wait_for_param_gather(module: torch.nn.Module) -> torch.nn.Module:
+_INSTEAD = 'remove the hook, or name a backend that calls the module, such as "reference"'
+
+
+def wait_for_param_gather(module: torch.nn.Module, is_called: bool = False) -> torch.nn.Module:
     """Run the forward pre-hooks of `module`, so that its parameters can be read, and return it.
 
     With overlap_param_gather, Megatron's data parallelism gathers the updated parameters in the
     background and waits for them in a forward pre-hook of the module that owns them. Code that
     reads a weight without calling its module must wait here, or it may read stale values.
 
-    Raises HookError where a hook returns an input, which nobody would read.
+    is_called: the module is called as well, for something else, and its other hooks run then.
+
+    Raises HookError where a hook returns an input, which nobody would read, and for a hook that
+    only a call would run.
     """
+    others = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
+    if others and not is_called:
+        raise HookError(
+            f"a forward or backward hook of a {type(module).__name__} would not run, as a fused "
+            f"operation reads its weight and does not call it: {_INSTEAD}"
+        )
     takes_kwargs = module._forward_pre_hooks_with_kwargs
     for number, hook in list(module._forward_pre_hooks.items()):
         if number in takes_kwargs:
@@ -28,8 +40,7 @@ def wait_for_param_gather(module: torch.nn.Module) -> torch.nn.Module:
         if found is not None and any(len(part) for part in found):
             raise HookError(
                 f"a forward pre-hook of a {type(module).__name__} returns an input, but a fused "
-                "operation reads its weight and does not call it: remove the hook, or name a "
-                'backend that calls the module, such as "reference"'
+                f"operation reads its weight and does not call it: {_INSTEAD}"
             )
     return module
 

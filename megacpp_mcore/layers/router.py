@@ -49,7 +49,7 @@ class DispatchedTopKRouter(TopKRouter):
             or not only_gathers(self)
         ):
             return None
-        return wait_for_param_gather(self)._weight_at(tokens)
+        return wait_for_param_gather(self, is_called=True)._weight_at(tokens)
 
     def gating(self, input: Tensor) -> Tensor:
         """Tokens [s, b, h] -> logits [s, b, experts] in float32."""

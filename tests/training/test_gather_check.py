@@ -65,6 +65,18 @@ def test_an_input_that_a_hook_replaces_is_not_dropped_silently(hook, with_kwargs
         step(model)
 
 
+@pytest.mark.parametrize(
+    "register",
+    ["register_forward_hook", "register_full_backward_hook", "register_full_backward_pre_hook"],
+)
+def test_a_hook_that_only_a_call_would_run_is_not_forgotten_silently(register):
+    model = Model(waits=True)
+    getattr(model.second, register)(lambda *given: None)
+    with pytest.raises(HookError, match="hook of a Linear would not run"):
+        step(model)
+    assert wait_for_param_gather(model.second, is_called=True) is model.second
+
+
 def test_a_hook_that_returns_what_it_was_given_replaces_nothing():
     """As one of Megatron's FSDP."""
     model = Model(waits=True)

@@ -107,9 +107,8 @@ class MegacppHybridModel(HybridModel):
             hidden = self._hidden_states(inputs)
         finally:
             self.mtp_process = mtp
-        logits, _ = self.output_layer(
-            hidden[-1:] if last_only else hidden, weight=self._output_weight()
-        )
+        weight = self._output_weight(is_called=True)
+        logits, _ = self.output_layer(hidden[-1:] if last_only else hidden, weight=weight)
         return self._scale_logits(logits).transpose(0, 1)
 
     def _hidden_states(self, inputs: dict[str, Any]) -> Tensor:
@@ -120,8 +119,9 @@ class MegacppHybridModel(HybridModel):
         finally:
             self.post_process = True
 
-    def _output_weight(self) -> Tensor:
-        layer = wait_for_param_gather(self.output_layer)
+    def _output_weight(self, is_called: bool = False) -> Tensor:
+        """is_called: the layer is called with it."""
+        layer = wait_for_param_gather(self.output_layer, is_called)
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return layer.weight
