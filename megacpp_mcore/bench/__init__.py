@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.recipe import Recipe, load_recipe
+from megacpp_mcore.recipe.source import split_override
 from megacpp_mcore.training.one_rank import one_rank
 
 
@@ -28,10 +29,30 @@ def load_for_bench(name: str, overrides: Sequence[str] = ()) -> Recipe:
     Calls are eager and there is no main gradient: a captured step and gradients that are
     accumulated inside the products are parts of Megatron's loop.
 
-    Raises RecipeError as `load_recipe` does.
+    Raises RecipeError as `load_recipe` does, and BenchError for an override that asks for what a
+    bench has not.
     """
     asked = load_recipe(name, overrides)
     ours = one_rank(asked)
     if asked.launch.device == "cuda":
         ours.append("precision.gradient_accumulation_fusion=false")
-    return load_recipe(name, [*ours, *overrides])
+    recipe = load_recipe(name, [*ours, *overrides])
+    _check_kept(recipe, load_recipe(name, [*overrides, *ours]), overrides, ours)
+    return recipe
+
+
+def _check_kept(
+    recipe: Recipe, one_process: Recipe, overrides: Sequence[str], ours: Sequence[str]
+) -> None:
+    """Refuse an override that would be in the receipt, but not in what is timed."""
+    fixed = dict(map(split_override, ours))
+    for key, text in dict(map(split_override, overrides)).items():
+        section, _, name = key.partition(".")
+        if key not in fixed or section not in ("parallel", "launch", "precision"):
+            continue  # sizes and backends may be asked for
+        asked, kept = (getattr(getattr(r, section), name) for r in (recipe, one_process))
+        if asked != kept:
+            raise BenchError(
+                f"{key}={text}: a bench runs in one process, eagerly and without main gradients, "
+                f"with {key}={fixed[key]}; leave it out"
+            )

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 import torch
 
 from megacpp_mcore import dispatch
-from megacpp_mcore.bench import BenchError
+from megacpp_mcore.bench import BenchError, load_for_bench
 from megacpp_mcore.bench.clock import Clock
 from megacpp_mcore.bench.runner import Contender, Target
 from megacpp_mcore.kernels.regions import Distance
-from megacpp_mcore.recipe import Recipe, load_recipe
+from megacpp_mcore.recipe import Recipe
 from megacpp_mcore.recipe.lowering import lower
 
 _SECTIONS = ("precision", "recompute")  # how a model is computed; any other would be another model
@@ -35,7 +35,7 @@ def variant_of(recipe: Recipe, text: str) -> Variant:
     `recompute.KEY=VALUE` are keys of the recipe.
 
     Raises DispatchError for a surface or a backend that does not exist, BenchError for a key of
-    another section, RecipeError for one that the recipe does not have or cannot have so.
+    another section or for what no bench has, RecipeError for one that the recipe does not have or cannot have so.
     """
     parts = text.split(",")
     keys = [part.strip() for part in parts if "." in part.partition("=")[0]]
@@ -49,7 +49,7 @@ def variant_of(recipe: Recipe, text: str) -> Variant:
     dispatch.forced_backends(backends)
     if not keys:
         return Variant(recipe, backends)
-    return Variant(load_recipe(recipe.source, [*recipe.overrides, *keys]), backends)
+    return Variant(load_for_bench(recipe.source, [*recipe.overrides, *keys]), backends)
 
 
 @contextlib.contextmanager

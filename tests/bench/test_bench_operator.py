@@ -16,6 +16,7 @@ from small_bench import (
 from megacpp_mcore import bench, cli, dispatch, receipts
 from megacpp_mcore.bench import clock as clocks
 from megacpp_mcore.bench import layer, operator, runner
+from megacpp_mcore.bench.variants import variant_of
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.norm import rms_norm
 from megacpp_mcore.surfaces.backend import Backend
@@ -43,6 +44,25 @@ class TestRecipe:
     def test_what_is_asked_for_is_kept(self):
         recipe = bench.load_for_bench("nam56r", ["schedule.micro_batch_size=2", "model.depth=13"])
         assert (recipe.schedule.global_batch_size, recipe.plan.depth) == (2, 13)
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ["launch.cuda_graph_impl=full_iteration"],
+            ["precision.gradient_accumulation_fusion=true"],
+            ["parallel.overlap_grad_reduce=true"],
+            ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true",
+             "launch.nproc_per_node=2", "schedule.global_batch_size=8"],
+        ],
+    )  # fmt: skip
+    def test_what_a_bench_has_not_is_refused(self, words):
+        """The receipt would say it, and nothing of it would be timed."""
+        refused = pytest.raises(bench.BenchError, match=f"^{words[0]}: a bench runs in one")
+        with refused:
+            bench.load_for_bench("nam56r", words)
+        if words[0].startswith("precision"):
+            with refused:
+                variant_of(bench.load_for_bench("nam56r"), f"norm=te,{words[0]}")
 
     def test_a_recipes_dispatcher_over_ranks_is_replaced_and_an_asked_for_one_refused(
         self, tmp_path
