@@ -35,7 +35,8 @@ def variant_of(recipe: Recipe, text: str) -> Variant:
     `recompute.KEY=VALUE` are keys of the recipe.
 
     Raises DispatchError for a surface or a backend that does not exist, BenchError for a key of
-    another section or for what no bench has, RecipeError for one that the recipe does not have or cannot have so.
+    another section or for what no bench has, RecipeError for one that the recipe does not have or
+    cannot have so.
     """
     parts = text.split(",")
     keys = [part.strip() for part in parts if "." in part.partition("=")[0]]
