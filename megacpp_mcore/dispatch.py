@@ -90,27 +90,27 @@ def check_requests(requests: Mapping[str, str], where: str) -> None:
             )
 
 
-def forced_backends(text: str | None = None) -> dict[str, str]:
-    """`surface=name,...` parsed and checked; by default from MEGACPP_BACKENDS.
+def forced_backends(text: str | None = None, origin: str = ENVIRONMENT_VARIABLE) -> dict[str, str]:
+    """`surface=name,...` parsed and checked; by default from MEGACPP_BACKENDS. origin: of the text,
+    for messages.
 
     Raises DispatchError for an entry of another form, a surface given twice, or an unknown name.
     """
-    return dict(_forced(os.environ.get(ENVIRONMENT_VARIABLE, "") if text is None else text))
+    text = os.environ.get(ENVIRONMENT_VARIABLE, "") if text is None else text
+    return dict(_forced(text, origin))
 
 
 @functools.cache
-def _forced(text: str) -> Mapping[str, str]:
+def _forced(text: str, origin: str) -> Mapping[str, str]:
     requests: dict[str, str] = {}
     for entry in filter(None, (part.strip() for part in text.split(","))):
         surface, equals, name = (part.strip() for part in entry.partition("="))
         if not (surface and equals and name):
-            raise DispatchError(
-                f"{ENVIRONMENT_VARIABLE}: {entry!r} is not of the form surface=backend"
-            )
+            raise DispatchError(f"{origin}: {entry!r} is not of the form surface=backend")
         if surface in requests:
-            raise DispatchError(f"{ENVIRONMENT_VARIABLE}: surface {surface!r} is given twice")
+            raise DispatchError(f"{origin}: surface {surface!r} is given twice")
         requests[surface] = name
-    check_requests(requests, ENVIRONMENT_VARIABLE)
+    check_requests(requests, origin)
     return requests
 
 
@@ -180,7 +180,7 @@ def requested(surface: str, requests: Mapping[str, str] | None = None) -> str:
     Raises DispatchError for an unknown surface or backend.
     """
     _surface(surface)
-    forced = _forced(os.environ.get(ENVIRONMENT_VARIABLE, ""))
+    forced = forced_backends()
     if requests:
         check_requests(requests, "[backends]")
     return forced.get(surface) or (requests or {}).get(surface, AUTO)

@@ -47,7 +47,7 @@ def variant_of(recipe: Recipe, text: str) -> Variant:
                 f"{' and '.join(_SECTIONS)} can, and backends as SURFACE=BACKEND"
             )
     backends = ",".join(part for part in parts if part.strip() not in keys)
-    dispatch.forced_backends(backends)
+    dispatch.forced_backends(backends, "--against")
     if not keys:
         return Variant(recipe, backends)
     return Variant(load_for_bench(recipe.source, [*recipe.overrides, *keys]), backends)
