@@ -158,6 +158,17 @@ def test_a_weight_gradient_gathers_either_operand(gathered, into):
         assert ((total.double() - sums).abs() <= eps * (wide.abs() + sums.abs())).all()
 
 
+@pytest.mark.parametrize(
+    ("columns", "tile"), [(896, 224), (1792, 256), (3584, 256), (200, 224), (512, 256), (1, 224)]
+)
+def test_a_tile_has_the_fewest_columns_beyond_the_matrix(columns, tile, monkeypatch):
+    calls = watch_calls(monkeypatch, multiprocessors=1)
+    w, ends = torch.zeros(1, columns, 8).bfloat16(), torch.tensor([0], dtype=torch.int32)
+    hopper_products.forward(torch.zeros(0, 8).bfloat16(), w, ends)
+    ((_, _, found, *_),) = calls
+    assert found == tile
+
+
 def watch_calls(monkeypatch, multiprocessors: int) -> list[tuple]:
     """The calls of grouped.cu's functions, on a GPU of so many multiprocessors."""
     properties = SimpleNamespace(multi_processor_count=multiprocessors)
