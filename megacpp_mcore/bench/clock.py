@@ -94,21 +94,25 @@ class CudaClock(Clock):
         return torch.cuda.memory_allocated()
 
     def peak_memory_bytes(self, call: Callable[[], object]) -> int | None:
-        call()  # the first may leave something behind, such as a workspace
-        before = self.allocated_bytes()  # without garbage, which the call may collect
+        before = self._allocated_after(call)
         torch.cuda.reset_peak_memory_stats()
         call()
         self.wait()
         return torch.cuda.max_memory_allocated() - before
 
     def kept_memory_bytes(self, call: Callable[[], object]) -> int | None:
-        call()
-        before = self.allocated_bytes()
+        before = self._allocated_after(call)
         kept = call()
         self.wait()
         after = torch.cuda.memory_allocated()
         del kept
         return after - before
+
+    def _allocated_after(self, call: Callable[[], object]) -> int:
+        """What is in use before the next call: a first one may leave something behind, such as a
+        workspace, and the next would collect garbage that was counted."""
+        call()
+        return self.allocated_bytes()
 
 
 def clock_for(device: str) -> Clock:

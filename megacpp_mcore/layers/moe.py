@@ -93,7 +93,7 @@ class MegacppMoELayer(MoELayer):
         if self.takes_residual and is_fused_with_residual(norm):
             # Before the router's parameters, which may be in the next bucket: Megatron gathers and
             # expects them in their order.
-            wait_for_param_gather(norm, is_called=True)  # or has no other hooks
+            wait_for_param_gather(norm, is_called=True)  # below, where there is no gate
             gate = self._gate(hidden_states)
             if gate is not None:
                 readers, residual = self.experts.readers_of_norm(norm, hidden_states, gate)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megacpp_mcore.layers.param_gather import only_gathers
+from megacpp_mcore.layers.param_gather import hooks_of_a_call, only_gathers
 
 
 class _RMSNorm(torch.nn.RMSNorm):
@@ -72,9 +72,8 @@ class _FusedRMSNorm(torch.nn.RMSNorm):
 def is_fused_with_residual(norm: torch.nn.Module) -> bool:
     """Whether norm is FusedRMSNorm's module, whose input is the layer's residual, and nobody would
     miss its call: hooks see one, but those that wait for its weight."""
-    hooked = norm._forward_hooks or norm._backward_hooks or norm._backward_pre_hooks
     ours = type(norm) is _FusedRMSNorm and norm.has_residual
-    return ours and only_gathers(norm) and not hooked
+    return ours and only_gathers(norm) and not hooks_of_a_call(norm)
 
 
 def build(

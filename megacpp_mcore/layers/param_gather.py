@@ -24,8 +24,7 @@ def wait_for_param_gather(module: torch.nn.Module, is_called: bool = False) -> t
     Raises HookError where a hook returns an input, which nobody would read, and for a hook that
     only a call would run.
     """
-    others = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
-    if others and not is_called:
+    if not is_called and hooks_of_a_call(module):
         raise HookError(
             f"a forward or backward hook of a {type(module).__name__} would not run, as a fused "
             f"operation reads its weight and does not call it: {_INSTEAD}"
@@ -43,6 +42,11 @@ def wait_for_param_gather(module: torch.nn.Module, is_called: bool = False) -> t
                 f"operation reads its weight and does not call it: {_INSTEAD}"
             )
     return module
+
+
+def hooks_of_a_call(module: torch.nn.Module) -> bool:
+    """Whether `module` has hooks that only a call runs: all but forward pre-hooks."""
+    return bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 _OF_PARAMETERS = ("megatron.core.distributed.", "megacpp_mcore.")

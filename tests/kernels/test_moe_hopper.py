@@ -276,6 +276,8 @@ def test_what_cuda_refuses_is_passed_on():
     unaligned = torch.tensor([100, 128], dtype=torch.int32)
     with pytest.raises(hopper_products.HopperProductError, match=r"\(128, 8\).*refused"):
         hopper_products.forward(x, w, unaligned)
+    with pytest.raises(hopper_products.HopperProductError, match="refused"):  # neither is gathered
+        hopper_products.weight_gradient(x, x, torch.tensor([128], dtype=torch.int32))
 
 
 @pytest.mark.slow

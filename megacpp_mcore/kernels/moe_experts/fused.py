@@ -108,7 +108,7 @@ class _Routed(torch.autograd.Function):
         d_probs = probs_gradient(routing, row_grads, ctx.dtype)
         d_rows = products.input_gradient(dh, w1, routing.ends)
         dx = to_tokens(d_rows, routing) if ctx.needs_input_grad[0] else None
-        d_rows = d_rows if ctx.needs_input_grad[1] else None
+        d_rows = d_rows if ctx.needs_input_grad[1] else None  # freed before w1's gradient
         exchanged = dx is not None and ctx.on_gradient is not None
         if exchanged:
             ctx.on_gradient(dx)

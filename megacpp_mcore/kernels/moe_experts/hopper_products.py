@@ -59,9 +59,8 @@ def reason(dtype: torch.dtype, experts: int) -> str | None:
 
 def forward(x: Tensor | Gathered, w: Tensor, ends: Tensor) -> Tensor:
     """As of torch_products."""
-    source, size, n = None, len(x), w.shape[1]
-    if isinstance(x, Gathered):
-        x, source = x.tokens.contiguous(), x.routing.token
+    size, n = len(x), w.shape[1]
+    x, source = _rows_and_source(x)
     out = x.new_empty(size, n)
     _launch(_FORWARD, x, w, out, ends, rows=size, n=n, k=x.shape[1], source=source)
     return out
@@ -69,9 +68,8 @@ def forward(x: Tensor | Gathered, w: Tensor, ends: Tensor) -> Tensor:
 
 def input_gradient(dy: Tensor | Gathered, w: Tensor, ends: Tensor) -> Tensor:
     """As of torch_products."""
-    source, size, (_, k, n) = None, len(dy), w.shape
-    if isinstance(dy, Gathered):
-        dy, source = dy.tokens.contiguous(), dy.routing.token
+    size, (_, k, n) = len(dy), w.shape
+    dy, source = _rows_and_source(dy)
     out = dy.new_empty(size, n)
     _launch(_INPUT_GRADIENT, dy, w, out, ends, rows=size, n=n, k=k, source=source)
     return out
@@ -152,12 +150,19 @@ def tokens_gradient(
     return dx, d_weight
 
 
+def _rows_and_source(x: Tensor | Gathered) -> tuple[Tensor, Tensor | None]:
+    """What a product reads for its first operand, and where the rows of x are among those of it;
+    None where they are these."""
+    return (x.tokens.contiguous(), x.routing.token) if isinstance(x, Gathered) else (x, None)
+
+
 def _launch_of_weights(
     kind: int, dy: Tensor | Gathered, x: Tensor | Gathered, out: Tensor, ends: Tensor,
     during_exchange: bool,
 ) -> None:  # fmt: skip
-    gathered, rows = (x, dy) if isinstance(x, Gathered) else (dy, x)
-    tokens, experts = gathered.tokens.contiguous(), ends.shape[0]
+    transposed, experts = isinstance(x, Gathered), ends.shape[0]
+    gathered, rows = (x, dy) if transposed else (dy, x)
+    tokens, source = _rows_and_source(gathered)
     parts = [(0, experts, 0)]
     if during_exchange:
         half = -(-experts // 2)
@@ -165,8 +170,7 @@ def _launch_of_weights(
     for first, end, idle in parts:
         _launch(
             kind, tokens, rows, out, ends, rows=len(rows), m=tokens.shape[1], n=rows.shape[1],
-            source=gathered.routing.token, transposed=gathered is x, first=first, end=end,
-            idle=idle,
+            source=source, transposed=transposed, first=first, end=end, idle=idle,
         )  # fmt: skip
 
 

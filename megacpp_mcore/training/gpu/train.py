@@ -14,7 +14,6 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.host.processes import END_S, end_within
 from megacpp_mcore.layers import hooked_arguments
-from megacpp_mcore.layers.hooked_arguments import flags
 from megacpp_mcore.receipts.goodput import Goodput
 from megacpp_mcore.recipe import Recipe, patch_needs
 from megacpp_mcore.recipe.check import megatrons_refusals
@@ -133,14 +132,14 @@ def megatron_args(launch: Launch) -> Any:
 
 def _check_served(args: Any) -> None:
     """Refuse the arguments that a run would ignore, or serve in part."""
-    if unserved := flags(args, _UNSERVED):
+    if unserved := hooked_arguments.flags(args, _UNSERVED):
         raise LaunchError(
             f"megacpp_mcore.pretrain does not support {unserved}; use Megatron-LM's "
             "pretrain_hybrid.py with our --spec"
         )
     hooked_arguments.refuse(args, _HOOKED)
     captured = args.cuda_graph_impl == "full_iteration"
-    if captured and (trace := flags(args, ("moe_routing_trace_path",))):
+    if captured and (trace := hooked_arguments.flags(args, ("moe_routing_trace_path",))):
         raise LaunchError(
             f"{trace} records what hooks on modules see, and none runs in a captured step; set "
             'launch.cuda_graph_impl = "none"'

@@ -9,6 +9,7 @@ template <int kTileN>
 cudaError_t run(int kind, int transposed, const void* a, const void* b, void* c, const Problem& p,
                 cudaStream_t stream) {
   if (kind < kWeightGradient) return run_rows<kTileN>(kind, a, b, c, p, stream);
+  if (p.source == nullptr) return cudaErrorInvalidValue;
   return transposed ? run_weights<kTileN, kTransposed>(kind, b, c, p, stream)
                     : run_weights<kTileN, kGathered>(kind, b, c, p, stream);
 }

@@ -25,6 +25,22 @@ __device__ __forceinline__ void load_b(uint32_t b, const CUtensorMap* map_b, uin
   }
 }
 
+// The same, where nothing else of the stage comes by the copy engine.
+template <int kKind, int kTileN>
+__device__ __forceinline__ void load_all_of_b(Shared& shared, int stage, const CUtensorMap* map_b,
+                                              const Tile& tiles, uint32_t rank, int k) {
+  const uint32_t full = address(&shared.full[stage]);
+  barrier_expect(full, 2 * kHalfB<kKind, kTileN>);
+  load_b<kKind, kTileN>(address(shared.b[stage]), map_b, full, tiles, rank, k);
+}
+
+// Where a thread of a warpgroup copies 16 bytes of a row of 64 values, and of the rows kApart below.
+struct Place {
+  static constexpr int kApart = 16;
+  const int thread = threadIdx.x, chunk = thread % 8, first = thread / 8;
+  const uint32_t offset = first * 128 + ((chunk ^ (first & 7)) << 4);  // as the copy engine swizzles
+};
+
 // By one thread: A's rows of a sorted matrix, and B.
 template <int kKind, int kTileN>
 __device__ void load(Shared& shared, const Problem& p, const CUtensorMap* map_a,
@@ -51,30 +67,27 @@ __device__ void load(Shared& shared, const Problem& p, const CUtensorMap* map_a,
 // columns of a tile's rows.
 template <int kKind, int kTileN>
 __device__ void load_gathered(Shared& shared, const Problem& p, const CUtensorMap* map_b) {
-  constexpr int kApart = 16, kRows = kTileM / kApart;  // between a thread's rows; rows
+  constexpr int kApart = Place::kApart, kRows = kTileM / kApart;
   const uint32_t rank = cluster_rank();
-  const int thread = threadIdx.x, chunk = thread % 8, first = thread / 8;
+  const Place place;
   const int width = p.k / 8;  // chunks of 16 bytes in a token
-  const uint32_t place = first * 128 + ((chunk ^ (first & 7)) << 4);  // as the copy engine swizzles
   Tiles<kKind, kTileN> tiles(p, shared.ends);
   Ring ring{1};
   while (tiles.next()) {
     int from[kRows];  // chunks before a row's, negative where it is zero
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int row = tiles.row + static_cast<int>(rank) * kTileM + first + i * kApart;
+      const int row = tiles.row + static_cast<int>(rank) * kTileM + place.first + i * kApart;
       from[i] = row < tiles.end ? __ldg(p.source + row) * width : -width;
     }
     const int steps = tiles.steps(p.k);
     for (int step = 0; step < steps; ++step, ring.advance()) {
       const uint32_t full = address(&shared.full[ring.stage]);
-      const uint32_t a = address(shared.a[ring.stage]) + place;
-      const int column = step * 8 + chunk;
+      const uint32_t a = address(shared.a[ring.stage]) + place.offset;
+      const int column = step * 8 + place.chunk;
       barrier_wait(address(&shared.empty[ring.stage]), ring.phase);
-      if (thread == 0) {
-        barrier_expect(full, 2 * kHalfB<kKind, kTileN>);
-        load_b<kKind, kTileN>(address(shared.b[ring.stage]), map_b, full, tiles, rank,
-                              step * kTileK);
+      if (place.thread == 0) {
+        load_all_of_b<kKind, kTileN>(shared, ring.stage, map_b, tiles, rank, step * kTileK);
       }
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -90,17 +103,16 @@ __device__ void load_gathered(Shared& shared, const Problem& p, const CUtensorMa
 // The same for a weight gradient, where a step has a tile's columns of 64 rows.
 template <int kKind, int kTileN>
 __device__ void load_gathered_steps(Shared& shared, const Problem& p, const CUtensorMap* map_b) {
-  constexpr int kApart = 16, kRows = kTileK / kApart;
+  constexpr int kApart = Place::kApart, kRows = kTileK / kApart;
   const uint32_t rank = cluster_rank();
-  const int thread = threadIdx.x, chunk = thread % 8, first = thread / 8;
+  const Place place;
   const int width = p.m / 8;
-  const uint32_t place = first * 128 + ((chunk ^ (first & 7)) << 4);
   Tiles<kKind, kTileN> tiles(p, shared.ends);
   Ring ring{1};
   while (tiles.next()) {
     const int steps = tiles.steps(p.k);
-    const int column = (tiles.row + static_cast<int>(rank) * kTileM) / 8 + chunk;
-    const int* source = p.source + tiles.begin + first;
+    const int column = (tiles.row + static_cast<int>(rank) * kTileM) / 8 + place.chunk;
+    const int* source = p.source + tiles.begin + place.first;
     int from[kRows];  // the tokens of this step; those of the next are read meanwhile
     if (steps > 0) {
 #pragma unroll
@@ -114,12 +126,10 @@ __device__ void load_gathered_steps(Shared& shared, const Problem& p, const CUte
         for (int i = 0; i < kRows; ++i) next[i] = __ldg(source + i * kApart);
       }
       const uint32_t full = address(&shared.full[ring.stage]);
-      const uint32_t a = address(shared.a[ring.stage]) + place;
+      const uint32_t a = address(shared.a[ring.stage]) + place.offset;
       barrier_wait(address(&shared.empty[ring.stage]), ring.phase);
-      if (thread == 0) {
-        barrier_expect(full, 2 * kHalfB<kKind, kTileN>);
-        load_b<kKind, kTileN>(address(shared.b[ring.stage]), map_b, full, tiles, rank,
-                              step * kTileK);
+      if (place.thread == 0) {
+        load_all_of_b<kKind, kTileN>(shared, ring.stage, map_b, tiles, rank, step * kTileK);
       }
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
