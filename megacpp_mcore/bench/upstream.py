@@ -194,7 +194,8 @@ class _Experts(Block):
     """Liger's fused experts on our weights, where experts take tokens in their order."""
 
     def __init__(self, recipe: Recipe, model: torch.nn.Module, function: Any) -> None:
-        from megacpp_mcore.kernels.moe_experts.readers import Readers, Sorted
+        from megacpp_mcore.kernels.moe_experts.readers import Readers
+        from megacpp_mcore.kernels.moe_experts.routing import Sorted
         from megacpp_mcore.layers.moe import MegacppMoELayer
 
         super().__init__(dict(model.decoder.named_parameters()))

@@ -179,7 +179,8 @@ class FusedExperts(GroupedMMExperts):
 
     def readers(self, hidden_states: Tensor, gate: Tensor | None = None) -> Readers:
         """The readers of a MoE layer's tokens [s, b, h]. gate: as of `readers.readers`."""
-        return readers(hidden_states, self._rows(hidden_states), gate)
+        size = self._rows(hidden_states)
+        return readers(hidden_states, size, gate, self._late(), self.products)
 
     def readers_of_norm(
         self, norm: torch.nn.Module, hidden_states: Tensor, gate: Tensor
@@ -187,7 +188,15 @@ class FusedExperts(GroupedMMExperts):
         """The readers of norm's output, and its input [s, b, h] as the residual. norm and gate:
         gathered, where data parallelism gathers parameters."""
         size = self._rows(hidden_states)
-        return readers_of_norm(hidden_states, norm.weight, norm.eps, size, gate, self.products)
+        return readers_of_norm(
+            hidden_states, norm.weight, norm.eps, size, gate, self.products, self._late()
+        )
+
+    def _late(self) -> Tensor | None:
+        """fc1's weight, whose gradient then waits until the rows of the tokens' are freed; None
+        where it has its memory already, its main_grad."""
+        fused = self.config.gradient_accumulation_fusion
+        return None if fused else self.linear_fc1.weight
 
     def _rows(self, hidden_states: Tensor) -> int:
         tokens = hidden_states.shape[:-1].numel()
@@ -196,16 +205,17 @@ class FusedExperts(GroupedMMExperts):
     def routed(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor,
         addend: Tensor | None = None, residual: Tensor | None = None, rows: Tensor | None = None,
-        found: Readers | None = None, on_gradient: Callable[[Tensor], None] | None = None,
+        hidden: Tensor | None = None, found: Readers | None = None,
+        on_gradient: Callable[[Tensor], None] | None = None,
     ) -> Tensor:  # fmt: skip
         """tokens [t, h], map and probs [t, experts] -> [t, h], the experts' sum plus addends.
 
-        addend, residual, on_gradient: as of experts_routed. found: the tokens' readers; rows:
-        found.rows. Recomputation sees only tensors that are positional arguments of their own.
+        addend, residual, on_gradient: as of experts_routed. found: the tokens' readers; rows and
+        hidden: its own. Recomputation sees only tensors that are positional arguments of their own.
         """
         return experts_routed(
             hidden_states, routing_map, probs, self._experts(), self._topk, addend, residual, rows,
-            found, on_gradient,
+            hidden, found, on_gradient,
         )  # fmt: skip
 
     def forward(

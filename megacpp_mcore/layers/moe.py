@@ -192,7 +192,7 @@ class MegacppMoELayer(MoELayer):
         routing = dispatcher.routing_map, dispatcher.probs
         # Nothing of this forward pass outlives its graph.
         dispatcher.routing_map = dispatcher.probs = self._readers = None
-        output = self.experts.routed(output, *routing, *addends, found.rows, found)
+        output = self.experts.routed(output, *routing, *addends, found.rows, found.hidden, found)
         return output.view(dispatcher.hidden_shape)
 
 

@@ -4,6 +4,7 @@ It is as its definition in float64, and to the bit as the layer that calls its n
 """
 
 import contextlib
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -58,6 +59,31 @@ def test_one_backward_pass_of_norm_and_readers(machine, case):  # noqa: F811
         assert_near(found, definition(layer, shape), torch.float32, terms)
         assert_same(found, run(layer, lambda x: as_megatrons(layer, x), shape))
         assert len(calls) == 1
+
+
+@pytest.mark.parametrize("own_norm", [True, False])
+def test_fc1s_weight_gradient_finds_the_rows_of_dx_freed(machine, own_norm):  # noqa: F811
+    """Whoever sums them: one function with the norm, or one of the readers alone."""
+    with model(machine, *ONE_LAYER) as built:
+        (layer,) = built.decoder.layers
+        with_our_router(machine, layer.mlp)
+        order, rows = [], []
+
+        def input_gradient(dy, w, ends):
+            found = torch_products.input_gradient(dy, w, ends)
+            rows.append(weakref.ref(found))
+            return found
+
+        def weight_gradient(dy, x, ends, during_exchange=False):
+            order.append((x.shape[1] if isinstance(x, Tensor) else None, rows[-1]() is None))
+            return torch_products.weight_gradient(dy, x, ends, during_exchange)
+
+        watched = {"input_gradient": input_gradient, "weight_gradient": weight_gradient}
+        layer.mlp.experts.products = SimpleNamespace(**vars(torch_products) | watched)
+        forward = layer._forward_mlp if own_norm else lambda x: as_megatrons(layer, x)
+        run(layer, forward, (7, 3, layer.config.hidden_size))
+        ffn = layer.config.moe_ffn_hidden_size
+        assert order == [(ffn, False), (None, True)] and len(rows) == 2
 
 
 def _changed(place: int, change):

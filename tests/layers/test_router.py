@@ -132,8 +132,9 @@ def layer_gradients(apart: bool, shared: bool) -> dict[str, Tensor]:
     built.computed = found.logits
     probs, routing_map = built(found.router)
     addend = found.shared.view(tokens, HIDDEN) * 2 if shared else None
+    more = found.rows, None, found
     y = experts_routed(
-        leaf.detach(), routing_map, probs, Experts(w1, w2), TOPK, addend, None, found.rows, found
+        leaf.detach(), routing_map, probs, Experts(w1, w2), TOPK, addend, None, *more
     )
     y.backward(direction)
     return {"x": leaf.grad, "gate": built.weight.grad}

@@ -48,6 +48,7 @@ class Experts(NamedTuple):
 def experts_routed(
     x: Tensor, routing_map: Tensor, probs: Tensor, weights: Experts, topk: int,
     addend: Tensor | None = None, residual: Tensor | None = None, rows: Tensor | None = None,
+    hidden: Tensor | None = None,
     readers: Readers | None = None, on_gradient: Callable[[Tensor], None] | None = None,
 ) -> Tensor:  # fmt: skip
     """The experts of every token, with the router's weights, and the sum: (tokens, h).
@@ -55,16 +56,17 @@ def experts_routed(
     x (tokens, h). routing_map (tokens, E), bool, at most topk a token. probs (tokens, E). addend
     and residual (tokens, h): added to the sum before it is rounded, such as the shared expert's
     output and the layer's input; the gradient of each is the output's. readers: of x, whose
-    gradient goes there by way of rows, readers.rows; x itself then gets none.
+    gradient goes there by way of rows, readers.rows; x itself then gets none. hidden:
+    readers.hidden; where it is given, w1's gradient is made of its own.
     on_gradient: called in the backward pass with x's gradient before that of w1 is computed: an
     exchange between ranks can begin. Runs on CUDA, and on a CPU in Triton's interpreter. The host
     never waits for the device.
     """
     if readers is not None:
         x = x.detach()
-    w1, w2 = weights.w1, weights.w2
+    w1 = weights.w1 if hidden is None else weights.w1.detach()
     settings = routing_map, topk, weights, readers, on_gradient
-    return _Routed.apply(x, rows, probs, w1, w2, addend, residual, *settings)
+    return _Routed.apply(x, rows, probs, w1, weights.w2, addend, residual, hidden, *settings)
 
 
 @torch.compiler.disable
@@ -80,8 +82,8 @@ def experts_sorted(x: Tensor, counts: Tensor, probs: Tensor, weights: Experts) -
 class _Routed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x, rows, probs, w1, w2, addend, residual, routing_map, topk, weights, readers,
-        on_gradient,
+        ctx, x, rows, probs, w1, w2, addend, residual, hidden, routing_map, topk, weights,
+        readers, on_gradient,
     ):  # fmt: skip
         products = weights.products
         routing = route(routing_map, probs, topk, products.ALIGN)
@@ -96,7 +98,8 @@ class _Routed(torch.autograd.Function):
         )  # fmt: skip
         ctx.dtype, ctx.weights, ctx.on_gradient = probs.dtype, weights, on_gradient
         if readers is not None:
-            readers.sorted.routing = routing
+            ctx.left = readers.sorted
+            ctx.left.routing = routing
         return out
 
     @staticmethod
@@ -113,7 +116,9 @@ class _Routed(torch.autograd.Function):
         if exchanged:
             ctx.on_gradient(dx)
         dw1 = _weight_gradient(ctx, 3, dh, Gathered(x, routing), routing.ends, exchanged)
-        found = dx, d_rows, d_probs, dw1, dw2, d_out, d_out, None, None, None, None, None
+        if ctx.needs_input_grad[7]:
+            ctx.left.of_fc1 = x, routing
+        found = dx, d_rows, d_probs, dw1, dw2, d_out, d_out, dh, None, None, None, None, None
         wanted = zip(found, ctx.needs_input_grad, strict=True)
         return tuple(gradient if needed else None for gradient, needed in wanted)
 

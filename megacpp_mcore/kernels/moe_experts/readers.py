@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megacpp_mcore.kernels.main_grad import fp32_product
-from megacpp_mcore.kernels.moe_experts.routing import Routing, sum_gradients, to_tokens
+from megacpp_mcore.kernels.moe_experts import late_gradient, torch_products
+from megacpp_mcore.kernels.moe_experts.routing import Routing, Sorted, sum_gradients, to_tokens
 from megacpp_mcore.kernels.norm import triton as norm
 
 # Experts of a router whose weight the sum multiplies. On an H200 the sum of 16,384 tokens'
@@ -24,19 +25,12 @@ MOST_GATES = 16
 
 
 @dataclass
-class Sorted:
-    """What the experts' forward pass leaves for the sum. It must not refer to `Readers`: autograd's
-    node keeps it, and a cycle would keep all activations where garbage collection is off."""
-
-    routing: Routing | None = None
-
-
-@dataclass
 class Readers:
     """The tokens (..., h) as each reader takes them.
 
-    rows: stands for the experts' rows (R, h) in autograd and has no memory of its own. logits: the
-    router's (tokens, E), or None; where they are here, `router` takes no gradient.
+    rows: stands for the experts' rows (R, h) in autograd and has no memory of its own; hidden, as
+    of `late_gradient.hidden`, for H or None. logits: the router's (tokens, E), or None; where they
+    are here, `router` takes no gradient.
     """
 
     router: Tensor
@@ -44,36 +38,46 @@ class Readers:
     rows: Tensor
     sorted: Sorted
     logits: Tensor | None = None
+    hidden: Tensor | None = None
 
 
-def readers(x: Tensor, size: int, gate: Tensor | None = None) -> Readers:
+def readers(
+    x: Tensor, size: int, gate: Tensor | None = None, late: Tensor | None = None,
+    products: ModuleType = torch_products,
+) -> Readers:  # fmt: skip
     """size: R, as of the routing that will be set.
 
-    gate (E, h): the weight of a router that hands on the gradient of its logits, or None.
+    gate (E, h): the weight of a router that hands on the gradient of its logits, or None. late
+    (E, n, h): fc1's weight, where its gradient comes after the tokens'. products: which
+    compute that, torch_products or a module with its functions.
     """
     rows, left = x.new_empty(()).expand(size, x.shape[-1]), Sorted()
+    hidden = None if late is None else late_gradient.hidden(late, size, products, left)
     if not (torch.is_grad_enabled() and x.requires_grad):
-        return Readers(x, x, rows, left)
+        return Readers(x, x, rows, left, hidden=hidden)
     gate = None if gate is None else gate.detach()
     router, shared, rows, logits = _Readers.apply(x, rows, gate, left)
-    return Readers(router if gate is None else x.detach(), shared, rows, left, logits)
+    router = router if gate is None else x.detach()
+    return Readers(router, shared, rows, left, logits, hidden)
 
 
 def readers_of_norm(
-    x: Tensor, weight: Tensor, eps: float, size: int, gate: Tensor, products: ModuleType
-) -> tuple[Readers, Tensor]:
+    x: Tensor, weight: Tensor, eps: float, size: int, gate: Tensor, products: ModuleType,
+    late: Tensor | None = None,
+) -> tuple[Readers, Tensor]:  # fmt: skip
     """The readers of rms_norm(x, weight, eps), and x (..., h) as the layer's residual: all their
     gradients are one function's.
 
-    size, gate: as of `readers`. products: torch_products, or a module with its functions. Raises
-    RMSNormInputError as rms_norm does.
+    size, gate, late: as of `readers`. products: torch_products, or a module with its functions.
+    Raises RMSNormInputError as rms_norm does.
     """
     norm.check(x, weight)
     rows, left = x.new_empty(()).expand(size, x.shape[-1]), Sorted()
+    hidden = None if late is None else late_gradient.hidden(late, size, products, left)
     shared, residual, rows, logits = _ReadersOfNorm.apply(
         x, weight, rows, gate.detach(), eps, left, products
     )
-    return Readers(shared.detach(), shared, rows, left, logits), residual
+    return Readers(shared.detach(), shared, rows, left, logits, hidden), residual
 
 
 class _Readers(torch.autograd.Function):

@@ -37,6 +37,17 @@ class Routing:
         return self.token.shape[0]
 
 
+@dataclass
+class Sorted:
+    """What passes of the experts leave for functions beside them: the forward pass its routing, the
+    backward pass x and the routing for fc1's weight gradient. It must not refer to `Readers`:
+    autograd's nodes keep it, and a cycle would keep all activations where garbage collection is
+    off."""
+
+    routing: Routing | None = None
+    of_fc1: tuple[Tensor, Routing] | None = None
+
+
 def allocated(tokens: int, topk: int, experts: int, align: int) -> int:
     """Rows that are enough for any distribution of the tokens."""
     return tokens * topk + experts * (align - 1)
