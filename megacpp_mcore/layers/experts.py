@@ -179,8 +179,7 @@ class FusedExperts(GroupedMMExperts):
 
     def readers(self, hidden_states: Tensor, gate: Tensor | None = None) -> Readers:
         """The readers of a MoE layer's tokens [s, b, h]. gate: as of `readers.readers`."""
-        size = self._rows(hidden_states)
-        return readers(hidden_states, size, gate, self._late(), self.products)
+        return readers(hidden_states, self._rows(hidden_states), self._unread(), gate)
 
     def readers_of_norm(
         self, norm: torch.nn.Module, hidden_states: Tensor, gate: Tensor
@@ -188,15 +187,7 @@ class FusedExperts(GroupedMMExperts):
         """The readers of norm's output, and its input [s, b, h] as the residual. norm and gate:
         gathered, where data parallelism gathers parameters."""
         size = self._rows(hidden_states)
-        return readers_of_norm(
-            hidden_states, norm.weight, norm.eps, size, gate, self.products, self._late()
-        )
-
-    def _late(self) -> Tensor | None:
-        """fc1's weight, whose gradient then waits until the rows of the tokens' are freed; None
-        where it has its memory already, its main_grad."""
-        fused = self.config.gradient_accumulation_fusion
-        return None if fused else self.linear_fc1.weight
+        return readers_of_norm(hidden_states, norm.weight, norm.eps, size, self._unread(), gate)
 
     def _rows(self, hidden_states: Tensor) -> int:
         tokens = hidden_states.shape[:-1].numel()
@@ -229,9 +220,16 @@ class FusedExperts(GroupedMMExperts):
         return experts_sorted(*rows, self._experts()), None
 
     def _experts(self) -> Experts:
+        return self._of(*self._weights())
+
+    def _unread(self) -> Experts:
+        """The same before their weights are gathered, for gradients alone."""
+        return self._of(self.linear_fc1.weight, self.linear_fc2.weight)
+
+    def _of(self, w1: Tensor, w2: Tensor) -> Experts:
         fused = self.config.gradient_accumulation_fusion
         activation = SWIGLU if self.config.gated_linear_unit else SQUARED_RELU
-        return Experts(*self._weights(), fused, self.products, activation)
+        return Experts(w1, w2, fused, self.products, activation)
 
 
 class _Weights(torch.nn.Module):

@@ -184,24 +184,31 @@ def test_the_same_bits_whenever_it_is_run():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_readers_get_the_sum_of_all_gradients():
+@pytest.mark.parametrize("wide", [True, False])
+def test_readers_get_the_sum_of_all_gradients(wide):
+    """And fc1's weight its own, in its main_grad or not."""
     leaves, chosen, direction = draw(37, 5, 2)
     router, shared = torch.randn(16), torch.randn(16)
 
     def run_with(readers_of):
         x = leaves["x"].detach().requires_grad_()
-        found = readers_of(x)
-        experts = Experts(leaves["w1"].detach(), leaves["w2"].detach())
-        more = {"rows": found.rows, "readers": found} if found else {}
+        w1, w2 = (leaves[name].detach() for name in ("w1", "w2"))
+        w1.requires_grad_().main_grad = torch.zeros_like(w1)
+        experts = Experts(w1, w2, wide)
+        found = readers_of(x, experts)
+        more = {name: getattr(found, name) for name in ("rows", "hidden")} if found else {}
+        more |= {"readers": found} if found else {}
         y = experts_routed(x, chosen, leaves["probs"], experts, 2, **more)
         total = (y * direction).sum()
         total = total + ((found.router if found else x) * router).sum()
         total = total + ((found.shared if found else x) * shared).sum()
         total.backward()
-        return x.grad
+        return x.grad, w1.main_grad if wide else w1.grad
 
-    plain = run_with(lambda x: None)
-    fused = run_with(lambda x: readers(x, allocated(37, 2, 5, torch_products.ALIGN)))
+    size = allocated(37, 2, 5, torch_products.ALIGN)
+    plain, of_w1 = run_with(lambda *given: None)
+    fused, late = run_with(lambda x, experts: readers(x, size, experts))
+    assert torch.equal(of_w1, late)
     # Three terms that are added in another order, once rounded less.
     torch.testing.assert_close(fused, plain, rtol=0, atol=4 * 2**-24 * plain.abs().max().item())
 

@@ -192,7 +192,7 @@ def check_memory(rank: int, folder: str) -> None:
     """No tensor of a step is kept, without the garbage collector; recomputed it is the same."""
     from functools import partial
 
-    from megacpp_mcore.kernels.moe_experts import fused
+    from megacpp_mcore.kernels.moe_experts.weights import Experts
     from megacpp_mcore.layers import exchange
     from megacpp_mcore.layers.experts import FusedExperts
     from megacpp_mcore.layers.moe import MegacppMoELayer
@@ -230,17 +230,17 @@ def check_memory(rank: int, folder: str) -> None:
     assert order == ["begin_combine", "forward", "end_combine"]
     # In the backward pass the tokens' gradients travel while those of fc1's weight are computed.
     order.clear()
-    summed, weight_gradient = exchange.AllGather.backward, fused._weight_gradient
+    summed, weight_gradient = exchange.AllGather.backward, Experts.gradient
 
     def spy_sum(self, gradient):
         order.append("sum") if gradient.shape[1] == HIDDEN else None
         return summed(self, gradient)
 
-    def spy_weight(ctx, place, *arguments):
-        order.append(f"w{place - 2}")
-        return weight_gradient(ctx, place, *arguments)
+    def spy_weight(experts, weight, *arguments):
+        order.append("w1" if weight is experts.w1 else "w2")
+        return weight_gradient(experts, weight, *arguments)
 
-    exchange.AllGather.backward, fused._weight_gradient = spy_sum, spy_weight
+    exchange.AllGather.backward, Experts.gradient = spy_sum, spy_weight
     run(ours, 3)
     forward = ["begin_combine", "sum", "forward", "end_combine"]
     assert order == [*forward, "w2", "sum", "w1"], order

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megacpp_mcore.kernels.moe_experts import torch_products
 from megacpp_mcore.kernels.moe_experts.readers import readers_of_norm
+from megacpp_mcore.kernels.moe_experts.weights import Experts
 from megacpp_mcore.kernels.norm.triton import rms_norm
 from megacpp_mcore.kernels.router_gating import fp32_output
 
@@ -241,8 +242,10 @@ def test_some_of_the_readers_alone(used):
         parts[used].backward(direction)
         return [leaf.grad for leaf in leaves]
 
+    experts = Experts(torch.randn(5, 6, 8), torch.randn(5, 8, 3))
+
     def joined(x, weight):
-        found, residual = readers_of_norm(x, weight, 1e-5, 12, torch.randn(5, 8), torch_products)
+        found, residual = readers_of_norm(x, weight, 1e-5, 12, experts, torch.randn(5, 8))
         return found.shared, residual
 
     expected = gradients(lambda x, weight: (rms_norm(x, weight, 1e-5), x))

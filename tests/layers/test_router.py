@@ -127,15 +127,14 @@ def layer_gradients(apart: bool, shared: bool) -> dict[str, Tensor]:
     built = router(DispatchedTopKRouter, settings, product=router_gating, choose=fused.router_topk)
     leaf = x.requires_grad_()
     gate = built.gate(leaf) if apart else None
-    found = readers(leaf.view(tokens, 1, HIDDEN), allocated(tokens, TOPK, EXPERTS, 1), gate)
+    experts, size = Experts(w1, w2), allocated(tokens, TOPK, EXPERTS, 1)
+    found = readers(leaf.view(tokens, 1, HIDDEN), size, experts, gate)
     assert (found.logits is not None) == apart
     built.computed = found.logits
     probs, routing_map = built(found.router)
     addend = found.shared.view(tokens, HIDDEN) * 2 if shared else None
-    more = found.rows, None, found
-    y = experts_routed(
-        leaf.detach(), routing_map, probs, Experts(w1, w2), TOPK, addend, None, *more
-    )
+    more = found.rows, found.hidden, found
+    y = experts_routed(leaf.detach(), routing_map, probs, experts, TOPK, addend, None, *more)
     y.backward(direction)
     return {"x": leaf.grad, "gate": built.weight.grad}
 

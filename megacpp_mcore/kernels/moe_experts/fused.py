@@ -3,23 +3,17 @@
 Only x, fc1's output H and the routing are kept for the backward pass; the sorted tokens, A (the
 input of fc2) and fc2's output are not. As in SonicMoE (arXiv 2512.14080), the router's gradient is
 dA' . A' with A' = silu(gate) up or relu(h)^2 and dA' = dY W2, so that fc2's output is not needed.
-
-Weight gradients are added to a weight's main_grad, where Megatron asks for it, by the contract of
-its own linears: grad_added_to_main_grad is set, and the gradient that autograd gets is not used.
 """
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megacpp_mcore.kernels import main_grad
 from megacpp_mcore.kernels.backward_pass import frees_the_graph
-from megacpp_mcore.kernels.main_grad import handed_on, takes_gradients
 from megacpp_mcore.kernels.moe_experts import torch_products
-from megacpp_mcore.kernels.moe_experts.activation import SWIGLU, activate, activate_backward
+from megacpp_mcore.kernels.moe_experts.activation import activate, activate_backward
 from megacpp_mcore.kernels.moe_experts.readers import Readers
 from megacpp_mcore.kernels.moe_experts.routing import (
     Gathered,
@@ -28,20 +22,7 @@ from megacpp_mcore.kernels.moe_experts.routing import (
     route,
     to_tokens,
 )
-
-
-class Experts(NamedTuple):
-    """w1 (E, 2f, h), or (E, f, h) where the activation is not gated; w2 (E, h, f).
-
-    into_main_grad: add the gradients to the weights' main_grad. products: torch_products, or a
-    module with its functions. activation: one of activation.ACTIVATIONS.
-    """
-
-    w1: Tensor
-    w2: Tensor
-    into_main_grad: bool = False
-    products: ModuleType = torch_products
-    activation: str = SWIGLU
+from megacpp_mcore.kernels.moe_experts.weights import Experts
 
 
 @torch.compiler.disable
@@ -115,7 +96,7 @@ class _Routed(torch.autograd.Function):
         exchanged = dx is not None and ctx.on_gradient is not None
         if exchanged:
             ctx.on_gradient(dx)
-        dw1 = _weight_gradient(ctx, 3, dh, Gathered(x, routing), routing.ends, exchanged)
+        dw1 = _of_w1(ctx, dh, Gathered(x, routing), routing.ends, exchanged)
         if ctx.needs_input_grad[7]:
             ctx.left.of_fc1 = x, routing
         found = dx, d_rows, d_probs, dw1, dw2, d_out, d_out, dh, None, None, None, None, None
@@ -141,7 +122,7 @@ class _Sorted(torch.autograd.Function):
         x, h, w1, w2, row_probs, ends = ctx.saved_tensors
         rows = _SortedRows(row_probs, ends)
         dh, dw2, row_grads = _down_backward(ctx, dy.contiguous(), h, w2, rows)
-        dw1 = _weight_gradient(ctx, 3, dh, x, ends)
+        dw1 = _of_w1(ctx, dh, x, ends)
         dx = ctx.weights.products.input_gradient(dh, w1, ends)
         return dx, None, row_grads.to(ctx.dtype), dw1, dw2, None
 
@@ -163,26 +144,15 @@ def _down_backward(
         experts.products.input_gradient(dy, w2, rows.ends), h, rows.row_probs, rows.ends,
         experts.activation, in_place,
     )  # fmt: skip
-    return dh, _weight_gradient(ctx, 4, dy, a, rows.ends), row_grads
+    wanted = ctx.needs_input_grad[4]
+    dw2 = experts.gradient(experts.w2, dy, a, rows.ends) if wanted else None
+    return dh, dw2, row_grads
 
 
-def _weight_gradient(
-    ctx, place: int, dy: Tensor | Gathered, x: Tensor | Gathered, ends: Tensor,
-    during_exchange: bool = False,
-) -> Tensor | None:  # fmt: skip
-    """What autograd gets for the weight that is argument `place` of both functions: w1 or w2.
-
-    dy, x: the gradient of its product's output and the product's input. during_exchange: as of
-    torch_products.
-    """
-    if not ctx.needs_input_grad[place]:
-        return None
+def _of_w1(
+    ctx, dh: Tensor, x: Tensor | Gathered, ends: Tensor, during_exchange: bool = False
+) -> Tensor | None:
+    """What autograd gets for w1, argument 3 of both functions."""
     experts = ctx.weights
-    weight = experts.w1 if place == 3 else experts.w2
-    if not experts.into_main_grad or not takes_gradients(weight):
-        return experts.products.weight_gradient(dy, x, ends, during_exchange)
-    overwrite = main_grad.is_due(weight)
-    experts.products.add_weight_gradient(
-        weight.main_grad, dy, x, ends, overwrite, during_exchange
-    )  # fmt: skip
-    return handed_on(weight)
+    wanted = ctx.needs_input_grad[3]
+    return experts.gradient(experts.w1, dh, x, ends, during_exchange) if wanted else None

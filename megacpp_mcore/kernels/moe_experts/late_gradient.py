@@ -4,30 +4,28 @@ Both at once would be the most memory that a layer takes. H's gradient travels t
 function that is made before those that sum the tokens' gradients; autograd runs the latest first.
 """
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from megacpp_mcore.kernels.moe_experts.routing import Gathered, Sorted
+from megacpp_mcore.kernels.moe_experts.weights import Experts
 
 
-def hidden(w1: Tensor, size: int, products: ModuleType, left: Sorted) -> Tensor:
+def hidden(experts: Experts, size: int, left: Sorted) -> Tensor:
     """What stands for H (R, n) in autograd, without memory of its own: it must get H's gradient, of
-    which that of w1 (E, n, h) is made. size: R. products: torch_products, or a module with its
-    functions. left: where H's backward function leaves x and its routing.
+    which that of w1 is made. size: R. left: where H's backward function leaves x and its routing.
     """
-    return _LateGradient.apply(w1, size, products, left)
+    return _LateGradient.apply(experts.w1, experts, size, left)
 
 
 class _LateGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, w1, size, products, left):
-        ctx.products, ctx.left = products, left
+    def forward(ctx, w1, experts, size, left):
+        ctx.experts, ctx.left = experts, left
         return w1.new_empty(()).expand(size, w1.shape[1])
 
     @staticmethod
     def backward(ctx, dh):
         (x, routing), ctx.left.of_fc1 = ctx.left.of_fc1, None
-        dw1 = ctx.products.weight_gradient(dh, Gathered(x, routing), routing.ends)
-        return dw1, None, None, None
+        tokens = Gathered(x, routing)
+        return ctx.experts.gradient(ctx.experts.w1, dh, tokens, routing.ends), None, None, None

@@ -8,14 +8,14 @@ logits are computed here then. Where the tokens are a norm's output, the norm is
 """
 
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from megacpp_mcore.kernels.main_grad import fp32_product
-from megacpp_mcore.kernels.moe_experts import late_gradient, torch_products
+from megacpp_mcore.kernels.moe_experts import late_gradient
 from megacpp_mcore.kernels.moe_experts.routing import Routing, Sorted, sum_gradients, to_tokens
+from megacpp_mcore.kernels.moe_experts.weights import Experts
 from megacpp_mcore.kernels.norm import triton as norm
 
 # Experts of a router whose weight the sum multiplies. On an H200 the sum of 16,384 tokens'
@@ -28,56 +28,49 @@ MOST_GATES = 16
 class Readers:
     """The tokens (..., h) as each reader takes them.
 
-    rows: stands for the experts' rows (R, h) in autograd and has no memory of its own; hidden, as
-    of `late_gradient.hidden`, for H or None. logits: the router's (tokens, E), or None; where they
-    are here, `router` takes no gradient.
+    rows: stands for the experts' rows (R, h) in autograd and has no memory of its own. hidden: of
+    `late_gradient`; None where the experts are not those of `fused`. logits: the router's
+    (tokens, E), or None; where they are here, `router` takes no gradient.
     """
 
     router: Tensor
     shared: Tensor
     rows: Tensor
     sorted: Sorted
-    logits: Tensor | None = None
     hidden: Tensor | None = None
+    logits: Tensor | None = None
 
 
-def readers(
-    x: Tensor, size: int, gate: Tensor | None = None, late: Tensor | None = None,
-    products: ModuleType = torch_products,
-) -> Readers:  # fmt: skip
+def readers(x: Tensor, size: int, experts: Experts, gate: Tensor | None = None) -> Readers:
     """size: R, as of the routing that will be set.
 
-    gate (E, h): the weight of a router that hands on the gradient of its logits, or None. late
-    (E, n, h): fc1's weight, where its gradient comes after the tokens'. products: which
-    compute that, torch_products or a module with its functions.
+    gate (E, h): the weight of a router that hands on the gradient of its logits, or None.
     """
     rows, left = x.new_empty(()).expand(size, x.shape[-1]), Sorted()
-    hidden = None if late is None else late_gradient.hidden(late, size, products, left)
+    hidden = late_gradient.hidden(experts, size, left)
     if not (torch.is_grad_enabled() and x.requires_grad):
-        return Readers(x, x, rows, left, hidden=hidden)
+        return Readers(x, x, rows, left, hidden)
     gate = None if gate is None else gate.detach()
     router, shared, rows, logits = _Readers.apply(x, rows, gate, left)
     router = router if gate is None else x.detach()
-    return Readers(router, shared, rows, left, logits, hidden)
+    return Readers(router, shared, rows, left, hidden, logits)
 
 
 def readers_of_norm(
-    x: Tensor, weight: Tensor, eps: float, size: int, gate: Tensor, products: ModuleType,
-    late: Tensor | None = None,
-) -> tuple[Readers, Tensor]:  # fmt: skip
+    x: Tensor, weight: Tensor, eps: float, size: int, experts: Experts, gate: Tensor
+) -> tuple[Readers, Tensor]:
     """The readers of rms_norm(x, weight, eps), and x (..., h) as the layer's residual: all their
     gradients are one function's.
 
-    size, gate, late: as of `readers`. products: torch_products, or a module with its functions.
-    Raises RMSNormInputError as rms_norm does.
+    size, gate: as of `readers`. Raises RMSNormInputError as rms_norm does.
     """
     norm.check(x, weight)
     rows, left = x.new_empty(()).expand(size, x.shape[-1]), Sorted()
-    hidden = None if late is None else late_gradient.hidden(late, size, products, left)
+    hidden = late_gradient.hidden(experts, size, left)
     shared, residual, rows, logits = _ReadersOfNorm.apply(
-        x, weight, rows, gate.detach(), eps, left, products
+        x, weight, rows, gate.detach(), eps, left, experts.products
     )
-    return Readers(shared.detach(), shared, rows, left, logits, hidden), residual
+    return Readers(shared.detach(), shared, rows, left, hidden, logits), residual
 
 
 class _Readers(torch.autograd.Function):
