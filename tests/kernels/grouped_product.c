@@ -37,7 +37,7 @@ static void rows_times_weights(int transposed, const uint16_t* a, const int* sou
 static int refused(const int* ends, int64_t rows, int experts) {
   if (experts > 256) return 1;
   for (int e = 0; e < experts; ++e) {
-    if ((e ? ends[e - 1] : 0) % 128 || ends[e] > rows) return 1;
+    if ((e ? ends[e - 1] : 0) % 64 || ends[e] > rows) return 1;
   }
   return 0;
 }

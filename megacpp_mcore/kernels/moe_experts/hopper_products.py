@@ -23,7 +23,7 @@ from megacpp_mcore.kernels.moe_experts.readers import MOST_GATES
 from megacpp_mcore.kernels.moe_experts.routing import Gathered, Routing
 
 NAME = "hopper"
-ALIGN = 128
+ALIGN = 64
 MOST_EXPERTS = 256
 LIBRARY = nvcc.Library(
     Path(__file__).parent / "csrc" / "grouped.cu", instead="moe_experts=grouped_mm", feature="a"

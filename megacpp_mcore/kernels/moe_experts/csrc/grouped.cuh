@@ -28,7 +28,7 @@ __device__ void multiply(Shared& shared, const Problem& p, const CUtensorMap* ma
   while (more) {
     const int steps = tiles.steps(p.k);
     const int row = tiles.row + static_cast<int>(rank) * kTileM + group * 64;
-    if (!kOfWeights<kKind> && row >= tiles.end) {  // nothing to multiply, for both warpgroups
+    if (!kOfWeights<kKind> && row >= tiles.end) {  // nothing to multiply for this warpgroup
       for (int step = 0; step < steps; ++step, ring.advance()) {
         barrier_wait(address(&shared.full[ring.stage]), ring.phase);
         if (thread < kBlocks) barrier_arrive(address(&shared.empty[ring.stage]), thread);

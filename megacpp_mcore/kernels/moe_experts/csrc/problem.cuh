@@ -34,7 +34,7 @@ enum Form {
 constexpr int kThreads = 3 * 128;
 
 struct Problem {
-  const int* ends;  // where each expert's rows end: multiples of 128
+  const int* ends;  // where each expert's rows end: multiples of 64
   int experts;
   int m, n, k;  // m: of the weight gradients; k: of the others
   int64_t rows;
