@@ -11,7 +11,7 @@ _FAMILIES = (
     ("Mamba-3", r"mamba3_|mimo_|siso|angle_dt|dacs"),
     ("M2RNN", r"m2rnn|rnn_"),
     ("experts' products", r"grouped"),
-    ("experts' routing, activation and sums", r"^moe_|topk|router|aux_loss|fused_score"),
+    ("experts' routing, activation and sums", r"^moe_|tokens::|topk|router|aux_loss|fused_score"),
     ("MLA's up-projections and RoPE", r"mla_up|mla_rope|rope_qk"),
     ("embedding, head and loss", r"embedding|cross_entropy|softmax"),
     ("optimizer", r"adam|multi_tensor|l2norm|unscale"),

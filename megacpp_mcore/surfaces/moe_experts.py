@@ -155,7 +155,8 @@ SURFACE = Surface(
             tests=(*_TESTS, "tests/kernels/test_moe_routed.py", "tests/kernels/test_moe_hopper.py",
                    "tests/layers/test_moe.py", "tests/layers/test_moe_norm.py",
                    "tests/layers/test_moe_residual.py", "tests/layers/test_moe_whole.py",
-                   "tests/gpu/test_moe_experts_gpu.py"),
+                   "tests/gpu/test_moe_experts_gpu.py", "tests/gpu/test_moe_products_gpu.py",
+                   "tests/gpu/test_moe_tokens_gpu.py"),
             receipt=_LAYER,
             figures=(
                 Figure(_LAYER, "recipe", "an E layer"),

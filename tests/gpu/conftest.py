@@ -24,9 +24,10 @@ if WORKER and NOTES:
 # Whole runs first, as none may be the last; then what is short, as each worker gets two at once.
 FIRST = (
     "test_parallel_losses", "test_interrupted_gpu", "test_whole_step_gpu", "test_patches_gpu",
-    "test_moe_experts_gpu", "test_runs_gpu", "test_moe_dispatch_gpu", "test_m2rnn_gpu",
-    "test_recompute_gpu", "test_generate_gpu", "test_cores_gpu", "test_attention_gpu",
-    "test_gates_gpu", "test_mamba3_gpu", "test_mamba3_mimo_gpu", "test_kernels_gpu",
+    "test_moe_experts_gpu", "test_moe_products_gpu", "test_runs_gpu", "test_moe_dispatch_gpu",
+    "test_m2rnn_gpu", "test_recompute_gpu", "test_generate_gpu", "test_cores_gpu",
+    "test_attention_gpu", "test_gates_gpu", "test_mamba3_gpu", "test_mamba3_mimo_gpu",
+    "test_kernels_gpu",
 )  # fmt: skip
 
 

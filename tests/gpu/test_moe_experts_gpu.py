@@ -1,7 +1,4 @@
-"""The experts' products for Hopper, and the layer's operator in a CUDA graph."""
-
-import itertools
-from concurrent.futures import ThreadPoolExecutor
+"""The experts' operator and the layer around it: memory, checkpoints, CUDA graphs, full size."""
 
 import pytest
 import torch
@@ -10,19 +7,14 @@ from megatron.core.activations import squared_relu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import MoETransformerLayer
+from rounded import distance
 
 from megacpp_mcore.bench import load_for_bench
 from megacpp_mcore.bench.layer import layer_overrides
 from megacpp_mcore.bench.variants import Variant, build
 from megacpp_mcore.kernels.moe_experts import hopper_products, torch_products
-from megacpp_mcore.kernels.moe_experts.activation import (
-    ACTIVATIONS,
-    SWIGLU,
-    activate,
-    activate_backward,
-)
 from megacpp_mcore.kernels.moe_experts.fused import Experts, experts_routed
-from megacpp_mcore.kernels.moe_experts.routing import Gathered, route, to_rows
+from megacpp_mcore.kernels.moe_experts.routing import route
 from megacpp_mcore.layers.experts import FusedExperts
 from megacpp_mcore.layers.parts import te_experts
 from megacpp_mcore.training.cpu.megatron_setup import quiet, single_process
@@ -32,257 +24,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
 ]
-
-# tokens of the experts, hidden size, ffn: no multiples of a tile or of a step of 64
-SIZES = {
-    "one-expert": ([300], 256, 64),
-    "idle-experts": ([130, 0, 5, 700, 256], 512, 96),
-    "odd": ([0, 0, 40], 264, 200),
-    "many": ([1, 77, 128, 129, 3, 0, 255, 256, 257] * 28, 128, 120),
-    "full-size": ([3000, 5200, 4096, 4088], 3584, 896),
-}
-
-
-@pytest.fixture(params=SIZES)
-def problem(request):
-    counts, h, f = SIZES[request.param]
-    if why := hopper_products.reason(torch.bfloat16, len(counts)):
-        pytest.skip(why)
-    generator = torch.Generator("cuda").manual_seed(int.from_bytes(request.param.encode()) % 2**31)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator, device="cuda").bfloat16()
-
-    experts, tokens = len(counts), max(1, max(counts))
-    chosen = torch.zeros(tokens, experts, dtype=torch.bool, device="cuda")
-    for expert, count in enumerate(counts):
-        picked = torch.randperm(tokens, generator=generator, device="cuda")[:count]
-        chosen[picked, expert] = True
-    topk = int(chosen.sum(1).max())
-    routing = route(chosen, chosen.float(), topk, hopper_products.ALIGN)
-    spans = list(itertools.pairwise([0, *routing.ends.tolist()]))
-    real = torch.zeros(routing.size, 1, device="cuda", dtype=torch.bool)
-    for before, end in spans:
-        real[before:end] = (routing.token[before:end] >= 0)[:, None]
-    return routing, spans, (lambda width: normal(routing.size, width) * real), normal, h, f
-
-
-def near(found, expected, dtype=torch.bfloat16, terms=4096):
-    """One rounding to the dtype, and float32 sums; of the norm, as values may cancel."""
-    bound = torch.finfo(dtype).eps / 2 + terms**0.5 * torch.finfo(torch.float32).eps
-    distance = (found.double() - expected).norm() / expected.norm().clamp(min=1e-30)
-    assert distance <= bound, f"{distance:.2e} > {bound:.2e}"
-
-
-def rows_by_weights(spans, x, w):
-    """x w of each expert's rows; w (E, k, n)."""
-    return torch.cat([x[a:b].double() @ w[i].double() for i, (a, b) in enumerate(spans)])
-
-
-def rows_by_rows(spans, dy, x):
-    return torch.stack([dy[a:b].double().t() @ x[a:b].double() for a, b in spans])
-
-
-def test_rows_times_weights(problem):
-    routing, spans, rows, normal, h, f = problem
-    experts, used = len(spans), spans[-1][1]
-    for n, k in ((2 * f, h), (h, f)):
-        w, x, dy = normal(experts, n, k), rows(k), rows(n)
-        y = hopper_products.forward(x, w, routing.ends)
-        dx = hopper_products.input_gradient(dy, w, routing.ends)
-        near(y[:used], rows_by_weights(spans, x, w.transpose(1, 2)))
-        near(dx[:used], rows_by_weights(spans, dy, w))
-        assert torch.equal(y[:used], hopper_products.forward(x, w, routing.ends)[:used])
-
-
-def test_tokens_are_gathered(problem):
-    """As of a sorted copy, to the bit, without making one."""
-    routing, spans, _, normal, h, f = problem
-    tokens, used, ends = normal(routing.rows.shape[0], h), spans[-1][1], routing.ends
-    copy = to_rows(tokens, routing)
-    w1, w2 = normal(len(spans), 2 * f, h), normal(len(spans), h, f)
-    for _ in range(3):
-        gathered = Gathered(tokens, routing)
-        found = hopper_products.forward(gathered, w1, ends)
-        assert torch.equal(found[:used], hopper_products.forward(copy, w1, ends)[:used])
-        found = hopper_products.input_gradient(gathered, w2, ends)
-        assert torch.equal(found[:used], hopper_products.input_gradient(copy, w2, ends)[:used])
-        assert "rows" not in vars(gathered)
-
-
-def _activation(h, activation):
-    if activation != SWIGLU:
-        return torch.relu(h) ** 2
-    gate, up = h.chunk(2, dim=1)
-    return torch.nn.functional.silu(gate) * up
-
-
-# tokens, hidden size, experts, top-k, whether tokens have fewer experts, a shared expert
-TOKENS = {
-    "full-size": (4099, 3584, 16, 4, False, True),
-    "one-token": (1, 64, 5, 2, False, True),
-    "fewer-experts": (777, 328, 7, 3, True, True),
-    "widest": (1000, 3840, 16, 8, True, True),
-    "not-shared": (500, 8, 3, 1, True, False),
-    "by-two-kernels": (130, 4096, 16, 4, True, True),
-    "odd-width": (70, 36, 6, 2, True, True),
-}
-
-
-@pytest.mark.parametrize("case", TOKENS)
-def test_the_tokens_gradient_before_their_norm(case):
-    """In one pass where the shapes are taken, of rows that hold NaN where nobody may read."""
-    if why := hopper_products.reason(torch.bfloat16, 16):
-        pytest.skip(why)
-    tokens, h, experts, topk, fewer, shared = TOKENS[case]
-    chosen = torch.zeros(tokens, experts, dtype=torch.bool, device="cuda")
-    chosen.scatter_(1, torch.rand(tokens, experts, device="cuda").topk(topk, 1).indices, True)
-    if fewer:
-        chosen &= torch.rand(tokens, experts, device="cuda") < 0.6
-    routing = route(chosen, chosen.float(), topk, hopper_products.ALIGN)
-    rows, there = routing.rows.long(), routing.rows >= 0
-
-    def normal(*shape):
-        return torch.randn(shape, device="cuda").bfloat16()
-
-    d_rows = torch.full((routing.size, h), float("nan"), device="cuda").bfloat16()
-    d_rows[rows[there]] = normal(int(there.sum()), h)
-    d_shared = normal(tokens, h) if shared else None
-    x, d_residual, gate, weight = (normal(*s) for s in ((tokens, h),) * 2 + ((experts, h), (h,)))
-    d_logits, rstd = torch.randn(tokens, experts, device="cuda"), torch.rand(tokens, device="cuda")
-    given = [d_rows, routing, d_shared, d_logits, gate, x, d_residual, weight, rstd]
-    dx, d_weight = hopper_products.tokens_gradient(*given)
-
-    dy = (d_rows[rows.clamp(min=0)].double().nan_to_num() * there[..., None]).sum(1)
-    dy += d_logits.double() @ gate.double() + (d_shared.double() if shared else 0)
-    normed, scaled = x.double() * rstd.double()[:, None], dy * weight.double()
-    mean = (scaled * normed).mean(1, keepdim=True)
-    wide = rstd.double()[:, None] * (scaled - normed * mean) + d_residual.double()
-    # Two kernels round dy, too: of errors that know nothing of each other the norm is below twice.
-    near(dx, wide)
-    near(d_weight, (dy * normed).sum(0))
-    again = hopper_products.tokens_gradient(*given)
-    assert torch.equal(dx, again[0]) and torch.equal(d_weight, again[1])
-    for place in (3, 5, 6, 7):  # the test notices what is wrong with each
-        other = [*given[:place], given[place].flip(-1), *given[place + 1 :]]
-        with pytest.raises(AssertionError):
-            near(hopper_products.tokens_gradient(*other)[0], wide)
-
-
-# tokens, hidden size, experts
-NORMS = {
-    "full-size": (4099, 3584, 16),
-    "one-token": (1, 64, 5),
-    "fewer-experts": (777, 328, 7),
-    "widest": (1000, 3840, 16),
-    "one-chunk": (9, 8, 3),
-    "by-two-kernels": (130, 4096, 16),
-    "odd-width": (70, 36, 6),
-}
-
-
-@pytest.mark.parametrize("case", NORMS)
-def test_the_norm_and_the_logits_of_its_output(case):
-    """In one pass where the shapes are taken; a token of NaN is its own alone."""
-    if why := hopper_products.reason(torch.bfloat16, 16):
-        pytest.skip(why)
-    tokens, h, experts = NORMS[case]
-    x, weight, gate = (torch.randn(s, device="cuda") for s in ((tokens, h), (h,), (experts, h)))
-    x, weight, gate = x.bfloat16() * 3, weight.bfloat16(), gate.bfloat16()
-    x[tokens // 2] *= 1e-3  # eps counts there
-    y, rstd, logits = hopper_products.norm_and_logits(x, weight, 1e-5, gate)
-
-    wide = (x.double().square().mean(1) + 1e-5).rsqrt()
-    normed = x.double() * wide[:, None] * weight.double()
-    near(y, normed)
-    # Sums of h terms in float32, of the rounded values: an error of a term is one of theirs.
-    terms = y.abs().double() @ gate.abs().double().t()
-    expected, bound = y.double() @ gate.double().t(), torch.finfo(torch.float32).eps * h**0.5
-    assert (((logits - expected) / terms).abs() <= bound).all()
-    assert ((rstd / wide - 1).abs() <= bound).all()
-    again = hopper_products.norm_and_logits(x, weight, 1e-5, gate)
-    assert all(torch.equal(a, b) for a, b in zip((y, rstd, logits), again, strict=True))
-    x[0, -1] = float("nan")
-    with_nan = hopper_products.norm_and_logits(x, weight, 1e-5, gate)
-    for found, before in zip(with_nan, (y, rstd, logits), strict=True):
-        assert found[0].isnan().all() and torch.equal(found[1:], before[1:])
-    for wrong in (gate.flip(0), gate.flip(1), torch.cat([gate[:, h // 2 :], gate[:, : h // 2]], 1)):
-        found = hopper_products.norm_and_logits(x[1:], weight, 1e-5, wrong)[2]
-        assert not (((found - expected[1:]) / terms[1:]).abs() <= bound).all() or tokens == 1
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_activations_kernels(problem, activation):
-    routing, spans, rows, normal, _, f = problem
-    used, ends = spans[-1][1], routing.ends
-    saved = rows(2 * f if activation == SWIGLU else f)
-    probs = normal(routing.size).float() * (routing.token >= 0)
-    wide = saved[:used].double().requires_grad_()
-    weights = probs[:used].double().requires_grad_()
-    expected = _activation(wide, activation) * weights[:, None]
-    near(activate(saved, probs, ends, activation)[:used], expected)
-    da = rows(f)
-    expected.backward(da[:used].double())
-    dh, a, dprobs = activate_backward(da, saved, probs, ends, activation)
-    near(dh[:used], wide.grad)
-    near(a[:used], expected)
-    near(dprobs[:used], weights.grad, torch.float32)
-
-
-def test_a_thread_that_has_not_used_the_device(problem):
-    """As autograd's before its first launch: it has no context, which a tensor map needs."""
-    routing, _, rows, normal, h, f = problem
-    arguments = rows(f), normal(routing.ends.shape[0], h, f), routing.ends
-    expected, spare = (hopper_products.forward(*arguments) for _ in range(2))
-    torch.cuda.synchronize()
-    del spare  # the thread gets its memory, without a call to CUDA
-    with ThreadPoolExecutor(1) as threads:
-        found = threads.submit(hopper_products.forward, *arguments).result()
-    used = int(routing.ends[-1])
-    assert torch.equal(found[:used], expected[:used])
-
-
-def test_rows_after_the_last_experts_are_not_written(problem):
-    routing, spans, rows, normal, h, f = problem
-    x, w = rows(h), normal(len(spans), 2 * f, h)
-    out = torch.full((routing.size, 2 * f), float("nan"), device="cuda", dtype=torch.bfloat16)
-    hopper_products._launch(0, x, w, out, routing.ends, rows=len(x), n=2 * f, k=h)
-    assert out[: spans[-1][1]].isfinite().all() and out[spans[-1][1] :].isnan().all()
-
-
-@pytest.mark.parametrize("gathered", ["dy", "x"])
-def test_weight_gradients_stored_and_added(problem, gathered):
-    """Of gathered tokens and of rows that hold NaN where nobody may read."""
-    routing, spans, rows, normal, h, f = problem
-    tokens, used = routing.rows.shape[0], spans[-1][1]
-    for n, k in ((2 * f, h), (h, f)):
-        dy, x = rows(n), rows(k)
-        for y in (dy, x):
-            y[used:] = float("nan")
-        if gathered == "dy":
-            dy = Gathered(normal(tokens, n), routing)
-        else:
-            x = Gathered(normal(tokens, k), routing)
-        copies = (to_rows(y.tokens, routing) if isinstance(y, Gathered) else y for y in (dy, x))
-        expected = rows_by_rows(spans, *copies)
-        near(hopper_products.weight_gradient(dy, x, routing.ends), expected)
-        total = normal(len(spans), n, k).float()
-        before = total.double()
-        hopper_products.add_weight_gradient(total, dy, x, routing.ends, False)
-        # added to values of the order of 1: relative to the sum
-        near(total, before + expected, torch.float32)
-        total.fill_(float("nan"))  # also where an expert has no rows
-        hopper_products.add_weight_gradient(total, dy, x, routing.ends, True)
-        near(total, expected, torch.float32)
-        again = torch.zeros_like(total)
-        hopper_products.add_weight_gradient(again, dy, x, routing.ends, False)
-        assert torch.equal(total, again)
-        # In two parts, the first of which leaves multiprocessors to an exchange.
-        again.fill_(float("nan"))
-        hopper_products.add_weight_gradient(again, dy, x, routing.ends, True, True)
-        assert torch.equal(total, again)
-        in_parts = hopper_products.weight_gradient(dy, x, routing.ends, True)
-        assert torch.equal(in_parts, hopper_products.weight_gradient(dy, x, routing.ends))
 
 
 def test_each_pass_has_one_matrix_of_rows():
@@ -444,8 +185,3 @@ def test_the_residual_in_the_experts_sum_at_full_size():
         assert distance(found[name], gradient) <= 2 * half, name
         assert distance(joined_gradients[name], gradient) <= 2 * half, name
         assert gradient.any(), name
-
-
-def distance(found, expected) -> float:
-    """Of two tensors, relative to the second's norm."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm())

@@ -1,9 +1,12 @@
 """A step's profile: what is summed, and how it comes into the receipt."""
 
+import re
+from pathlib import Path
+
 import pytest
 import receipt_samples as samples
 
-from megacpp_mcore import cli, receipts
+from megacpp_mcore import cli, kernels, receipts
 from megacpp_mcore.receipts.kernel_families import OTHER, family
 from megacpp_mcore.training.gpu import step_profile
 from megacpp_mcore.training.gpu.step_profile import Span, StepProfile, summary
@@ -88,6 +91,15 @@ def test_show_has_the_longest_kernels(tmp_path, capsys):
 ])  # fmt: skip
 def test_a_kernel_has_a_kind(kernel, kind):
     assert family(kernel) == kind
+
+
+def test_each_kernel_of_ours_in_cuda_has_a_kind():
+    texts = [path.read_text() for path in Path(kernels.__file__).parent.glob("*/csrc/*.cu*")]
+    texts = [text for text in texts if "__global__" in text]
+    spaces = {re.search(r"^namespace (\w+)", text, re.M)[1] for text in texts}
+    assert {"m2rnn", "grouped", "tokens"} <= spaces
+    kinds = {space: family(f"void {space}::kernel({space}::Problem)") for space in spaces}
+    assert OTHER not in kinds.values(), kinds
 
 
 def test_the_cpu_has_no_kernels_to_list(capsys):
