@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.moe_utils import permute, unpermute
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
+from megacpp_mcore.kernels.backward_pass import no_second_derivative
 from megacpp_mcore.layers.exchange import Begun, Pending, begun, ended
 from megacpp_mcore.layers.moe_dispatchers import as_map, chosen_experts
 
@@ -175,6 +176,7 @@ class _Dispatch(torch.autograd.Function):
         return tokens, weights, chosen, counts, handle
 
     @staticmethod
+    @no_second_derivative
     def backward(ctx, d_tokens, d_weights, *_):
         dx, d_weights = ctx.link.combine_with_weights(d_tokens, d_weights, ctx.handle)
         return dx, d_weights, None, None, None, None

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megacpp_mcore.kernels.backward_pass import no_second_derivative
+
 # What is there once `wait` is called.
 Begun = tuple[Tensor, Callable[[], object]]
 
@@ -71,6 +73,7 @@ class _Begin(torch.autograd.Function):
         return pending.begin(pending.exchange.forward, x)
 
     @staticmethod
+    @no_second_derivative
     def backward(ctx, _):
         return ctx.pending.end(), None
 
@@ -83,6 +86,7 @@ class _End(torch.autograd.Function):
         return result.view_as(result)
 
     @staticmethod
+    @no_second_derivative
     def backward(ctx, gradient):
         ctx.pending.receive(gradient)
         return gradient, None  # stands for the result that `_Begin` waits for

@@ -9,6 +9,7 @@ weight, and Transformer Engine's norm inside.
 import torch
 from torch import Tensor
 
+from megacpp_mcore.kernels.backward_pass import no_second_derivative
 from megacpp_mcore.kernels.main_grad import fp32_product, handed_on, takes_gradients
 from megacpp_mcore.layers.param_gather import wait_for_param_gather
 
@@ -54,6 +55,7 @@ class _OneProduct(torch.autograd.Function):
         return q_out.contiguous(), kv_out
 
     @staticmethod
+    @no_second_derivative
     def backward(ctx, dq: Tensor, dkv: Tensor):
         x, weight = ctx.saved_tensors
         dy = torch.cat([dq, dkv], dim=-1)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacpp_mcore.kernels.backward_pass import no_second_derivative
 from megacpp_mcore.kernels.core_attention.varlen import padded_v
 from megacpp_mcore.kernels.strides import readable
 from megacpp_mcore.surfaces.core_attention import FLASH_4_MODULE
@@ -81,6 +82,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @no_second_derivative
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         gradients = ctx.package.backward(
             *ctx.saved_tensors[:4], d_out, ctx.saved_tensors[4],

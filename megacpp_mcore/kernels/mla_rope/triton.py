@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from megacpp_mcore.kernels.backward_pass import no_second_derivative
 from megacpp_mcore.kernels.device_guard import device_of
 from megacpp_mcore.kernels.mla_rope import triton_kernels
 from megacpp_mcore.kernels.mla_rope.inputs import MLARopeInputError, RotaryTable, check_inputs
@@ -132,6 +133,7 @@ class _InPlace(torch.autograd.Function):
         return q.view_as(q), k, v
 
     @staticmethod
+    @no_second_derivative
     def backward(ctx, dq, dk, dv):
         tables, (qk_head_dim, interleaved) = ctx.saved_tensors, ctx.options
         if not dq.is_contiguous():  # its reader wants rows as q's were

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megacpp_mcore.kernels.backward_pass import no_second_derivative
 from megacpp_mcore.kernels.documents import positions
 from megacpp_mcore.kernels.main_grad import handed_on, takes_gradients
 from megacpp_mcore.kernels.mla_rope.inputs import RotaryTable
@@ -149,6 +150,7 @@ class _IntoMainGrad(torch.autograd.Function):
         return _forward(*inputs)
 
     @staticmethod
+    @no_second_derivative
     def backward(ctx, dq, dk, dv):
         dq, dk, dv = readable(dq), readable(dk), readable(dv)
         operands = Operands.of(*ctx.saved_tensors)

@@ -4,8 +4,8 @@ router's weights, of a shared one without."""
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megacpp_mcore.kernels.backward_pass import no_second_derivative
 from megacpp_mcore.kernels.moe_experts import triton_kernels
 
 SWIGLU, SQUARED_RELU = "swiglu", "squared_relu"
@@ -77,7 +77,7 @@ class _SwiGLU(torch.autograd.Function):
         return activate(rows, None, None, SWIGLU).view(*h.shape[:-1], h.shape[-1] // 2)
 
     @staticmethod
-    @once_differentiable
+    @no_second_derivative
     def backward(ctx, da: Tensor) -> Tensor:
         (h,) = ctx.saved_tensors
         width = da.shape[-1]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megacpp_mcore.kernels.backward_pass import frees_the_graph
+from megacpp_mcore.kernels.backward_pass import frees_the_graph, no_second_derivative
 from megacpp_mcore.kernels.moe_experts import torch_products
 from megacpp_mcore.kernels.moe_experts.activation import activate, activate_backward
 from megacpp_mcore.kernels.moe_experts.readers import Readers
@@ -84,6 +84,7 @@ class _Routed(torch.autograd.Function):
         return out
 
     @staticmethod
+    @no_second_derivative
     def backward(ctx, d_out):
         x, h, w1, w2, *sorting = ctx.saved_tensors
         products = ctx.weights.products
@@ -118,6 +119,7 @@ class _Sorted(torch.autograd.Function):
         return products.forward(a, w2, ends)
 
     @staticmethod
+    @no_second_derivative
     def backward(ctx, dy):
         x, h, w1, w2, row_probs, ends = ctx.saved_tensors
         rows = _SortedRows(row_probs, ends)

@@ -7,6 +7,7 @@ function that is made before those that sum the tokens' gradients; autograd runs
 import torch
 from torch import Tensor
 
+from megacpp_mcore.kernels.backward_pass import no_second_derivative
 from megacpp_mcore.kernels.moe_experts.routing import Gathered, Sorted
 from megacpp_mcore.kernels.moe_experts.weights import Experts
 
@@ -25,6 +26,7 @@ class _LateGradient(torch.autograd.Function):
         return w1.new_empty(()).expand(size, w1.shape[1])
 
     @staticmethod
+    @no_second_derivative
     def backward(ctx, dh):
         (x, routing), ctx.left.of_fc1 = ctx.left.of_fc1, None
         tokens = Gathered(x, routing)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megacpp_mcore.kernels.backward_pass import no_second_derivative
 from megacpp_mcore.kernels.main_grad import fp32_product
 from megacpp_mcore.kernels.moe_experts import late_gradient
 from megacpp_mcore.kernels.moe_experts.routing import Routing, Sorted, sum_gradients, to_tokens
@@ -83,6 +84,7 @@ class _Readers(torch.autograd.Function):
         return x.view_as(x), x.view_as(x), rows.view_as(rows), logits
 
     @staticmethod
+    @no_second_derivative
     def backward(ctx, d_router, d_shared, d_rows, d_logits):
         (gate,) = ctx.saved_tensors
         total = _sum(ctx.left.routing, d_rows, d_logits, gate, d_router, d_shared)
@@ -99,6 +101,7 @@ class _ReadersOfNorm(torch.autograd.Function):
         return normed, x.view_as(x), rows.view_as(rows), logits
 
     @staticmethod
+    @no_second_derivative
     def backward(ctx, d_shared, d_residual, d_rows, d_logits):
         x, weight, rstd, gate = ctx.saved_tensors
         routing, tokens = ctx.left.routing, x.reshape(-1, x.shape[-1])

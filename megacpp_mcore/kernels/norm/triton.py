@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.kernels.backward_pass import no_second_derivative
 from megacpp_mcore.kernels.norm import triton_kernels
 from megacpp_mcore.surfaces.norm import MAX_HIDDEN_SIZE
 
@@ -71,6 +72,7 @@ class _WithResidual(torch.autograd.Function):
         return y, x.view_as(x)
 
     @staticmethod
+    @no_second_derivative
     def backward(ctx, dy: Tensor | None, d_residual: Tensor | None):
         if dy is None:
             return d_residual, None, None

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from megacpp_mcore.errors import MegacppError
+from megacpp_mcore.kernels.backward_pass import no_second_derivative
 from megacpp_mcore.kernels.main_grad import fp32_product
 from megacpp_mcore.kernels.router_gating import triton_kernels
 
@@ -58,6 +59,7 @@ class _RouterGating(torch.autograd.Function):
         return logits.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
+    @no_second_derivative
     def backward(ctx, dlogits: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         for_x, for_weight, for_logits = ctx.needs_input_grad
