@@ -131,7 +131,8 @@ class _DispatchedMLA(upstream.MLASelfAttention):
         cache = rows.store(self.layer_number, k_pos.transpose(0, 1), kv_latent.transpose(0, 1))
 
         compressed = self.config.q_lora_rank is not None
-        q, _ = (self.linear_q_up_proj if compressed else self.linear_q_proj)(q_latent)
+        linear_q = self.linear_q_up_proj if compressed else self.linear_q_proj
+        q, _ = linear_q(q_latent)
         heads, plain = self.num_attention_heads_per_partition, self.config.qk_head_dim
         q = q.unflatten(-1, (heads, -1))
         q_plain, q_pos = q.split([plain, q.shape[-1] - plain], dim=-1)
@@ -211,14 +212,16 @@ class _DispatchedMLA(upstream.MLASelfAttention):
         if self._up is not None:
             return mla_up.apply(self._up, self, q_latent, kv_latent, k_pos, rotary, bounds)
         compressed = self.config.q_lora_rank is not None
-        q, _ = (self.linear_q_up_proj if compressed else self.linear_q_proj)(q_latent)
+        linear_q = self.linear_q_up_proj if compressed else self.linear_q_proj
+        q, _ = linear_q(q_latent)
         kv, _ = self.linear_kv_up_proj(kv_latent)
         q, kv = (x.unflatten(-1, (self.num_attention_heads_per_partition, -1)) for x in (q, kv))
         assert self._rope is not None
-        # What is recomputed is freed between the passes, and q's memory with it.
+        # What is recomputed is freed between the passes, and q's memory with it; a hook may keep q.
+        own_q = not (self.recompute_up_proj or linear_q._forward_hooks)
         return self._rope(
             q, kv, k_pos, rotary, qk_head_dim=self.config.qk_head_dim, cu_seqlens=bounds,
-            in_place=self.training and not self.recompute_up_proj,
+            in_place=self.training and own_q,
         )  # fmt: skip
 
     def _rotary_table(self, tokens: int, device) -> RotaryTable:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megacpp_mcore.kernels.backward_pass import no_second_derivative
 from megacpp_mcore.kernels.main_grad import fp32_product, handed_on, takes_gradients
-from megacpp_mcore.layers.param_gather import wait_for_param_gather
+from megacpp_mcore.layers.param_gather import needs_no_call, only_multiplies, wait_for_param_gather
 
 
 def one_product(
@@ -26,17 +26,17 @@ def one_product(
 
 
 def can_be_one(config, q_down: torch.nn.Module, kv_down: torch.nn.Module, rows: int) -> bool:
-    """Whether these linears do nothing but multiply: no bias, 16 bits or more, whole weights.
+    """Whether these linears do nothing but multiply: no bias, 16 bits or more, whole weights,
+    and no hooks but data parallelism's.
 
     rows: outputs of both, q_lora_rank + kv_lora_rank + qk_pos_emb_head_dim. Under tensor
     parallelism Transformer Engine's linears have whole weights, Megatron's do not.
     """
     plain = not (config.fp8 or config.fp4 or getattr(config, "delay_wgrad_compute", False))
-    weights = [getattr(module, "weight", None) for module in (q_down, kv_down)]
-    if not plain or not all(type(w) is torch.nn.Parameter for w in weights):
+    linears = q_down, kv_down
+    if not plain or not all(only_multiplies(each) and needs_no_call(each) for each in linears):
         return False
-    biased = any(getattr(m, "bias", None) is not None and m.bias.numel() for m in (q_down, kv_down))
-    return not biased and sum(len(w) for w in weights) == rows
+    return sum(len(each.weight) for each in linears) == rows
 
 
 def accumulates(linear: torch.nn.Module) -> bool:

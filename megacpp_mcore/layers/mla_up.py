@@ -7,14 +7,13 @@ updated weights are as they were, and gradients reach main_grad where the linear
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.mla_rope import RotaryTable
 from megacpp_mcore.layers import mla_down
-from megacpp_mcore.layers.param_gather import wait_for_param_gather
+from megacpp_mcore.layers.param_gather import only_multiplies, wait_for_param_gather
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.surfaces import mla_up
 from megacpp_mcore.surfaces.backend import REFERENCE
@@ -45,20 +44,14 @@ def decided(attention: "MLASelfAttention") -> Callable | None:
     for which, more in dims.items():
         rows = attention.num_attention_heads_per_partition * (config.qk_head_dim + more)
         linear = getattr(attention, name := f"linear_{which}_up_proj")
-        if not _only_multiplies(linear, rows):
+        if not (only_multiplies(linear) and len(linear.weight) == rows):
             raise MLAUpError(
                 f'mla_up = "{decision.observed}" is asked for, but {name} is a '
-                f"{type(linear).__name__} with a bias, a norm inside or another weight than one "
-                f'of {rows} rows; set mla_up = "{REFERENCE}" in [backends] or remove the key'
+                f"{type(linear).__name__} with a bias, a norm inside, a forward pass of its own "
+                f"or another weight than one of {rows} rows; set mla_up = "
+                f'"{REFERENCE}" in [backends] or remove the key'
             )
     return decision.load()
-
-
-def _only_multiplies(linear: torch.nn.Module, rows: int) -> bool:
-    weight, bias = (getattr(linear, name, None) for name in ("weight", "bias"))
-    if type(weight) is not torch.nn.Parameter or hasattr(linear, "layer_norm_weight"):
-        return False
-    return len(weight) == rows and not (bias is not None and bias.numel())
 
 
 def apply(

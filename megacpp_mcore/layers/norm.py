@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megacpp_mcore.layers.param_gather import hooks_of_a_call, only_gathers
+from megacpp_mcore.layers.param_gather import needs_no_call
 
 
 class _RMSNorm(torch.nn.RMSNorm):
@@ -71,9 +71,8 @@ class _FusedRMSNorm(torch.nn.RMSNorm):
 
 def is_fused_with_residual(norm: torch.nn.Module) -> bool:
     """Whether norm is FusedRMSNorm's module, whose input is the layer's residual, and nobody would
-    miss its call: hooks see one, but those that wait for its weight."""
-    ours = type(norm) is _FusedRMSNorm and norm.has_residual
-    return ours and only_gathers(norm) and not hooks_of_a_call(norm)
+    miss its call."""
+    return type(norm) is _FusedRMSNorm and norm.has_residual and needs_no_call(norm)
 
 
 def build(

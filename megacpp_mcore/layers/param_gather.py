@@ -6,10 +6,12 @@ from megacpp_mcore.errors import MegacppError
 
 
 class HookError(MegacppError):
-    """A hook that a module which is not called would not run, or whose result nobody would read."""
+    """A hook or forward pass that a module which is not called would not run, or whose result
+    nobody would read."""
 
 
-_INSTEAD = 'remove the hook, or name a backend that calls the module, such as "reference"'
+_INSTEAD = 'remove it, or name a backend that calls the module, such as "reference"'
+_BUILT = ("megacpp_mcore.", "megatron.", "transformer_engine.", "torch.")
 
 
 def wait_for_param_gather(module: torch.nn.Module, is_called: bool = False) -> torch.nn.Module:
@@ -21,14 +23,21 @@ def wait_for_param_gather(module: torch.nn.Module, is_called: bool = False) -> t
 
     is_called: the module is called as well, for something else, and its other hooks run then.
 
-    Raises HookError where a hook returns an input, which nobody would read, and for a hook that
-    only a call would run.
+    Raises HookError where a hook returns an input, which nobody would read, for a hook that only a
+    call would run, and for a forward pass that is not Megatron's, Transformer Engine's, torch's or
+    ours, as an adapter's or a quantizer's.
     """
-    if not is_called and hooks_of_a_call(module):
-        raise HookError(
-            f"a forward or backward hook of a {type(module).__name__} would not run, as a fused "
-            f"operation reads its weight and does not call it: {_INSTEAD}"
-        )
+    if not is_called:
+        kind = type(module).__name__
+        for what, there in (
+            (f"a forward or backward hook of a {kind}", hooks_of_a_call(module)),
+            (f"the forward pass of a {kind}, which is somebody else's,", not _is_as_built(module)),
+        ):
+            if there:
+                raise HookError(
+                    f"{what} would not run, as a fused operation reads the weight and does not "
+                    f"call the module: {_INSTEAD}"
+                )
     takes_kwargs = module._forward_pre_hooks_with_kwargs
     for number, hook in list(module._forward_pre_hooks.items()):
         if number in takes_kwargs:
@@ -39,7 +48,7 @@ def wait_for_param_gather(module: torch.nn.Module, is_called: bool = False) -> t
         if found is not None and any(len(part) for part in found):
             raise HookError(
                 f"a forward pre-hook of a {type(module).__name__} returns an input, but a fused "
-                f"operation reads its weight and does not call it: {_INSTEAD}"
+                f"operation reads the weight and does not call the module: {_INSTEAD}"
             )
     return module
 
@@ -49,11 +58,34 @@ def hooks_of_a_call(module: torch.nn.Module) -> bool:
     return bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
+def _is_as_built(module: torch.nn.Module) -> bool:
+    """Whether its forward pass is of one of the packages that build layers."""
+    origin = getattr(type(module).forward, "__module__", None) or ""
+    # Of the instance: libraries put theirs there, under the name and module of the one before.
+    return "forward" not in vars(module) and origin.startswith(_BUILT)
+
+
+def only_multiplies(linear: torch.nn.Module) -> bool:
+    """Whether its call is the product with its weight: neither bias nor norm, a parameter of its
+    own, and a forward pass as built."""
+    weight, bias = (getattr(linear, name, None) for name in ("weight", "bias"))
+    if type(weight) is not torch.nn.Parameter or hasattr(linear, "layer_norm_weight"):
+        return False
+    return not (bias is not None and bias.numel()) and _is_as_built(linear)
+
+
+def needs_no_call(module: torch.nn.Module) -> bool:
+    """Whether nobody would miss a call of `module`: its forward pass is as built, and it has no
+    hooks but those that wait for its parameters. Somebody else's pre-hook may replace the input, so
+    that what is computed of it before the call would be wrong, and the gradient of what a hook does
+    with the input would be lost."""
+    return _is_as_built(module) and _only_gathers(module) and not hooks_of_a_call(module)
+
+
 _OF_PARAMETERS = ("megatron.core.distributed.", "megacpp_mcore.")
 
 
-def only_gathers(module: torch.nn.Module) -> bool:
-    """Whether nobody but data parallelism has a forward pre-hook on `module`. Somebody else's may
-    replace the input, so that what is computed of it before the call would be wrong."""
+def _only_gathers(module: torch.nn.Module) -> bool:
+    """Whether nobody but data parallelism has a forward pre-hook on `module`."""
     hooks = module._forward_pre_hooks.values()
     return all((getattr(h, "__module__", None) or "").startswith(_OF_PARAMETERS) for h in hooks)

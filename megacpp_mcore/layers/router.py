@@ -10,7 +10,7 @@ from megacpp_mcore import dispatch
 from megacpp_mcore.kernels.moe_experts.readers import MOST_GATES
 from megacpp_mcore.kernels.router_gating import fp32_output
 from megacpp_mcore.kernels.router_topk import Choice
-from megacpp_mcore.layers.param_gather import only_gathers, wait_for_param_gather
+from megacpp_mcore.layers.param_gather import needs_no_call, wait_for_param_gather
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.surfaces import router_topk
 from megacpp_mcore.surfaces.backend import REFERENCE
@@ -40,13 +40,15 @@ class DispatchedTopKRouter(TopKRouter):
     def gate(self, tokens: Tensor) -> Tensor | None:
         """The weight [experts, h], if somebody else can compute the logits, and multiply their
         gradient by it: they are a plain product of the tokens, and so small a one that it is faster
-        on the way, where the tokens are written and their gradients are summed."""
+        on the way, where the tokens are written and their gradients are summed. The router's input
+        has no gradient of its own then, so that nothing else may depend on it."""
         config = self.config
         if (
             config.num_moe_experts > MOST_GATES
             or self.product is not fp32_output.router_gating
             or config.moe_input_jitter_eps is not None
-            or not only_gathers(self)
+            or type(self) is not DispatchedTopKRouter
+            or not needs_no_call(self)
         ):
             return None
         return wait_for_param_gather(self, is_called=True)._weight_at(tokens)

@@ -191,6 +191,15 @@ def test_in_place_has_the_same_bits(interleaved, rotary):
         assert torch.equal(plain, same)
 
 
+def test_what_saved_the_queries_before_they_are_turned_in_place_is_refused_its_gradient():
+    q, *others, table = draw(3, 2, heads=5)
+    own = q.requires_grad_() * 1
+    saved = own.square().sum()
+    turned, *_ = triton.mla_rope(own, *others, table, qk_head_dim=4, in_place=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (saved + turned.sum()).backward()
+
+
 def test_in_place_under_a_checkpoint_that_hands_out_saved_tensors_once():
     *inputs, table = draw(3, 2, heads=5)
     found = []

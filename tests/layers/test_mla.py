@@ -20,7 +20,7 @@ from megatron.core.transformer.spec_utils import build_module
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.mla_rope import triton
-from megacpp_mcore.layers import blocks, parts
+from megacpp_mcore.layers import blocks, mla_down, parts
 from megacpp_mcore.layers.core_attention import ReferenceCoreAttention
 from megacpp_mcore.layers.dispatched import DispatchedNorm
 from megacpp_mcore.layers.hybrid_stack import stack_spec
@@ -124,16 +124,37 @@ def assert_equal(found, expected, eps):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("bounds", [None, [0, 4, 4, 9]], ids=["rows", "documents"])
-def test_ours_is_upstreams(variant, bounds):
+def test_ours_is_upstreams(variant, bounds, monkeypatch):
     """In float64, where upstream turns in float64 by cosines of float32, as we do."""
     torch.manual_seed(3)
     ours, theirs = pair(**VARIANTS[variant])
-    for linear in (getattr(ours, "linear_q_down_proj", None), ours.linear_kv_down_proj):
-        if linear is not None and ours.config.q_lora_rank is not None:
-            linear.forward = None  # both are one product
+    products, one = [], mla_down.one_product
+    monkeypatch.setattr(mla_down, "one_product", lambda *of: products.append(of) or one(*of))
     hidden = torch.randn(SEQ, 1 if bounds else BATCH, HIDDEN, dtype=torch.float64)
     found, expected = run(ours, hidden, bounds), run(theirs, hidden, bounds)
     assert_equal(found, expected, torch.finfo(torch.float64).eps)
+    assert bool(products) == (ours.config.q_lora_rank is not None)  # of both down projections
+
+
+@pytest.mark.parametrize("name", ["linear_q_down_proj", "linear_kv_down_proj"])
+def test_a_down_projection_with_a_hook_is_called(name):
+    ours, theirs = pair()
+    seen = []
+    ours.get_submodule(name).register_forward_hook(lambda *of: seen.append(of))
+    hidden = torch.randn(SEQ, BATCH, HIDDEN, dtype=torch.float64)
+    assert_equal(run(ours, hidden), run(theirs, hidden), torch.finfo(torch.float64).eps)
+    assert len(seen) == 1
+
+
+def test_queries_that_a_hook_keeps_are_not_turned():
+    """The kernel turns them in their own memory where nobody can have kept them."""
+    ours, theirs = pair(dtype=torch.float32)
+    ours._rope = triton.mla_rope  # dispatch serves it on cuda only
+    hidden, kept = torch.randn(SEQ, BATCH, HIDDEN), []
+    for layer in (ours, theirs):
+        layer.linear_q_up_proj.register_forward_hook(lambda _, args, found: kept.append(found[0]))
+        run(layer, hidden)
+    torch.testing.assert_close(*kept)
 
 
 def test_one_down_projection_is_the_two():

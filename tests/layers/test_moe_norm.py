@@ -29,6 +29,7 @@ from megacpp_mcore.kernels.moe_experts.readers import readers_of_norm
 from megacpp_mcore.kernels.moe_experts.weights import Experts
 from megacpp_mcore.kernels.norm.triton import rms_norm
 from megacpp_mcore.kernels.router_gating import fp32_output
+from megacpp_mcore.layers.router import DispatchedTopKRouter
 
 
 @contextlib.contextmanager
@@ -184,6 +185,44 @@ def test_what_a_hook_replaces_is_read(machine, of):  # noqa: F811
     with with_one_backward(machine) as (layer, calls):
         layer.get_submodule(of).register_forward_pre_hook(lambda _, args: (args[0] * 2 + 1,))
         found = run(layer, layer._forward_mlp, (5, 2, 40))
+        assert_same(found, run(layer, lambda x: as_megatrons(layer, x), (5, 2, 40)))
+        assert not calls
+
+
+def _routes_by_its_input(router):
+    """A forward hook whose result depends on the input: of that too there is a gradient."""
+    router.register_forward_hook(
+        lambda _, args, found: (found[0] * (1 + args[0].mean()), *found[1:])
+    )
+
+
+def _with_another_forward(router):
+    before = router.forward
+
+    def forward(x, *more):
+        probs, routing_map = before(x, *more)
+        return probs * (1 + x.mean()), routing_map
+
+    router.forward = forward
+
+
+class _OfSomebodyElsesSpec(DispatchedTopKRouter):
+    def gating(self, x):
+        return super().gating(x) * (1 + x.mean())
+
+
+def _of_another_class(router):
+    router.__class__ = _OfSomebodyElsesSpec
+
+
+@pytest.mark.parametrize("change", [_routes_by_its_input, _with_another_forward, _of_another_class])
+def test_a_routers_input_has_all_its_gradients(machine, change):  # noqa: F811
+    exact = lambda dlogits, x, weight, for_x: (dlogits @ weight, dlogits.t() @ x)  # noqa: E731
+    machine.setattr(fp32_output, "_backward", exact)
+    with with_one_backward(machine) as (layer, calls):
+        change(layer.mlp.router)
+        found = run(layer, layer._forward_mlp, (5, 2, 40))
+        layer.mlp.router.gate = lambda tokens: None  # the router itself reads its input
         assert_same(found, run(layer, lambda x: as_megatrons(layer, x), (5, 2, 40)))
         assert not calls
 

@@ -1,5 +1,7 @@
 """Weights that are read without calling their module, under overlap_param_gather."""
 
+import functools
+
 import pytest
 import torch
 
@@ -73,6 +75,29 @@ def test_a_hook_that_only_a_call_would_run_is_not_forgotten_silently(register):
     model = Model(waits=True)
     getattr(model.second, register)(lambda *given: None)
     with pytest.raises(HookError, match="hook of a Linear would not run"):
+        step(model)
+    assert wait_for_param_gather(model.second, is_called=True) is model.second
+
+
+class Adapted(torch.nn.Linear):
+    """As an adapter's or a quantizer's: a linear that computes more than its weight says."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def _dressed(linear):
+    """As a library that keeps the forward pass and its name, and calls it in one of its own."""
+    before = linear.forward
+    after = functools.partial(lambda module, x: 2 * before(x), linear)
+    linear.forward = functools.update_wrapper(after, before)
+
+
+@pytest.mark.parametrize("change", [lambda linear: setattr(linear, "__class__", Adapted), _dressed])
+def test_a_forward_pass_of_somebody_else_is_not_skipped_silently(change):
+    model = Model(waits=True)
+    change(model.second)
+    with pytest.raises(HookError, match=r"forward pass of a (Adapted|Linear), which is somebody"):
         step(model)
     assert wait_for_param_gather(model.second, is_called=True) is model.second
 

@@ -130,6 +130,8 @@ class _InPlace(torch.autograd.Function):
             triton_kernels.mla_rope_forward, (q, kv, k_pos), (q, k, v),
             (cos, sin, cu_seqlens), q.shape, qk_head_dim, v.shape[-1], interleaved,
         )  # fmt: skip
+        # Whoever has saved q for a backward pass of its own gets torch's error there.
+        torch.autograd.graph.increment_version(q)
         return q.view_as(q), k, v
 
     @staticmethod
