@@ -6,6 +6,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megacpp_mcore.layers.moe import MegacppMoELayer
+from megacpp_mcore.layers.param_gather import needs_no_call
 from megacpp_mcore.layers.residual import get_residual_add
 
 
@@ -40,6 +41,8 @@ class MoEBlock(MoETransformerLayer):
         return (
             isinstance(mlp, MegacppMoELayer)
             and mlp.takes_residual
+            # A hook of the MLP's sees what Megatron gives it, and what it returns.
+            and needs_no_call(mlp)
             and self.mlp_bda is get_residual_add
             and not (self.training and self.hidden_dropout)
             and not config.fp32_residual_connection

@@ -1,5 +1,7 @@
 """Reading a weight without calling the module that owns it."""
 
+from functools import partial
+
 import torch
 
 from megacpp_mcore.errors import MegacppError
@@ -60,9 +62,10 @@ def hooks_of_a_call(module: torch.nn.Module) -> bool:
 
 def _is_as_built(module: torch.nn.Module) -> bool:
     """Whether its forward pass is of one of the packages that build layers."""
-    origin = getattr(type(module).forward, "__module__", None) or ""
-    # Of the instance: libraries put theirs there, under the name and module of the one before.
-    return "forward" not in vars(module) and origin.startswith(_BUILT)
+    own = vars(module).get("forward")
+    if own is not None:  # others' may bear the name and module of the one that they call
+        return isinstance(own, partial) and own.func.__module__.startswith(_BUILT[0])
+    return (getattr(type(module).forward, "__module__", None) or "").startswith(_BUILT)
 
 
 def only_multiplies(linear: torch.nn.Module) -> bool:
@@ -80,6 +83,15 @@ def needs_no_call(module: torch.nn.Module) -> bool:
     that what is computed of it before the call would be wrong, and the gradient of what a hook does
     with the input would be lost."""
     return _is_as_built(module) and _only_gathers(module) and not hooks_of_a_call(module)
+
+
+def refuse_what_needs_a_call(module: torch.nn.Module) -> None:
+    """Raises HookError where somebody would miss a call of `module`."""
+    if not needs_no_call(module):
+        raise HookError(
+            f"a hook of a {type(module).__name__} would not run, or a forward pass of somebody "
+            f"else's, as its layer calls an operation of it instead: {_INSTEAD}"
+        )
 
 
 _OF_PARAMETERS = ("megatron.core.distributed.", "megacpp_mcore.")

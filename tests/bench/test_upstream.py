@@ -318,11 +318,10 @@ def test_ligers_experts_in_the_layers_place(liger, tmp_path, monkeypatch):
 def test_ligers_experts_where_norm_and_readers_have_one_backward_pass(liger, tmp_path, monkeypatch):
     """Ours take the norm along, with our router's product, which a CPU's recipe does not have."""
 
-    class Router(dispatched.DispatchedTopKRouter):
-        def __init__(self, *args, product, **more):
-            super().__init__(*args, product=fp32_output.router_gating, **more)
+    ours, joined, normed = dispatched.DispatchedTopKRouter, [], moe.MegacppMoELayer.normed
 
-    joined, normed = [], moe.MegacppMoELayer.normed
+    def router(*args, product, **more):
+        return ours(*args, product=fp32_output.router_gating, **more)
 
     def watched(*args):
         found = normed(*args)
@@ -330,7 +329,7 @@ def test_ligers_experts_where_norm_and_readers_have_one_backward_pass(liger, tmp
         return found
 
     monkeypatch.setattr(moe.MegacppMoELayer, "normed", watched)
-    monkeypatch.setattr(dispatched, "DispatchedTopKRouter", Router)
+    monkeypatch.setattr(dispatched, "DispatchedTopKRouter", router)
     monkeypatch.setattr(fp32_output, "_check", lambda *args: None)  # float32 is exact, too:
     monkeypatch.setattr(fp32_output, "_bf16_parts", lambda x: torch.cat([x, 0 * x, 0 * x], 1))
     monkeypatch.setenv("MEGACPP_BACKENDS", "moe_experts=fused_moe,norm=triton")

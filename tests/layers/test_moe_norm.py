@@ -29,6 +29,7 @@ from megacpp_mcore.kernels.moe_experts.readers import readers_of_norm
 from megacpp_mcore.kernels.moe_experts.weights import Experts
 from megacpp_mcore.kernels.norm.triton import rms_norm
 from megacpp_mcore.kernels.router_gating import fp32_output
+from megacpp_mcore.layers.param_gather import HookError
 from megacpp_mcore.layers.router import DispatchedTopKRouter
 
 
@@ -177,9 +178,9 @@ def test_weights_that_are_still_gathered_are_waited_for(machine):  # noqa: F811
         assert tuple(order[:2]) == modules  # as Megatron gathers them
 
 
-@pytest.mark.parametrize("of", ["pre_mlp_layernorm", "mlp.router"])
+@pytest.mark.parametrize("of", ["pre_mlp_layernorm", "mlp.router", "mlp"])
 def test_what_a_hook_replaces_is_read(machine, of):  # noqa: F811
-    """The input of norm or router, which the layer would otherwise read itself."""
+    """The input of norm, router or experts, which the layer would otherwise read itself."""
     exact = lambda dlogits, x, weight, for_x: (dlogits @ weight, dlogits.t() @ x)  # noqa: E731
     machine.setattr(fp32_output, "_backward", exact)
     with with_one_backward(machine) as (layer, calls):
@@ -225,6 +226,25 @@ def test_a_routers_input_has_all_its_gradients(machine, change):  # noqa: F811
         layer.mlp.router.gate = lambda tokens: None  # the router itself reads its input
         assert_same(found, run(layer, lambda x: as_megatrons(layer, x), (5, 2, 40)))
         assert not calls
+
+
+def test_a_hook_of_the_experts_sees_their_output_without_the_residual(machine):  # noqa: F811
+    with with_one_backward(machine) as (layer, calls):
+        layer.mlp.register_forward_hook(lambda _, args, found: (found[0] * 2, *found[1:]))
+        found = run(layer, layer._forward_mlp, (5, 2, 40))
+        assert_same(found, run(layer, lambda x: as_megatrons(layer, x), (5, 2, 40)))
+        assert not calls
+
+
+@pytest.mark.parametrize(
+    "register",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"],
+)
+def test_a_hook_of_experts_that_are_not_called_is_refused(machine, register):  # noqa: F811
+    with with_one_backward(machine) as (layer, _):
+        getattr(layer.mlp.experts, register)(lambda *given: None)
+        with pytest.raises(HookError, match="hook of a FusedExperts would not run"):
+            layer._forward_mlp(torch.randn(5, 2, 40))
 
 
 def test_one_backward_pass_leaves_nothing_and_heeds_hooks(machine):  # noqa: F811
