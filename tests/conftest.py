@@ -141,6 +141,7 @@ SLOW_FILES = (
     "tests/kernels/test_moe_routed.py",
     "tests/kernels/test_rope_qk.py",
     "tests/layers/test_attention.py",
+    "tests/layers/test_hooks.py",
     "tests/layers/test_loss.py",
     "tests/layers/test_m2rnn_layer.py",
     "tests/layers/test_mamba3_layer.py",

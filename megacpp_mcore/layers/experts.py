@@ -38,7 +38,7 @@ from megacpp_mcore.kernels.moe_experts.fused import (
 )
 from megacpp_mcore.kernels.moe_experts.readers import Readers, readers, readers_of_norm
 from megacpp_mcore.kernels.moe_experts.routing import allocated
-from megacpp_mcore.layers.param_gather import refuse_what_needs_a_call, wait_for_param_gather
+from megacpp_mcore.layers.param_gather import wait_for_param_gather
 from megacpp_mcore.surfaces.moe_experts import FUSED, GROUPED_MM
 
 # Fields of Megatron's config without a recipe key -> the one value that both classes support.
@@ -206,7 +206,7 @@ class FusedExperts(GroupedMMExperts):
 
         Raises HookError for hooks of this module, which is not called.
         """
-        refuse_what_needs_a_call(self)
+        wait_for_param_gather(self)
         return experts_routed(
             hidden_states, routing_map, probs, self._experts(), self._topk, addend, residual, rows,
             hidden, found, on_gradient,

@@ -63,10 +63,12 @@ class _FusedRMSNorm(torch.nn.RMSNorm):
 
         super().__init__(hidden_size, eps=eps)
         self.has_residual = has_residual
-        self.norm = rms_norm_with_residual if has_residual else rms_norm
+        self.plain, self.with_residual = rms_norm, rms_norm_with_residual
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        return self.norm(x, self.weight, self.eps)
+        # What a hook replaces, x or its gradient, is the norm's alone: the residual is the layer's.
+        norm = self.with_residual if self.has_residual and needs_no_call(self) else self.plain
+        return norm(x, self.weight, self.eps)
 
 
 def is_fused_with_residual(norm: torch.nn.Module) -> bool:

@@ -1,5 +1,6 @@
 """Reading a weight without calling the module that owns it."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -8,16 +9,17 @@ from megacpp_mcore.errors import MegacppError
 
 
 class HookError(MegacppError):
-    """A hook or forward pass that a module which is not called would not run, or whose result
-    nobody would read."""
+    """A hook or forward pass that a module which is not called would not run."""
 
 
-_INSTEAD = 'remove it, or name a backend that calls the module, such as "reference"'
+# Of the packages that build layers, and of those whose hooks wait for a module's parameters.
 _BUILT = ("megacpp_mcore.", "megatron.", "transformer_engine.", "torch.")
+_OF_PARAMETERS = ("megacpp_mcore.", "megatron.core.distributed.", "torch.distributed.")
 
 
 def wait_for_param_gather(module: torch.nn.Module, is_called: bool = False) -> torch.nn.Module:
-    """Run the forward pre-hooks of `module`, so that its parameters can be read, and return it.
+    """Run the forward pre-hooks that wait for parameters of `module`, so that these can be read,
+    and return it.
 
     With overlap_param_gather, Megatron's data parallelism gathers the updated parameters in the
     background and waits for them in a forward pre-hook of the module that owns them. Code that
@@ -25,39 +27,32 @@ def wait_for_param_gather(module: torch.nn.Module, is_called: bool = False) -> t
 
     is_called: the module is called as well, for something else, and its other hooks run then.
 
-    Raises HookError where a hook returns an input, which nobody would read, for a hook that only a
-    call would run, and for a forward pass that is not Megatron's, Transformer Engine's, torch's or
-    ours, as an adapter's or a quantizer's.
+    Raises HookError where somebody would miss a call, unless it is called: see `needs_no_call`.
     """
-    if not is_called:
-        kind = type(module).__name__
-        for what, there in (
-            (f"a forward or backward hook of a {kind}", hooks_of_a_call(module)),
-            (f"the forward pass of a {kind}, which is somebody else's,", not _is_as_built(module)),
-        ):
-            if there:
-                raise HookError(
-                    f"{what} would not run, as a fused operation reads the weight and does not "
-                    f"call the module: {_INSTEAD}"
-                )
+    if not is_called and not needs_no_call(module):
+        raise HookError(
+            f"a hook of a {type(module).__name__}, or the forward pass that somebody has put in "
+            "its place, would not run, as a fused operation reads the weight and does not call the "
+            'module: remove it, or name a backend that calls the module, such as "reference"'
+        )
     takes_kwargs = module._forward_pre_hooks_with_kwargs
     for number, hook in list(module._forward_pre_hooks.items()):
-        if number in takes_kwargs:
-            found = hook(module, (), {})
-        else:
-            found = hook(module, ())
-            found = None if found is None else (found if isinstance(found, tuple) else (found,), {})
-        if found is not None and any(len(part) for part in found):
-            raise HookError(
-                f"a forward pre-hook of a {type(module).__name__} returns an input, but a fused "
-                f"operation reads the weight and does not call the module: {_INSTEAD}"
-            )
+        if _is_of_parameters(hook):
+            hook(module, (), *([{}] if number in takes_kwargs else []))
     return module
 
 
-def hooks_of_a_call(module: torch.nn.Module) -> bool:
-    """Whether `module` has hooks that only a call runs: all but forward pre-hooks."""
-    return bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
+def needs_no_call(module: torch.nn.Module) -> bool:
+    """Whether nobody would miss a call of `module`: its forward pass is as built, and it has no
+    hooks but those that wait for its parameters. Others' may replace what it takes or returns, and
+    have gradients of their own of both."""
+    others = any(not _is_of_parameters(hook) for hook in module._forward_pre_hooks.values())
+    of_a_call = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
+    return _is_as_built(module) and not (others or of_a_call)
+
+
+def _is_of_parameters(hook: Callable) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith(_OF_PARAMETERS)
 
 
 def _is_as_built(module: torch.nn.Module) -> bool:
@@ -75,29 +70,3 @@ def only_multiplies(linear: torch.nn.Module) -> bool:
     if type(weight) is not torch.nn.Parameter or hasattr(linear, "layer_norm_weight"):
         return False
     return not (bias is not None and bias.numel()) and _is_as_built(linear)
-
-
-def needs_no_call(module: torch.nn.Module) -> bool:
-    """Whether nobody would miss a call of `module`: its forward pass is as built, and it has no
-    hooks but those that wait for its parameters. Somebody else's pre-hook may replace the input, so
-    that what is computed of it before the call would be wrong, and the gradient of what a hook does
-    with the input would be lost."""
-    return _is_as_built(module) and _only_gathers(module) and not hooks_of_a_call(module)
-
-
-def refuse_what_needs_a_call(module: torch.nn.Module) -> None:
-    """Raises HookError where somebody would miss a call of `module`."""
-    if not needs_no_call(module):
-        raise HookError(
-            f"a hook of a {type(module).__name__} would not run, or a forward pass of somebody "
-            f"else's, as its layer calls an operation of it instead: {_INSTEAD}"
-        )
-
-
-_OF_PARAMETERS = ("megatron.core.distributed.", "megacpp_mcore.")
-
-
-def _only_gathers(module: torch.nn.Module) -> bool:
-    """Whether nobody but data parallelism has a forward pre-hook on `module`."""
-    hooks = module._forward_pre_hooks.values()
-    return all((getattr(h, "__module__", None) or "").startswith(_OF_PARAMETERS) for h in hooks)

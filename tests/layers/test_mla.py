@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gather_hooks import of_data_parallelism
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -230,7 +231,9 @@ def test_dsa_waits_for_the_weight_that_it_absorbs():
 
     attention = build(OfMegatronsLinears, make_config(**DSA))
     waited = []
-    attention.linear_kv_up_proj.register_forward_pre_hook(lambda *_: waited.append(True))
+    attention.linear_kv_up_proj.register_forward_pre_hook(
+        of_data_parallelism(lambda *_: waited.append(True))
+    )
     k_up, v_up = attention._get_kv_up_weights()
     assert waited and (k_up.shape, v_up.shape) == ((3, 6, 7), (3, 5, 7))
 

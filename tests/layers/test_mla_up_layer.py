@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from gather_hooks import of_data_parallelism
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -142,7 +143,9 @@ def test_a_layer_waits_for_weights_that_are_still_gathered():
     layer = build(operator=triton.mla_up)
     waited = []
     for linear in (layer.linear_q_up_proj, layer.linear_kv_up_proj):
-        linear.register_forward_pre_hook(lambda module, _: waited.append(module))
+        linear.register_forward_pre_hook(
+            of_data_parallelism(lambda module, _: waited.append(module))
+        )
     layer._up = lambda *args, **options: waited.append(args[3:5])
     latents = (torch.randn(SEQ, BATCH, width) for width in (10, 7, 8))
     mla_up.apply(layer._up, layer, *latents, layer._rotary_table(SEQ, "cpu"), None)
