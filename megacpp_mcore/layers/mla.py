@@ -33,7 +33,7 @@ from megacpp_mcore.kernels.mla_rope.reference import rotate
 from megacpp_mcore.layers import mla_down, mla_up
 from megacpp_mcore.layers.documents import document_offsets
 from megacpp_mcore.layers.inference_state import Rows, attend, check_context, rotate_at
-from megacpp_mcore.layers.param_gather import wait_for_param_gather
+from megacpp_mcore.layers.param_gather import needs_no_call, wait_for_param_gather
 from megacpp_mcore.layers.settings import plugin_settings
 from megacpp_mcore.surfaces import mla_rope
 from megacpp_mcore.surfaces.support import TE
@@ -217,11 +217,12 @@ class _DispatchedMLA(upstream.MLASelfAttention):
         kv, _ = self.linear_kv_up_proj(kv_latent)
         q, kv = (x.unflatten(-1, (self.num_attention_heads_per_partition, -1)) for x in (q, kv))
         assert self._rope is not None
-        # What is recomputed is freed between the passes, and q's memory with it; a hook may keep q.
-        own_q = not (self.recompute_up_proj or linear_q._forward_hooks)
+        # What is recomputed is freed between the passes, and q's memory with it. Hooks may keep q,
+        # as its linear returns it, or its gradient, as the attention does.
+        kept = linear_q._forward_hooks or not needs_no_call(self.core_attention)
         return self._rope(
             q, kv, k_pos, rotary, qk_head_dim=self.config.qk_head_dim, cu_seqlens=bounds,
-            in_place=self.training and own_q,
+            in_place=self.training and not (self.recompute_up_proj or kept),
         )  # fmt: skip
 
     def _rotary_table(self, tokens: int, device) -> RotaryTable:

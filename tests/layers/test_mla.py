@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from megatron.core.transformer.spec_utils import build_module
 
 from megacpp_mcore.errors import MegacppError
 from megacpp_mcore.kernels.mla_rope import triton
+from megacpp_mcore.kernels.moe_experts.grouped_mm import _DenseGradient
 from megacpp_mcore.layers import blocks, mla_down, parts
 from megacpp_mcore.layers.core_attention import ReferenceCoreAttention
 from megacpp_mcore.layers.dispatched import DispatchedNorm
@@ -147,13 +149,24 @@ def test_a_down_projection_with_a_hook_is_called(name):
     assert len(seen) == 1
 
 
-def test_queries_that_a_hook_keeps_are_not_turned():
-    """The kernel turns them in their own memory where nobody can have kept them."""
+def _of_dense_gradients(whole, q, *others):
+    return whole(_DenseGradient.apply(q), *others)
+
+
+@pytest.mark.parametrize("what", ["queries", "their gradient"])
+def test_what_a_hook_keeps_is_not_turned(what):
+    """The kernel turns queries and their gradient in their own memory where nobody has kept it."""
     ours, theirs = pair(dtype=torch.float32)
     ours._rope = triton.mla_rope  # dispatch serves it on cuda only
     hidden, kept = torch.randn(SEQ, BATCH, HIDDEN), []
     for layer in (ours, theirs):
-        layer.linear_q_up_proj.register_forward_hook(lambda _, args, found: kept.append(found[0]))
+        if what == "queries":
+            keep = layer.linear_q_up_proj.register_forward_hook
+        else:
+            keep = layer.core_attention.register_full_backward_hook
+            whole = layer.core_attention.whole  # whose gradients are contiguous, as a kernel's
+            layer.core_attention.whole = partial(_of_dense_gradients, whole)
+        keep(lambda _, inputs, outputs: kept.append((outputs if what == "queries" else inputs)[0]))
         run(layer, hidden)
     torch.testing.assert_close(*kept)
 
