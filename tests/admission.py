@@ -11,7 +11,6 @@ but its case (`megacpp_mcore.kernels.case`), and nothing of a backend but its en
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import model_slice
 import pytest
@@ -26,13 +25,13 @@ from admission_probes import (
     transposed,
 )
 from admission_subject import Subject, assert_within, compare, fresh_seed, truth_of
+from served import anywhere
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.kernels import parity
 from megacpp_mcore.kernels.case import Case
 from megacpp_mcore.surfaces.backend import REFERENCE
 from megacpp_mcore.surfaces.registry import REGISTRY
-from megacpp_mcore.surfaces.support import always
 from megacpp_mcore.training.cpu.megatron_setup import single_process
 
 _OPCHECK = ("test_schema", "test_autograd_registration", "test_faketensor",
@@ -233,13 +232,8 @@ def _serving(subject: Subject) -> Iterator[None]:
     if not subject.beyond_dispatch:
         yield
         return
-    surface = REGISTRY[subject.surface]
-    backends = tuple(
-        replace(backend, supports=always) if backend.name == subject.backend else backend
-        for backend in surface.backends
-    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(REGISTRY, subject.surface, replace(surface, backends=backends))
+        patch.setitem(REGISTRY, subject.surface, anywhere(subject.surface, subject.backend))
         yield
     dispatch.forget()  # that it could
 

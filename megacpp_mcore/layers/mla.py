@@ -131,8 +131,7 @@ class _DispatchedMLA(upstream.MLASelfAttention):
         cache = rows.store(self.layer_number, k_pos.transpose(0, 1), kv_latent.transpose(0, 1))
 
         compressed = self.config.q_lora_rank is not None
-        linear_q = self.linear_q_up_proj if compressed else self.linear_q_proj
-        q, _ = linear_q(q_latent)
+        q, _ = (self.linear_q_up_proj if compressed else self.linear_q_proj)(q_latent)
         heads, plain = self.num_attention_heads_per_partition, self.config.qk_head_dim
         q = q.unflatten(-1, (heads, -1))
         q_plain, q_pos = q.split([plain, q.shape[-1] - plain], dim=-1)

@@ -64,9 +64,9 @@ def _is_as_built(module: torch.nn.Module) -> bool:
 
 
 def only_multiplies(linear: torch.nn.Module) -> bool:
-    """Whether its call is the product with its weight: neither bias nor norm, a parameter of its
-    own, and a forward pass as built."""
+    """Whether its call is the product with its weight, a parameter of its own: neither bias nor
+    norm, and nothing of somebody else's."""
     weight, bias = (getattr(linear, name, None) for name in ("weight", "bias"))
     if type(weight) is not torch.nn.Parameter or hasattr(linear, "layer_norm_weight"):
         return False
-    return not (bias is not None and bias.numel()) and _is_as_built(linear)
+    return not (bias is not None and bias.numel()) and needs_no_call(linear)

@@ -1,18 +1,16 @@
 """Somebody else's hooks on the modules of a fused model: what they do to it is what they do to one
 whose modules are all called, or they are refused."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from test_moe import with_our_router
+from served import anywhere
+from test_moe import with_exact_gradients, with_our_router
 from test_moe_residual import CopyingStream, machine, model  # noqa: F401
 
-from megacpp_mcore.kernels.router_gating import fp32_output
+from megacpp_mcore import dispatch
 from megacpp_mcore.layers.moe import MegacppMoELayer
 from megacpp_mcore.layers.param_gather import HookError
 from megacpp_mcore.surfaces.registry import REGISTRY
-from megacpp_mcore.surfaces.support import always
 
 FUSED = {"moe_experts": "fused_moe", "mla_up": "triton", "embedding": "triton",
          "linear_cross_entropy": "chunked"}  # fmt: skip
@@ -86,15 +84,12 @@ def called_in(built) -> list[str]:
 
 
 @pytest.fixture
-def pair(machine):  # noqa: F811
+def models(machine):  # noqa: F811
     machine.setattr(torch.cuda, "Stream", CopyingStream)
     machine.setattr(torch.cuda, "current_stream", CopyingStream)
-    exact = lambda dlogits, x, weight, for_x: (dlogits @ weight, dlogits.t() @ x)  # noqa: E731
-    machine.setattr(fp32_output, "_backward", exact)
-    for surface in FUSED:
-        found = REGISTRY[surface]
-        serving = tuple(replace(backend, supports=always) for backend in found.backends)
-        machine.setitem(REGISTRY, surface, replace(found, backends=serving))
+    with_exact_gradients(machine)
+    for surface, backend in (*FUSED.items(), *CALLED.items()):
+        machine.setitem(REGISTRY, surface, anywhere(surface, backend))
 
     def built(backends, norm):
         named = ",".join(f"{surface}={backend}" for surface, backend in backends.items())
@@ -110,6 +105,7 @@ def pair(machine):  # noqa: F811
             if isinstance(layer, MegacppMoELayer):
                 with_our_router(machine, layer)
         yield fused, names, expected
+    dispatch.forget()
 
 
 def near(found, expected):
@@ -120,8 +116,8 @@ def near(found, expected):
     return {n: float(d) for n, d in off.items() if d > bound}
 
 
-def test_a_hook_does_what_it_does_to_modules_that_are_called(pair):
-    fused, names, expected = pair
+def test_a_hook_does_what_it_does_to_modules_that_are_called(models):
+    fused, names, expected = models
     plain = step(fused)
     assert not near(plain, expected[None]) and len(names) > 15
     moved = 0

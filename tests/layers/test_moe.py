@@ -147,6 +147,12 @@ def with_our_router(monkeypatch, built: MoELayer) -> None:
     assert router.gate(router.weight) is router.weight
 
 
+def with_exact_gradients(monkeypatch) -> None:
+    """Those of our router's product, as Megatron's: not of parts in bf16."""
+    exact = lambda dlogits, x, weight, for_x: (dlogits @ weight, dlogits.t() @ x)  # noqa: E731
+    monkeypatch.setattr(fp32_output, "_backward", exact)
+
+
 @pytest.mark.parametrize("ours", [False, True])
 @pytest.mark.parametrize("what", ["experts", "layer"])
 def test_recomputed_it_computes_the_same(process, monkeypatch, what, ours):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gather_hooks import of_data_parallelism
-from test_moe import with_our_router
+from test_moe import with_exact_gradients, with_our_router
 from test_moe_residual import (
     CASES,
     ONE_LAYER,
@@ -28,7 +28,6 @@ from megacpp_mcore.kernels.moe_experts import torch_products
 from megacpp_mcore.kernels.moe_experts.readers import readers_of_norm
 from megacpp_mcore.kernels.moe_experts.weights import Experts
 from megacpp_mcore.kernels.norm.triton import rms_norm
-from megacpp_mcore.kernels.router_gating import fp32_output
 from megacpp_mcore.layers.param_gather import HookError
 from megacpp_mcore.layers.router import DispatchedTopKRouter
 
@@ -176,8 +175,7 @@ def test_weights_that_are_still_gathered_are_waited_for(machine):  # noqa: F811
 @pytest.mark.parametrize("of", ["pre_mlp_layernorm", "mlp.router", "mlp"])
 def test_what_a_hook_replaces_is_read(machine, of):  # noqa: F811
     """The input of norm, router or experts, which the layer would otherwise read itself."""
-    exact = lambda dlogits, x, weight, for_x: (dlogits @ weight, dlogits.t() @ x)  # noqa: E731
-    machine.setattr(fp32_output, "_backward", exact)
+    with_exact_gradients(machine)
     with with_one_backward(machine) as (layer, calls):
         layer.get_submodule(of).register_forward_pre_hook(lambda _, args: (args[0] * 2 + 1,))
         found = run(layer, layer._forward_mlp, (5, 2, 40))
@@ -213,8 +211,7 @@ def _of_another_class(router):
 
 @pytest.mark.parametrize("change", [_routes_by_its_input, _with_another_forward, _of_another_class])
 def test_a_routers_input_has_all_its_gradients(machine, change):  # noqa: F811
-    exact = lambda dlogits, x, weight, for_x: (dlogits @ weight, dlogits.t() @ x)  # noqa: E731
-    machine.setattr(fp32_output, "_backward", exact)
+    with_exact_gradients(machine)
     with with_one_backward(machine) as (layer, calls):
         change(layer.mlp.router)
         found = run(layer, layer._forward_mlp, (5, 2, 40))

@@ -2,7 +2,7 @@
 CPU: with our embedding and head, which add to it themselves, and with those of plain torch."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from loss_models import SIZES
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from ranks import meet, start
+from served import anywhere
 
 from megacpp_mcore.kernels import adam, main_grad
 from megacpp_mcore.kernels.embedding import triton as embedding
@@ -19,7 +20,6 @@ from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.stack import bridges
 from megacpp_mcore.surfaces.registry import REGISTRY
-from megacpp_mcore.surfaces.support import always
 from megacpp_mcore.training.cpu.megatron_setup import megatron_args, quiet
 from megacpp_mcore.training.cpu.step import forward_step
 
@@ -82,10 +82,7 @@ def _rank(rank: int, folder: str, stages: int) -> None:
     meet(rank, stages)
     parallel_state.initialize_model_parallel(1, stages)
     for surface, name in OURS.items():  # they run on the CPU, in Triton's interpreter
-        backends = tuple(
-            replace(b, supports=always) if b.name == name else b for b in REGISTRY[surface].backends
-        )
-        REGISTRY[surface] = replace(REGISTRY[surface], backends=backends)
+        REGISTRY[surface] = anywhere(surface, name)
     for name, model in MODELS.items():
         for kind, backends in (("ours", OURS), ("plain", PLAIN)):
             if model.stages == stages:

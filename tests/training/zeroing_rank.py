@@ -3,7 +3,6 @@ zeroed by Megatron and by `training.gpu.zeroing`."""
 
 import contextlib
 import os
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +11,7 @@ from gloo_ranks import _without_cuda
 from loss_models import SIZES
 from main_grad_ranks import MICRO_BATCHES, _train
 from ranks import meet, start
+from served import anywhere
 
 from megacpp_mcore.kernels import main_grad
 from megacpp_mcore.layers import experts
@@ -20,7 +20,6 @@ from megacpp_mcore.recipe import load_recipe
 from megacpp_mcore.recipe.lowering import lower
 from megacpp_mcore.stack import bridges
 from megacpp_mcore.surfaces.registry import REGISTRY
-from megacpp_mcore.surfaces.support import always
 from megacpp_mcore.training.cpu.megatron_setup import megatron_args, quiet
 from megacpp_mcore.training.gpu import zeroing
 
@@ -52,10 +51,7 @@ def _rank(rank: int, folder: str) -> None:
     meet(rank, 1)
     parallel_state.initialize_model_parallel()
     for surface, name in (("moe_experts", "fused_moe"), ("moe_dispatch", "unmoved")):
-        backends = tuple(
-            replace(b, supports=always) if b.name == name else b for b in REGISTRY[surface].backends
-        )
-        REGISTRY[surface] = replace(REGISTRY[surface], backends=backends)
+        REGISTRY[surface] = anywhere(surface, name)
     for kind in KINDS:
         torch.save(_outcome(kind), Path(folder, f"{kind}.pt"))
     torch.distributed.destroy_process_group()
