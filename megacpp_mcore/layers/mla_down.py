@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megacpp_mcore.kernels.backward_pass import no_second_derivative
 from megacpp_mcore.kernels.main_grad import fp32_product, handed_on, takes_gradients
-from megacpp_mcore.layers.param_gather import only_multiplies, wait_for_param_gather
+from megacpp_mcore.layers.param_gather import needs_no_call, only_multiplies, wait_for_param_gather
 
 
 def one_product(
@@ -34,7 +34,7 @@ def can_be_one(config, q_down: torch.nn.Module, kv_down: torch.nn.Module, rows: 
     """
     plain = not (config.fp8 or config.fp4 or getattr(config, "delay_wgrad_compute", False))
     linears = q_down, kv_down
-    if not plain or not all(map(only_multiplies, linears)):
+    if not plain or not all(only_multiplies(each) and needs_no_call(each) for each in linears):
         return False
     return sum(len(each.weight) for each in linears) == rows
 

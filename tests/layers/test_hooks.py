@@ -3,9 +3,12 @@ whose modules are all called, or they are refused."""
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
 from served import anywhere
 from test_moe import with_exact_gradients, with_our_router
 from test_moe_residual import CopyingStream, machine, model  # noqa: F401
+from torch.nn.modules.module import register_module_forward_hook
 
 from megacpp_mcore import dispatch
 from megacpp_mcore.layers.moe import MegacppMoELayer
@@ -69,6 +72,18 @@ def with_each_hook(built, names, hook):
             handle.remove()
 
 
+def with_a_hook_of_all(built):
+    """Loss and gradients with one that changes what norms, routers and MLPs return."""
+    kinds = torch.nn.RMSNorm, TopKRouter, MoELayer
+    handle = register_module_forward_hook(
+        lambda module, args, found: changed(found) if isinstance(module, kinds) else None
+    )
+    try:
+        return step(built)
+    finally:
+        handle.remove()
+
+
 def called_in(built) -> list[str]:
     names = []
     handles = [
@@ -97,7 +112,7 @@ def models(machine):  # noqa: F811
 
     with built(CALLED, "reference") as called:
         names = called_in(called)
-        expected = {None: step(called)}
+        expected = {None: step(called), "all": with_a_hook_of_all(called)}
         for hook in (of_the_input, of_the_output, of_the_gradient):
             expected[hook] = dict(with_each_hook(called, names, hook))
     with built(FUSED, "triton") as fused:
@@ -130,3 +145,10 @@ def test_a_hook_does_what_it_does_to_modules_that_are_called(models):
                 assert not near(found, wanted), what
                 moved += bool(near(wanted, expected[None]))
     assert moved > 20
+
+
+@pytest.mark.filterwarnings("ignore::megacpp_mcore.layers.param_gather.HookWarning")
+def test_a_hook_of_all_modules_sees_what_it_sees_of_modules_that_are_called(models):
+    fused, _, expected = models
+    assert not near(with_a_hook_of_all(fused), expected["all"])
+    assert near(expected["all"], expected[None])

@@ -4,8 +4,14 @@ import functools
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
-from megacpp_mcore.layers.param_gather import HookError, wait_for_param_gather
+from megacpp_mcore.layers.param_gather import (
+    HookError,
+    HookWarning,
+    needs_no_call,
+    wait_for_param_gather,
+)
 from megacpp_mcore.training.gpu.gather_check import GatherCheck, GatherError
 
 
@@ -108,3 +114,16 @@ def test_hooks_that_wait_for_parameters_run_and_nothing_stays(of):
     step(model)
     assert seen == [(model.second, ()), {}]
     assert len(model.second._forward_pre_hooks) == 2
+
+
+def test_hooks_of_all_modules_are_told_that_one_is_not_called():
+    """They are torch's own tools', as its FLOP counter's: to refuse them would take those away."""
+    model, seen = Model(waits=True), []
+    handle = register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        assert not needs_no_call(model.first)
+        with pytest.warns(HookWarning, match="for all modules do not run on a Linear"):
+            step(model)
+    finally:
+        handle.remove()
+    assert needs_no_call(model.first) and seen == [model.first, model]
